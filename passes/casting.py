@@ -112,7 +112,7 @@ class Casts:
         value = self.graph.value(used)
         if dtype is None or plain_type(value) is None:
             return used
-        origin = self.origin(used)
+        origin = self.sharing.origin(used)
         if plain_type(self.graph.value(origin)) is dtype:
             return origin
         if value.dtype is dtype and not node_metadata.has_purpose(
@@ -140,7 +140,7 @@ class Casts:
             keep: dimensions with one scale per index.
             dtype: dtype of the result.
         """
-        source = self.origin(used)
+        source = self.sharing.origin(used)
         key = (source, fmt.name, keep, self.sharing.epoch(source))
         graph = self.graph.graph
         with graph.inserting_before(before):
@@ -200,29 +200,6 @@ class Casts:
         """Treat a new node as the original `node` from here on: same dtype and memory."""
         self.own[new], self.values[new] = self.own[node], self.values[node]
         self.sharing.memory.put(new, instead_of=node)
-
-    def origin(self, node: fx.Node) -> fx.Node:
-        """Return the node to convert: skips lossless conversions, and lossy ones of autocast."""
-        while self._may_be_skipped(node):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            before, after = self.graph.value(source), self.graph.value(node)
-            if not is_float(before):
-                break
-            lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
-            if not lossless and not node_metadata.has_purpose(node, Purpose.AUTOCAST):
-                break
-            node = source
-        return node
-
-    def _may_be_skipped(self, node: fx.Node) -> bool:
-        if node.target is not torch.ops.aten.to.dtype or not is_float(self.graph.value(node)):
-            return False
-        memory, places = self.sharing.memory, self.sharing.memory.of(node)
-        if not node_metadata.is_cast(node):
-            # The model may use a conversion to copy a tensor that is written to later.
-            places |= memory.of(node.args[0])  # type: ignore[arg-type]
-        return not places & memory.written and self.sharing.records_as_here(node)
 
     def _describe(self, new: fx.Node, source: fx.Node, cast: CastInfo | None) -> None:
         if cast is not None:

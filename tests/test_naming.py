@@ -35,7 +35,7 @@ NO_CLASSES_OR_FILES = frozenset(
 )
 """Participles and gerunds that are no terms of the field, as a word of the name of a class or a file."""
 
-CLASSES = frozenset({"PlannedCast", "SavingOperator"})
+CLASSES = frozenset({"PlannedCast"})
 """Exceptions: `planned` and `saving` have a noun behind them that says what the class is."""
 
 MOST_FIELDS = 80

@@ -18,12 +18,17 @@ from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
-from qsync_fx.predictor.cost_mapper.cost_cache import scheduled
-from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.buffers import Task, whole
-from qsync_fx.predictor.memory.outside_passes import LossMemory, TrainingMemory
-from qsync_fx.predictor.memory.peak_memory import Orders, StepMemory, anchored_bytes, step_memory
+from qsync_fx.predictor.memory.peak_memory import (
+    LossMemory,
+    Orders,
+    StepMemory,
+    TrainingMemory,
+    anchored_bytes,
+    step_memory,
+)
 from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import ANYBODY, Beside, Schedule, Seconds, Times

@@ -17,8 +17,7 @@ from qsync_fx.errors import PlanError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.indexed_model import Tables
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory.outside_passes import TrainingMemory
-from qsync_fx.predictor.memory.peak_memory import Anchor
+from qsync_fx.predictor.memory.peak_memory import Anchor, TrainingMemory
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, chosen
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.times import Times

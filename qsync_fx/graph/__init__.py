@@ -1,10 +1,8 @@
 """The precision graph: a typed view over an fx.Graph, and analyses of it.
 
-`graph` has `PrecisionGraph`, its `Operator` handles and the `Context` of a compilation; start
-there. `node_metadata` defines the facts that passes record on nodes. `operand_formats`,
-`cascade_rules` and `alias_analysis` have the rules for formats, cascades and cast sharing.
-`saved_tensors`, `operator_costs` and `cost_dag` compute costs, in terms of `cost_algebra`;
-`fx_utils` has helpers for nodes.
+`graph.PrecisionGraph` and its `Operator` handles are the start. `node_metadata` has the facts that
+passes record on nodes; `operand_formats`, `cascade_rules` and `alias_analysis` the rules for
+formats, cascades and shared casts; `saved_tensors`, `operator_costs` and `cost_dag` the costs.
 """
 
 from __future__ import annotations

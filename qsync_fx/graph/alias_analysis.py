@@ -1,12 +1,8 @@
 """Alias analysis: values that share memory, in-place writes, and the sharing of casts.
 
-Invariant: values that share memory have a common place. The analysis is conservative: an opaque
-node may alias and write all its operands. Places are the storages of fake tensors, which alias like
-real tensors even if the schema differs (`reshape` or a no-op conversion returns its input).
-
-Higher-order operators that only call their body, such as activation checkpointing, are transparent:
-formats, casts and random numbers equal an inlined body's. Training with checkpointing is
-bitwise equal to training without, and tensors saved for recomputation are narrow.
+Places are the storages of fake tensors, which alias like real tensors even if the schema differs.
+The analysis is conservative: an opaque node may alias and write all its operands. Higher-order
+operators that only call their body, such as activation checkpointing, are transparent.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.fx_utils import arguments, is_switch, switches_grad, tensors
+from qsync_fx.graph.fx_utils import arguments, is_float, is_switch, switches_grad, tensors
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
 
@@ -63,7 +59,9 @@ def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
 def results(body: PrecisionGraph) -> tuple[Any, ...]:
     """Return the results of a body, which `getitem` nodes unpack from the higher-order operator."""
     returned = body.nodes[-1].args[0]
-    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    if isinstance(returned, (tuple, list)):
+        return tuple(returned)
+    return (returned,)
 
 
 def result_of(node: fx.Node) -> fx.Node | None:
@@ -71,8 +69,10 @@ def result_of(node: fx.Node) -> fx.Node | None:
     if node.target is not py_operator.getitem:
         return None
     source, index = node.args
-    bodies = node_metadata.bodies(source) if isinstance(source, fx.Node) else None
-    result = results(bodies[0])[index] if bodies and isinstance(index, int) else None
+    bodies = isinstance(source, fx.Node) and node_metadata.bodies(source)
+    if not bodies or not isinstance(index, int):
+        return None
+    result = results(bodies[0])[index]
     return result if isinstance(result, fx.Node) else None
 
 
@@ -94,13 +94,9 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
     """Append a placeholder to a body, pass `value` for it to the higher-order operator `node`."""
-    graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
-    with (
-        graph.inserting_after(placeholders[-1])
-        if placeholders
-        else graph.inserting_before(body.nodes[0])
-    ):
-        result = graph.placeholder(name)
+    first = next(n for n in body.nodes if n.op != "placeholder")
+    with body.graph.inserting_before(first):
+        result = body.graph.placeholder(name)
     result.target = result.name  # argument names must be unique
     result.meta["val"] = value.meta["val"]
     node.args = (*node.args, value)
@@ -213,11 +209,10 @@ class Sharing:
     """
 
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
-        self.memory = memory or AliasSets(graph)
-        # The grad mode at the start of a body depends on its caller.
-        self.mode: tuple[Hashable, ...] = (
-            graph.context.training if graph.parent is None else None,
-        )
+        self._graph, self.memory = graph, memory or AliasSets(graph)
+        self.mode: tuple[Hashable, ...] = (graph.context.training,)
+        if graph.parent is not None:
+            self.mode = (None,)  # the grad mode at the start of a body depends on its caller
         self._writes: Counter[Hashable] = Counter()
         self._modes: dict[fx.Node, Hashable] = {}
 
@@ -232,6 +227,30 @@ class Sharing:
     def records_as_here(self, node: fx.Node) -> bool:
         """Return whether grad mode is the same here as at an earlier node."""
         return self._modes.get(node, self.mode) == self.mode
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Return the node that a cast of `node` converts, before conversions that casts replace."""
+        while node.target is torch.ops.aten.to.dtype and self._may_be_skipped(node):
+            (node,) = node.all_input_nodes
+        return node
+
+    def _may_be_skipped(self, conversion: fx.Node) -> bool:
+        """Return whether readers of a conversion may convert its operand themselves.
+
+        It must be lossless, or lossy for the sake of autocast alone.
+        """
+        source: Any = conversion.args[0]
+        before, after = self._graph.value(source), self._graph.value(conversion)
+        if not is_float(before) or not is_float(after):
+            return False
+        places = self.memory.of(conversion)
+        if not node_metadata.is_cast(conversion):
+            # The model may use a conversion to copy a tensor that is written to later.
+            places |= self.memory.of(source)
+        if places & self.memory.written or not self.records_as_here(conversion):
+            return False
+        lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
+        return lossless or node_metadata.has_purpose(conversion, node_metadata.Purpose.AUTOCAST)
 
     def passed(self, node: fx.Node) -> None:
         self._modes[node] = self.mode

@@ -49,11 +49,9 @@ class Rule:
     def promotion(self, formats: Sequence[Precision | None]) -> Precision | None:
         """Return the widest of the formats of `inputs`, or the first unless `promotes`."""
         available = [item for item in formats if item is not None]
-        return (
-            functools.reduce(promoted, available if self.promotes else available[:1])
-            if available
-            else None
-        )
+        if not available:
+            return None
+        return functools.reduce(promoted, available) if self.promotes else available[0]
 
     def precision(
         self, formats: Sequence[Precision | None]
@@ -63,8 +61,10 @@ class Rule:
         if widest is None:
             return self.own, None
         # Models write `masked_fill(mask, torch.finfo(torch.float32).min)`.
-        large = next((scalar for scalar in self.scalars if abs(scalar) > widest.max), None)
-        return (widest, None) if large is None else (self.own, large)
+        for scalar in self.scalars:
+            if abs(scalar) > widest.max:
+                return self.own, scalar
+        return widest, None
 
     def output(self, result: Precision | None) -> Precision | None:
         """Return the format of the result for the precision `result`."""
@@ -82,34 +82,30 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     if row is not None and row.converts:
         named = _named_format(node)
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
-        return (
-            Rule((), named or owned)
-            if named is not None or owned is None or not like
-            else Rule((like[-1],), owned)
-        )
+        if named is not None or owned is None or not like:
+            return Rule((), named or owned)
+        return Rule((like[-1],), owned)
     if note.kind is Kind.FIXED and not in_place(node):
         # If only an autocast region narrows the operator and a plan replaces the region, it runs in
         # FP32 or wider.
         narrowed = row is not None and isinstance(note.autocast, Precision) and not automatic
-        return Rule((), promoted(owned, FP32) if owned is not None and narrowed else owned)
+        if owned is not None and narrowed:
+            owned = promoted(owned, FP32)
+        return Rule((), owned)
     named = _named_format(node)
     if in_place(node):
         return Rule((writes(node)[0],), owned, named=named, in_place=True)
     inputs = [used for used in node.all_input_nodes if is_float(graph.value(used))]
-    ranked = [used for used in inputs if graph.value(used).dim() > 0] or inputs
-    return Rule(
-        tuple(ranked) if owned is not None else (),
-        owned,
-        promotes=True,
-        scalars=_scalars(node),
-        named=named,
-    )
+    ranked = tuple(used for used in inputs if graph.value(used).dim() > 0) or tuple(inputs)
+    if owned is None:
+        ranked = ()
+    return Rule(ranked, owned, promotes=True, scalars=_scalars(node), named=named)
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:
     """Return the node whose format a node without a note passes on; None if the model decides."""
     owned = format_of(graph.value(node))
-    source = node.args[0] if node.args else None
+    source = next(iter(node.args), None)
     if owned is None or not isinstance(source, fx.Node):
         return None
     cast = node_metadata.CAST.get(node)
@@ -145,8 +141,10 @@ def wants_wide(kind: Kind, result: Precision | None) -> bool:
 
 
 def _named_format(node: fx.Node) -> Precision | None:
-    named = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-    return precision_of(named[0]) if named else None
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, torch.dtype):
+            return precision_of(argument)
+    return None
 
 
 def _scalars(node: fx.Node) -> tuple[float, ...]:

@@ -106,12 +106,9 @@ class Cost:
     @property
     def sizes(self) -> list[Size]:
         """All sizes: operations and bytes of each piece of work, then the saved bytes."""
-        works = [
-            size
-            for name in WORKS
-            for size in (getattr(self, name).flops, getattr(self, name).bytes)
-        ]
-        return [*works, *self.saved.values()]
+        works = [getattr(self, name) for name in WORKS]
+        sizes = [size for work in works for size in (work.flops, work.bytes)]
+        return [*sizes, *self.saved.values()]
 
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
         if not names:
@@ -162,17 +159,10 @@ def _rebuilt(cost: Cost, values: Any) -> Cost:
 @functools.lru_cache(maxsize=64)
 def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable[..., list[Size]]:
     """Return a function from sizes to all expressions, compiled if all symbols are named."""
-    symbols = {
-        str(symbol): symbol
-        for e in expressions
-        if isinstance(e, sympy.Basic)
-        for symbol in e.free_symbols
-    }
+    used = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
+    symbols = {str(symbol): symbol for symbol in used}
     inputs = [symbols.get(name, sympy.Symbol(name)) for name in names]
-    full = all(
-        set(e.free_symbols) <= set(inputs) for e in expressions if isinstance(e, sympy.Basic)
-    )
-    if full:
+    if used <= set(inputs):
         # torch's functions of sizes, such as FloorDiv, need these implementations; `math` lacks
         # them.
         compiled: Callable[..., list[Size]] = sympy.lambdify(
@@ -188,9 +178,9 @@ def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable
 
 
 def _number(value: Any) -> Size:
-    if isinstance(value, sympy.Basic):
-        return int(value) if value.is_Integer else value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return a whole number as an integer, another size unchanged."""
+    is_whole = isinstance(value, sympy.Integer) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value
 
 
 ON_NUMBERS: dict[str, Any] = {

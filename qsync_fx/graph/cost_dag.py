@@ -1,13 +1,8 @@
 """The precision DAG with the costs of every operator state, and the attribution of kernels.
 
-The DAG is a networkx graph for searches over plans, plots and block comparison, read from a graph
-before casts are inserted, so it is valid for every plan. Invariant: node names outlive a graph:
-operator ids, parameter paths in the model, input names. An edge is one tensor that one operator
-reads in one role; nodes between the two are skipped.
-
-`charge` attributes every computing node of a lowered graph to an operator, and torch preserves the
-mark through AOTAutograd and Inductor. `charges` attributes the nodes that these create without a
-mark.
+The DAG is read from a graph before casts are inserted, so it is valid for every plan. Its node
+names outlive a graph: operator ids, parameter paths, input names. `charge` attributes each
+computing node of a lowered graph to an operator, `charges` the nodes that torch creates later.
 """
 
 from __future__ import annotations
@@ -19,8 +14,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from qsync_fx.devices.format_support import resolve, row_on
-from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.devices.format_support import row_on
+from qsync_fx.formats import FORMATS
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.cost_algebra import Cost
 from qsync_fx.graph.fx_utils import describe, expression, format_of, is_float, source_of, tensors
@@ -82,7 +77,8 @@ def _dag(flow: Flow) -> nx.MultiDiGraph:
         _add_operator(result, flow, site)
     for site in flow.sites:
         for operand, need in zip(site.operands, site.needs, strict=True):
-            _add_edge(result, flow, site, operand.node, operand.role, need)
+            value = site.graph.value(operand.node)
+            _connect(result, flow, value, operand.node, str(site.id), operand.role, need)
     for node in flow.outputs:
         _connect(result, flow, flow.graph.value(node), node, OUTPUT, role="output", gradient=False)
     return result
@@ -92,27 +88,14 @@ def states(site: OperandSite) -> tuple[OperandState, ...]:
     """Return the states that an operator can be in on its graph's device under any plan."""
     note = node_metadata.NOTE[site.node]
     owned = format_of(site.graph.value(site.node))
-    context, operator = site.graph.context, Operator(site.graph, site.node)
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
-        takes = dict.fromkeys(
-            resolve(
-                note.row,
-                fmt,
-                context.device,
-                context.options.emulate_unsupported,
-                operator.held,
-                operator.refused,
-            )[0]
-            for fmt in FORMATS.values()
-        )
-        wide = [owned] if owned is not None and owned.bits >= 32 else []
-        return tuple(
-            OperandState(fmt, out)
-            for fmt in takes
-            for out in dict.fromkeys(
-                [row_on(context.device, fmt).output, *(wide if fmt.scaled else ())]
-            )
-        )
+        device, operator = site.graph.context.device, Operator(site.graph, site.node)
+        result: dict[OperandState, None] = {}
+        for fmt in dict.fromkeys(operator.supported(fmt)[0] for fmt in FORMATS.values()):
+            result[OperandState(fmt, row_on(device, fmt).output)] = None
+            if fmt.scaled and owned is not None and owned.bits >= 32:
+                result[OperandState(fmt, owned)] = None
+        return tuple(result)
     if note.kind is Kind.DEPENDENT and owned is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]
         return tuple(OperandState(fmt, fmt) for fmt in formats)
@@ -123,7 +106,6 @@ def _add_operator(result: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> Non
     note = node_metadata.NOTE[site.node]
     value = site.graph.value(site.node)
     can = states(site)
-    source = source_of(site.node)
     result.add_node(
         str(note.id),
         type="operator",
@@ -132,26 +114,12 @@ def _add_operator(result: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> Non
         order=site.order,
         shape=describe(value),
         numel=_numel(value),
-        line=str(source) if source is not None else "",
+        line=str(source_of(site.node) or ""),
         repeated=site.repeated,
         precisions=tuple(
             dict.fromkeys(str(state.precision) for state in can if state.precision is not None)
         ),
         costs=Costs(flow, site, can),
-    )
-
-
-def _add_edge(
-    result: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool
-) -> None:
-    _connect(
-        result,
-        flow,
-        site.graph.value(used),
-        used,
-        str(node_metadata.NOTE[site.node].id),
-        role,
-        gradient,
     )
 
 
@@ -167,22 +135,23 @@ def _connect(
     if not tensors(value):
         return
     source = flow.source(used)
-    note = node_metadata.NOTE.get(source)
-    name = str(note.id) if note is not None else node_metadata.PATH.get(source) or source.name
+    name = node_metadata.PATH.get(source) or source.name
+    if (note := node_metadata.NOTE.get(source)) is not None:
+        name = str(note.id)
     if name not in result:
-        kind = "parameter" if isinstance(source.meta.get("val"), torch.nn.Parameter) else "input"
         live = source.meta.get("val", value)
+        kind = "parameter" if isinstance(live, torch.nn.Parameter) else "input"
         result.add_node(name, type=kind, shape=describe(live), numel=_numel(live))
     if reader not in result:
         result.add_node(reader, type="output")
-    owned: Precision | None = format_of(value)
+    written = is_float(tensors(value)[0]) and format_of(value)
     result.add_edge(
         name,
         reader,
         role=role,
         tensor=flow.tensor(used).name,
         numel=_numel(value),
-        own=str(owned) if owned is not None and is_float(tensors(value)[0]) else None,
+        own=str(written) if written else None,
         gradient=gradient,
     )
 
@@ -234,8 +203,9 @@ def charge(graph: PrecisionGraph) -> None:
     result = charges(graph.graph)
     near = next((str(note.id) for note in reversed(operators.values())), None)
     for node in reversed(graph.nodes):
-        near = str(operators[node].id) if node in operators else near
-        owner = result[node].owner if node in result else near
+        if node in operators:
+            near = str(operators[node].id)
+        owner = getattr(result.get(node), "owner", near)
         if computes(node) and owner is not None:
             cast = node_metadata.CAST.get(node)
             node_metadata.charge(node, owner, cast.part if cast is not None else None)

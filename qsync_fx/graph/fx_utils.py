@@ -1,21 +1,19 @@
 """Utilities for fx graphs: sources and arguments of nodes, fake values, and switches of state.
 
-They work on graphs as Dynamo writes them and as passes leave them.
-
-A switch is a call that changes state of the process (grad mode, autocast, ...). Invariant: a switch
-is never dropped, although its result has no reader: a context that is entered and never left
-changes the rest of the program. `_CALLS` lists the calls of Dynamo's context managers by the state
-that they change; `mark_unlisted` adds other calls.
+A switch is a call that changes state of the process (grad mode, autocast, ...). A switch is never
+dropped, although its result has no reader. `_CALLS` lists the calls of Dynamo's context managers by
+the state that they change; `mark_unlisted` adds other calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -40,30 +38,28 @@ class Source:
 
 def source_of(node: fx.Node) -> Source | None:
     """Return the source line of a node: the innermost frame of its stack trace."""
-    lines = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
-    ]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith('File "') and '", line ' in lines[index]:
-            file, _, rest = lines[index].removeprefix('File "').partition('", line ')
-            code = (
-                lines[index + 1]
-                if index + 1 < len(lines) and not lines[index + 1].startswith("File ")
-                else ""
-            )
-            return Source(file, int(rest.partition(",")[0]), code)
+    code = ""
+    for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
+        frame = _FRAME.match(line)
+        if frame is not None:
+            return Source(frame["file"], int(frame["line"]), code)
+        code = line.strip() or code
     return None
+
+
+_FRAME = re.compile(r'\s*File "(?P<file>.*?)", line (?P<line>\d+)')
 
 
 def target_name(node: fx.Node) -> str:
     """Return a short name of a node's target, "aten.linear.default" or the function's name."""
-    if isinstance(node.target, str):
-        return node.target
-    return (
-        str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else getattr(node.target, "__name__", str(node.target))
-    )
+    if isinstance(node.target, (str, torch._ops.OpOverload)):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def function_name(node: fx.Node) -> str:
+    """Return the `__name__` of a node's target; "" if it has none."""
+    return str(getattr(node.target, "__name__", ""))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -81,37 +77,36 @@ def filled(
 ) -> dict[str, Any]:
     """Return all arguments of a call by name, in schema order, None without value and default."""
     schema = target._schema.arguments
-    inputs = {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return {
-        a.name: inputs[a.name]
-        if a.name in inputs
-        else kwargs.get(a.name, a.default_value if a.has_default_value() else None)
-        for a in schema
-    }
+    names = [argument.name for argument in schema]
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return dict.fromkeys(names) | defaults | dict(kwargs) | dict(zip(names, args, strict=False))
 
 
 def argument_at(value: Sequence[Any], place: int | tuple[int, int]) -> Any:
     """Return an argument of a call, or an item of a list argument."""
-    return value[place] if isinstance(place, int) else value[place[0]][place[1]]
+    if isinstance(place, int):
+        return value[place]
+    return value[place[0]][place[1]]
 
 
 def nodes_in(value: object) -> list[fx.Node]:
     """Return the nodes in an argument, including nested lists."""
+    return _instances(value, fx.Node)
+
+
+T = TypeVar("T")
+
+
+def _instances(value: object, kind: type[T]) -> list[T]:
     if isinstance(value, (list, tuple)):
-        return [node for item in value for node in nodes_in(item)]
-    return [value] if isinstance(value, fx.Node) else []
-
-
-def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
-    """Replace each given argument by `change(position in the schema, argument)`."""
-    positions = {name: index for index, name in enumerate(arguments(node))}
-    node.args = tuple(change(index, value) for index, value in enumerate(node.args))
-    node.kwargs = {name: change(positions[name], value) for name, value in node.kwargs.items()}
+        return [result for item in value for result in _instances(item, kind)]
+    return [value] if isinstance(value, kind) else []
 
 
 _SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2", torch.int8: "i8",
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.bool: "b1",
 }  # fmt: skip
 
@@ -140,9 +135,7 @@ def is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a node's value."""
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    return _instances(value, torch.Tensor)
 
 
 def memory_order(value: Any) -> list[int] | None:
@@ -176,13 +169,13 @@ def same_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
     Return True for different shapes, or if one is not dense: its copy is dense, and supports every
     view of the original.
     """
-    orders = [memory_order(value) for value in (first, second)]
+    orders = memory_order(first), memory_order(second)
     if None in orders or first.shape != second.shape:
         return True
-    of_first, of_second = (
+    ours, theirs = (
         [dim for dim in order or () if _hint(first.shape[dim]) != 1] for order in orders
     )
-    return of_first == of_second
+    return ours == theirs
 
 
 def _hint(number: Any) -> Any:
@@ -191,8 +184,7 @@ def _hint(number: Any) -> Any:
 
 def format_of(value: Any) -> Precision | None:
     """Return the format of the first floating-point tensor in a value; None if there is none."""
-    floats = [t for t in tensors(value) if is_float(t)]
-    return precision_of(floats[0].dtype) if floats else None
+    return next((precision_of(t.dtype) for t in tensors(value) if is_float(t)), None)
 
 
 def describe(value: Any) -> str:
@@ -202,10 +194,10 @@ def describe(value: Any) -> str:
         return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(describe(item) for item in value) + ")"
+    if isinstance(value, (int, float, str, torch.SymInt)):
+        return str(value)
     # The repr of other objects contains an address, which differs between runs.
-    return (
-        str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
-    )
+    return type(value).__name__
 
 
 def expression(size: Any) -> Any:
@@ -261,19 +253,10 @@ _CALLS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
         Effect.FORWARD_GRAD: ("_set_fwd_grad_enabled",),
         Effect.HOOKS: ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
         Effect.LEVEL: (
-            "_vmap_increment_nesting",
-            "_vmap_decrement_nesting",
-            "_grad_increment_nesting",
-            "_grad_decrement_nesting",
-            "_jvp_increment_nesting",
-            "_jvp_decrement_nesting",
-            "_func_increment_nesting",
-            "_func_decrement_nesting",
-            "_enter_dual_level",
-            "_exit_dual_level",
-            "set_inplace_requires_grad_allowed",
-            "push_dynamic_layer_stack",
-            "pop_dynamic_layer_stack",
+            *(f"_{kind}_increment_nesting" for kind in ("vmap", "grad", "jvp", "func")),
+            *(f"_{kind}_decrement_nesting" for kind in ("vmap", "grad", "jvp", "func")),
+            *("_enter_dual_level", "_exit_dual_level", "set_inplace_requires_grad_allowed"),
+            *("push_dynamic_layer_stack", "pop_dynamic_layer_stack"),
         ),
     }
 )
@@ -289,8 +272,9 @@ def effect_of(node: fx.Node) -> Effect | None:
     """Return the state that a node changes; None for a node that computes a value."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase):
         return None
-    listed = _EFFECT_OF.get(getattr(node.target, "__name__", ""))
-    return listed or (Effect.UNLISTED if node in node_metadata.UNLISTED else None)
+    if node in node_metadata.UNLISTED:
+        return Effect.UNLISTED
+    return _EFFECT_OF.get(function_name(node))
 
 
 def is_switch(node: fx.Node) -> bool:
@@ -311,10 +295,14 @@ def affects_tracing(node: fx.Node) -> bool:
 
 def level_step(node: fx.Node) -> int:
     """Return by how much a node changes the number of levels: 1, 0 or -1."""
-    name = getattr(node.target, "__name__", "") if effect_of(node) is Effect.LEVEL else ""
+    if effect_of(node) is not Effect.LEVEL:
+        return 0
+    name = function_name(node)
     if "increment_nesting" in name or name == "_enter_dual_level":
         return 1
-    return -1 if "decrement_nesting" in name or name == "_exit_dual_level" else 0
+    if "decrement_nesting" in name or name == "_exit_dual_level":
+        return -1
+    return 0
 
 
 def mark_unlisted(graph: fx.Graph) -> None:
@@ -324,18 +312,12 @@ def mark_unlisted(graph: fx.Graph) -> None:
     and readers are only such calls can have no other purpose, and leaves no record in a trace.
     """
     calls = {node for node in graph.nodes if is_switch(node) or _is_bare_call(node)}
-    while True:
-        computing = {
-            node
-            for node in calls
-            if not is_switch(node) and not calls.issuperset(_neighbours(node))
-        }
-        if not computing:
-            break
+    candidates = {node for node in calls if not is_switch(node)}
+    while computing := {n for n in candidates if not calls.issuperset(_neighbours(n))}:
         calls -= computing
-    for node in calls:
-        if not is_switch(node):
-            node_metadata.UNLISTED[node] = True
+        candidates -= computing
+    for node in candidates:
+        node_metadata.UNLISTED[node] = True
 
 
 def _is_bare_call(node: fx.Node) -> bool:

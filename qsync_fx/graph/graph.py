@@ -81,10 +81,11 @@ class Operator:
 
     @property
     def reason(self) -> str:
-        by, reason = self.note.by, self.note.reason
-        if self.note.computed is not None:
-            reason = f"{reason}; {self.note.computed}" if reason else str(self.note.computed)
-        return f"{self.note.how} by {by}; {reason}" if by and reason else reason
+        note = self.note
+        parts = [note.reason, str(note.computed or "")]
+        if note.by and any(parts):
+            parts.insert(0, f"{note.how} by {note.by}")
+        return "; ".join(filter(None, parts))
 
     @property
     def row(self) -> OperatorRow | None:
@@ -93,8 +94,9 @@ class Operator:
     @property
     def held(self) -> Precision | None:
         """The model's format of the result; None in an autocast region that a plan overrides."""
-        region = isinstance(self.note.autocast, Precision) and not self.graph.context.automatic
-        return None if region else format_of(self.graph.value(self.node))
+        if isinstance(self.note.autocast, Precision) and not self.graph.context.automatic:
+            return None
+        return format_of(self.graph.value(self.node))
 
     @property
     def refused(self) -> str | None:
@@ -106,9 +108,17 @@ class Operator:
         if not all(isinstance(argument_at(inputs, index), fx.Node) for index in row.scaled):
             return "an operand is no tensor"
         lowering = self.graph.context.lowerings.get(row.name)
-        return (
-            lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
-        )
+        if lowering is None:
+            return f"{row.name} has no lowering"
+        refusal: str | None = lowering.refuses(self.node)
+        return refusal
+
+    def supported(self, planned: Precision) -> tuple[Precision, str]:
+        """Return the format that runs for a planned one, and why; see `resolve`."""
+        assert self.row is not None, "adjustable operators have rows"
+        context = self.graph.context
+        exact = context.options.emulate_unsupported
+        return resolve(self.row, planned, context.device, exact, self.held, self.refused)
 
     @property
     def source(self) -> Source | None:
@@ -117,8 +127,10 @@ class Operator:
     @property
     def where(self) -> str:
         """The operator's id and its line in the user's model, for error messages."""
-        source = self.source
-        return f"operator {self.id}" + (f", {source}: {source.code}" if source else "")
+        parts = [f"operator {self.id}"]
+        if self.source is not None:
+            parts.append(f"{self.source}: {self.source.code}")
+        return ", ".join(parts)
 
     def update(self, **changes: Any) -> None:
         note = self.note
@@ -136,7 +148,8 @@ class Operator:
             raise PrecisionError(
                 f"{self.id} is {self.kind}: no pass can assign {wanted} to it",
                 where=self.where,
-                do='choose among graph.operators(kind="adjustable"); dependent operators follow their inputs',
+                do='choose among graph.operators(kind="adjustable"); dependent operators follow '
+                "their inputs",
             )
         self.decide(wanted, reason, pinned=True)
 
@@ -145,17 +158,10 @@ class Operator:
         context = self.graph.context
         if (offered := support(context.device, fmt)).how == "simulated":
             return offered.reason
-        # a product without a weight has no lowering that knows its shape
-        lowering = (
-            context.lowerings.get(self.row.name)
-            if self.row is not None and self.row.scaled
-            else None
-        )
-        result: str | None = (
-            lowering.slower(self.node, fmt, context)
-            if lowering is not None and fmt.bits < 32
-            else None
-        )
+        if fmt.bits >= 32 or self.row is None or not self.row.scaled:
+            return None  # a product without a weight has no lowering that knows its shape
+        lowering = context.lowerings.get(self.row.name)
+        result: str | None = lowering and lowering.slower(self.node, fmt, context)
         return result
 
     def decide(
@@ -166,26 +172,23 @@ class Operator:
         Args:
             skip_unprofitable: whether to use a wider format that is as fast.
         """
-        row = self.row
-        assert row is not None, "adjustable operators have rows"
-        context = self.graph.context
-        runs, but = resolve(
-            row,
-            planned,
-            context.device,
-            context.options.emulate_unsupported,
-            self.held,
-            self.refused,
-        )
-        narrow = self.held if self.held is not None and self.held.bits < 32 else None
-        while (
-            skip_unprofitable and runs is not narrow and (slower := self.slower(runs)) is not None
-        ):
-            wider = narrow or (FP32 if runs.plain else row_on(context.device, runs).elsewhere)
+        runs, but = self.supported(planned)
+        while skip_unprofitable and (slower := self.slower(runs)) is not None:
+            wider = self._wider(runs)
+            if wider is runs:
+                break
             but = "; ".join(filter(None, (but, f"{slower}, so it runs in {wider}")))
             runs = wider
-        reason = f"{reason}; {but}" if but else reason
+        reason = "; ".join(filter(None, (reason, but)))
         self.update(planned=planned, precision=runs, reason=reason, instead=but, pinned=pinned)
+
+    def _wider(self, fmt: Precision) -> Precision:
+        """Return the format to try instead of an unprofitable one: the model's if it is narrow."""
+        if self.held is not None and self.held.bits < 32:
+            return self.held
+        if fmt.plain:
+            return FP32
+        return row_on(self.graph.context.device, fmt).elsewhere
 
     def __repr__(self) -> str:
         return f"<Operator {self.id} {self.kind} {self.precision or 'unassigned'}>"
@@ -270,17 +273,16 @@ class PrecisionGraph:
     @property
     def whole(self) -> PrecisionGraph:
         """The top-level graph that contains this body; itself if it is not a body."""
-        return self if self.parent is None else self.parent.whole
+        if self.parent is None:
+            return self
+        return self.parent.whole
 
     @property
     def where(self) -> str:
         """The position of the graph in the user's model, for error messages."""
-        first = next(iter(self.operators()), None)
-        return (
-            f"the graph that starts with {first.where}"
-            if first is not None
-            else "a graph without operators"
-        )
+        for operator in self.operators():
+            return f"the graph that starts with {operator.where}"
+        return "a graph without operators"
 
     def own_operators(self) -> list[Operator]:
         """Return the operators of this graph, without operators in bodies."""
@@ -290,14 +292,12 @@ class PrecisionGraph:
         self, kind: Kind | str | None = None, pattern: str | None = None
     ) -> list[Operator]:
         """Return the operators, in bodies too, by kind and by pattern of their id."""
-        wanted = Kind(kind) if kind is not None else None
-        return [
-            operator
-            for graph in self.walk()
-            for operator in graph.own_operators()
-            if (wanted is None or operator.kind is wanted)
-            and (pattern is None or operator.id.matches(pattern))
-        ]
+        result = [operator for graph in self.walk() for operator in graph.own_operators()]
+        if kind is not None:
+            result = [operator for operator in result if operator.kind is Kind(kind)]
+        if pattern is not None:
+            result = [operator for operator in result if operator.id.matches(pattern)]
+        return result
 
     def walk(self) -> Iterator[PrecisionGraph]:
         """Yield this graph and, depth first, the bodies that the passes rewrite."""
@@ -310,7 +310,7 @@ class PrecisionGraph:
         """Return the current dtype of each output; None for other values than tensors."""
         (output,) = (node for node in self.nodes if node.op == "output")
         values = (self.value(used) for used in pytree.tree_leaves(output.args))
-        return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
+        return [getattr(value, "dtype", None) for value in values]
 
     @functools.cached_property
     def costing(self) -> Costing:
@@ -324,11 +324,9 @@ class PrecisionGraph:
 
     def value(self, node: Any) -> Any:
         """Return the fake value of a node; another object is its own value."""
-        return (
-            node.meta.get("val", node.meta.get("example_value"))
-            if isinstance(node, fx.Node)
-            else node
-        )
+        if not isinstance(node, fx.Node):
+            return node
+        return node.meta.get("val", node.meta.get("example_value"))
 
     def propagate(self, node: fx.Node) -> None:
         """Recompute a node's fake value from its arguments.
@@ -337,10 +335,10 @@ class PrecisionGraph:
             PassError: the operator does not accept these arguments.
         """
         value = self.computed(node)
-        # Data-dependent sizes got their symbols in tracing; new symbols would be unbound.
-        node.meta["val"] = (
-            _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
-        )
+        if node.meta.get("unbacked_bindings"):
+            # Data-dependent sizes got their symbols in tracing; new symbols would be unbound.
+            value = _sized_as(self.value(node), value)
+        node.meta["val"] = value
 
     def computed(self, node: fx.Node) -> Any:
         """Return the result for the fake values of a node's arguments; raise like `propagate`."""
@@ -351,9 +349,9 @@ class PrecisionGraph:
             with FakeRun(self.context.fake_mode, torch.no_grad(), region):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            where = (
-                Operator(self, node).where if node in node_metadata.NOTE else f"node %{node.name}"
-            )
+            where = f"node %{node.name}"
+            if node in node_metadata.NOTE:
+                where = Operator(self, node).where
             shown = ", ".join(describe(self.value(a)) for a in node.args)
             raise PassError(
                 f"{target_name(node)} does not take ({shown}): {error}",
@@ -383,17 +381,12 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
     if isinstance(matches, tuple):
         result, output = matches
         new.output(result).meta = dict(output.meta)
-    # Lazy: the copy's code is generated only if it runs.
-    copy = PrecisionGraph(
-        _LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent
-    )
+    module = _LazyGraphModule(graph.module, new)  # its code is generated only if it runs
+    copy = PrecisionGraph(module, list(graph.inputs), graph.context, parent)
     copy.module.meta.update(graph.module.meta)
     copy.numbers = graph.numbers.copy()
-    copy.unknown, copy.rewritten, copy.outputs = (
-        dict(graph.unknown),
-        dict(graph.rewritten),
-        list(graph.outputs),
-    )
+    copy.unknown, copy.rewritten = dict(graph.unknown), dict(graph.rewritten)
+    copy.outputs = list(graph.outputs)
     for old, node in nodes.items():
         before: tuple[PrecisionGraph, ...] = node_metadata.bodies(old)
         bodies = tuple(copied(body, copy) for body in before)
@@ -403,7 +396,7 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
             node_metadata.CALLER[body.nodes[-1]] = node
         places = {id(body.module): inner.module for body, inner in zip(before, bodies, strict=True)}
         for used in node.all_input_nodes:
-            live = getattr(graph.module, str(used.target), None) if used.op == "get_attr" else None
+            live = used.op == "get_attr" and getattr(graph.module, str(used.target), None)
             if id(live) in places:
                 setattr(copy.module, str(used.target), places[id(live)])
     return copy
@@ -459,11 +452,10 @@ def may_be_drawn(graph: PrecisionGraph) -> bool:
 
     Compilation and prediction both call this function.
     """
-    context = graph.context
-    requested = (
-        context.options.fast_dropout is not False and context.options.inner_backend == "inductor"
-    )
-    if not requested or context.device.type != "cpu" or capability(context.device) != ANY:
+    options, device = graph.context.options, graph.context.device
+    if options.fast_dropout is False or options.inner_backend != "inductor":
+        return False
+    if device.type != "cpu" or capability(device) != ANY:
         return False
     return any(drops(node) for part in graph.walk() for node in part.nodes)
 

@@ -262,14 +262,11 @@ _CARRIED: Final = "custom"
 
 def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
     """Charge a node's kernels to an operator, as a part of a cast. See `cost_dag.charges`."""
-    marks = {
-        key: value for key, value in (node.meta.get(_CARRIED) or {}).items() if key != "qsync_part"
-    }
-    node.meta[_CARRIED] = {
-        **marks,
-        "qsync": str(owner),
-        **({"qsync_part": part.value} if part is not None else {}),
-    }
+    marks = {**(node.meta.get(_CARRIED) or {}), "qsync": str(owner)}
+    marks.pop("qsync_part", None)
+    if part is not None:
+        marks["qsync_part"] = part.value
+    node.meta[_CARRIED] = marks
 
 
 def charged(node: fx.Node) -> CostAttribution | None:

@@ -1,11 +1,8 @@
 """Formats in which operators read their operands, and the weights of products.
 
-Casts, the verifier, costs and the DAG use the same answer. Invariant: it follows from the
-operator's row and precision and from the model's dtypes, not from inserted casts.
-
-A weight is a parameter of the model, moved or converted at most. Invariant: a row from
-`with_weight` has `scaled` if exactly one factor is a weight and the product is a layer's; otherwise
-its reason describes the factors or the product.
+Casts, the verifier, costs and the DAG use the same answer, which follows from the operator's row
+and precision and from the model's dtypes. A weight is a parameter, moved or converted at most; a
+row from `with_weight` has `scaled` if exactly one factor of a layer's product is a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +21,15 @@ from torch import fx
 from qsync_fx.formats import Precision, precision_of, promoted
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import in_place, operands as aliased_operands
-from qsync_fx.graph.fx_utils import argument_at, arguments, format_of, is_float, nodes_in, tensors
+from qsync_fx.graph.fx_utils import (
+    argument_at,
+    arguments,
+    format_of,
+    function_name,
+    is_float,
+    nodes_in,
+    tensors,
+)
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import row_for
@@ -63,26 +68,23 @@ class Origins:
 
     def _find(self, graph: PrecisionGraph, node: fx.Node) -> Origin:
         value = graph.value(node)
+        if node.op == "placeholder" and isinstance(value, torch.nn.Parameter):
+            return Origin.PARAMETER
         if node.op == "placeholder":
-            if isinstance(value, torch.nn.Parameter):
-                return Origin.PARAMETER
             return Origin.HELD if node_metadata.PATH.get(node) else Origin.ACTIVATION
-        row = row_for(node.target)
-        moved = node.args[0] if node.args else None
-        unpacks = getattr(node.target, "__name__", "") == "getitem"
-        if isinstance(moved, fx.Node) and (
-            unpacks or (row is not None and (row.moves or row.converts))
-        ):
+        row, moved = row_for(node.target), next(iter(node.args), None)
+        moves = function_name(node) == "getitem" or (
+            row is not None and (row.moves or row.converts)
+        )
+        if isinstance(moved, fx.Node) and moves:
             return self.of(moved)
         if row is not None and row.output_only:
             return Origin.ACTIVATION  # a lookup in a table
         read = [used for used in node.all_input_nodes if tensors(graph.value(used))]
         read = [used for used in read if any(map(is_float, tensors(graph.value(used))))] or read
-        return (
-            Origin.ACTIVATION
-            if any(self.of(used) is Origin.ACTIVATION for used in read)
-            else Origin.HELD
-        )
+        if any(self.of(used) is Origin.ACTIVATION for used in read):
+            return Origin.ACTIVATION
+        return Origin.HELD
 
 
 def with_weight(
@@ -103,11 +105,10 @@ def with_weight(
         return _named(row, every, result)
     factors = [origins.of(argument_at(inputs, place)) for place in result.places]
     weights = [index for index, origin in enumerate(factors) if origin is Origin.PARAMETER]
-    if row.scaled:
+    if row.scaled and (len(weights) != 1 or result.unfit(weights[0])):
         # The weight argument of a layer is the weight, however it is computed, unless only the
         # other factor is a parameter.
-        declared = result.places.index(row.scaled[1])
-        weights = weights if len(weights) == 1 and not result.unfit(weights[0]) else [declared]
+        weights = [result.places.index(row.scaled[1])]
     if len(weights) != 1:
         return _named(row, factors)
     why = result.unfit(weights[0])
@@ -160,9 +161,12 @@ class OperandState:
 class Asks(Enum):
     """Requirement of an operator that requires no fixed format of an operand."""
 
-    WRITTEN = "as the model wrote it"
-    BESIDE = "as the model wrote it, widened where that is a narrow format other than the operator's: torch takes no two"
-    GIVEN = "as it is"
+    WRITTEN = "the model's format"
+    BESIDE = (
+        "the model's format, widened if it is a narrow format other than the operator's, because "
+        "torch accepts only one"
+    )
+    GIVEN = "any format"
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,10 @@ class OperandReader:
         converted: tuple[int, ...] = ()
         if note.kind is Kind.ADJUSTABLE and row is not None:
             converted = row.converted(tuple(arguments(node).values()))
-        owned = () if node_metadata.bodies(node) else operands(node, note)
-        return cls(note.kind, row, owned, converted, in_place(node), format_of(value))
+        read: tuple[Operand, ...] = ()
+        if not node_metadata.bodies(node):
+            read = operands(node, note)
+        return cls(note.kind, row, read, converted, in_place(node), format_of(value))
 
     def takes_scaled(self, operand: Operand) -> bool:
         """Return whether an operand is a factor that may be in a format that is not plain."""
@@ -233,10 +239,12 @@ class OperandReader:
             return Asks.WRITTEN
         if self.in_place:
             return precision
-        if self.kind is Kind.DEPENDENT:
+        if self.kind is Kind.DEPENDENT and not value.dim():
             # Zero-dimensional tensors do not widen other operands, and are not converted.
-            return precision if value.dim() else Asks.GIVEN
-        return Asks.WRITTEN if precision is self.made else precision
+            return Asks.GIVEN
+        if self.kind is not Kind.DEPENDENT and precision is self.made:
+            return Asks.WRITTEN
+        return precision
 
     def _adjustable(self, precision: Precision | None, operand: Operand) -> Precision | Asks:
         assert self.row is not None
@@ -246,10 +254,13 @@ class OperandReader:
             return precision
         if precision.scaled:
             return Asks.WRITTEN
+        if operand.position not in self.converted:
+            return Asks.BESIDE
+        if precision.plain:
+            return precision
         # An operand that is not a factor is not rounded to the grid: it gets the grid's storage
         # dtype.
-        live = precision if precision.plain else precision_of(precision.dtype)
-        return live if live is not None and operand.position in self.converted else Asks.BESIDE
+        return precision_of(precision.dtype) or Asks.BESIDE
 
     def read_as(
         self, precision: Precision | None, operand: Operand, value: Any
@@ -264,22 +275,24 @@ class OperandReader:
             return requested
         if requested is Asks.BESIDE and owned is not None and owned.bits < 32:
             assert precision is not None
-            return owned if owned.dtype is precision.dtype else promoted(owned, precision)
-        return None if requested is Asks.GIVEN else owned
+            if owned.dtype is not precision.dtype:
+                return promoted(owned, precision)
+        if requested is Asks.GIVEN:
+            return None
+        return owned
 
 
 def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
     """Return an operator's operands, one entry per read."""
     result: list[Operand] = []
-    weight = (
-        note.row.scaled[1]
-        if note is not None and note.row is not None and note.row.scaled
-        else None
-    )
+    weights: tuple[Place, ...] = ()
+    if note is not None and note.row is not None:
+        weights = note.row.scaled[1:]
 
     def take(operand: Operand) -> fx.Node:
-        role = "weight" if operand.place == weight else operand.role
-        result.append(Operand(operand.node, operand.position, role, operand.place))
+        if operand.place in weights:
+            operand = dataclasses.replace(operand, role="weight")
+        result.append(operand)
         return operand.node
 
     _mapped(node, take)
@@ -294,30 +307,33 @@ def map_operands(node: fx.Node, change: Callable[[Operand], fx.Node]) -> None:
 def _mapped(
     node: fx.Node, change: Callable[[Operand], fx.Node]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names: list[str] = []
+    positions: dict[str, int] = {}
     if isinstance(node.target, torch._ops.OpOverload):
-        names = [argument.name for argument in node.target._schema.arguments]
+        arguments = node.target._schema.arguments
+        positions = {argument.name: index for index, argument in enumerate(arguments)}
+    names = dict(enumerate(positions))
 
     def look(value: Any, position: int, role: str, place: Place) -> Any:
         if isinstance(value, fx.Node):
             return change(Operand(value, position, role, place))
         if isinstance(value, (list, tuple)):
-            items = (
+            items = [
                 look(item, position, f"{role}.{index}", (position, index))
                 for index, item in enumerate(value)
-            )
-            return tuple(items) if isinstance(value, tuple) else list(items)
+            ]
+            return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, dict):
             return {
                 key: look(item, position, f"{role}.{key}", place) for key, item in value.items()
             }
         return value
 
-    args = [
-        look(value, index, names[index] if index < len(names) else f"argument{index}", index)
+    args = tuple(
+        look(value, index, names.get(index, f"argument{index}"), index)
         for index, value in enumerate(node.args)
-    ]
-    positions = {name: names.index(name) if name in names else len(names) for name in node.kwargs}
-    return tuple(args), {
-        name: look(v, positions[name], name, positions[name]) for name, v in node.kwargs.items()
-    }
+    )
+    kwargs = {}
+    for name, value in node.kwargs.items():
+        index = positions.get(name, len(positions))
+        kwargs[name] = look(value, index, name, index)
+    return args, kwargs

@@ -1,10 +1,8 @@
 """Costs of operators and casts: forward, gradients, and bytes saved for backward.
 
-Invariant: costs follow from shapes, formats and operator rows alone, so they are known for every
-state and batch size, and for absent devices. An operand counts in the format in which it is read;
-its conversion is the cost of a cast. `casts` predicts each cast that the pass `insert_casts`
-inserts. A cast is charged to its first reader, a cast of a result to the operator that computes it,
-so the sum over all operators is the cost of the graph.
+Costs follow from shapes, formats and operator rows, so they are known for every state and batch
+size. `casts` predicts each cast of the pass `insert_casts`, charged to its first reader, or for a
+cast of a result to the operator that computes it, so the sum is the cost of the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from qsync_fx.graph.fx_utils import (
 )
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Operand, OperandState
-from qsync_fx.graph.saved_tensors import Extra, Flow, OperandSite
+from qsync_fx.graph.saved_tensors import Flow, OperandSite
 from qsync_fx.ops.spec import Flops, Kind
 from qsync_fx.plan.operator_id import OpId
 
@@ -55,11 +53,8 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
     back = [o for o, need in zip(site.operands, site.needs, strict=True) if need]
     works = {False: Work(), True: Work()}
     for operand in back:
-        work = Work(
-            0,
-            result
-            + size_in(site.graph.value(operand.node), format_of(site.graph.value(operand.node))),
-        )
+        value = site.graph.value(operand.node)
+        work = Work(0, result + size_in(value, format_of(value)))
         if operand in multiplied:
             # The gradient of a factor is a product of the incoming gradient and the other factors.
             others = sum(
@@ -69,13 +64,10 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
         works[is_parameter(flow, operand)] += work
     if back and not multiplied:
         works[False] += Work(0, sum(saved.values()))
-    return Cost(
-        forward,
-        works[False],
-        works[True],
-        recomputed=forward if site.repeated else Work(),
-        saved=saved,
-    )
+    recomputed = Work()
+    if site.repeated:
+        recomputed = forward
+    return Cost(forward, works[False], works[True], recomputed=recomputed, saved=saved)
 
 
 def is_parameter(flow: Flow, operand: Operand) -> bool:
@@ -86,18 +78,17 @@ def is_parameter(flow: Flow, operand: Operand) -> bool:
 def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
     """Return the operations of one factor's gradient, or its share if they are counted together."""
     row = node_metadata.NOTE[site.node].row
-    total = row.gradient_flops if row is not None else None
-    return (
-        forward
-        if total is None
-        else _counted(site.graph, site.node, total) / sympy.Integer(factors)
-    )
+    if row is None or row.gradient_flops is None:
+        return forward
+    return _counted(site.graph, site.node, row.gradient_flops) / sympy.Integer(factors)
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
     """Return the operations of an operator's forward pass, 0 if they are negligible."""
     row = node_metadata.NOTE[node].row
-    return 0 if row is None or row.flops is None else _counted(graph, node, row.flops)
+    if row is None or row.flops is None:
+        return 0
+    return _counted(graph, node, row.flops)
 
 
 def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
@@ -129,27 +120,19 @@ def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Siz
         return result
     saved = flow.kept(site, state)
     nodes = site.node.all_input_nodes
-    formats = {o.node: _format(site, state, o) for o in site.operands}
+    floats = [o for o in site.operands if is_float(site.graph.value(o.node))]
+    formats = {o.node: _format(site, state, o) for o in floats}
     for index in saved.operands:
-        value = site.graph.value(nodes[index])
-        fmt = formats[nodes[index]] if is_float(value) else None
         full = site.graph.value(flow.tensor(nodes[index]))
-        keep(nodes[index], fmt, full)
+        keep(nodes[index], formats.get(nodes[index]), full)
     if saved.results:
-        result[site.node.name, str(state.output or "")] = sum(
-            (
-                size_in(tensors(site.graph.value(site.node))[index], state.output)
-                for index in saved.results
-            ),
-            start=0,
-        )
+        results = tensors(site.graph.value(site.node))
+        sizes = (size_in(results[index], state.output) for index in saved.results)
+        result[site.node.name, str(state.output or "")] = sum(sizes, start=0)
     for index, extra in enumerate(saved.extras):
-        result[site.node.name, f"extra {index}"] = _extra(extra)
+        nbytes = expression(extra.numel) * extra.dtype.itemsize
+        result[site.node.name, f"extra {index}"] = nbytes
     return result
-
-
-def _extra(extra: Extra) -> Size:
-    return expression(extra.numel) * extra.dtype.itemsize
 
 
 def _format(site: OperandSite, state: OperandState, operand: Operand) -> Precision | None:
@@ -159,14 +142,13 @@ def _format(site: OperandSite, state: OperandState, operand: Operand) -> Precisi
 
 def size_in(value: Any, fmt: Precision | None) -> Size:
     """Return the bytes of a value whose floating-point tensors are in a format."""
-    return sum(
-        (
-            expression(t.numel())
-            * (fmt.dtype.itemsize if fmt is not None and is_float(t) else t.element_size())
-            for t in tensors(value)
-        ),
-        start=0,
-    )
+    result: Size = 0
+    for t in tensors(value):
+        itemsize = t.element_size()
+        if fmt is not None and is_float(t):
+            itemsize = fmt.dtype.itemsize
+        result += expression(t.numel()) * itemsize
+    return result
 
 
 @dataclass(frozen=True)
@@ -274,15 +256,8 @@ class _Walk:
         # An operator that computes in the model's format and outputs another one, such as an
         # embedding.
         if row is not None and row.output_only and not in_place(node):
-            self.found.append(
-                FormatChange(
-                    graph,
-                    site,
-                    node,
-                    FormatSource(None, format_of(graph.value(node))),
-                    wanted=False,
-                )
-            )
+            source = FormatSource(None, format_of(graph.value(node)))
+            self.found.append(FormatChange(graph, site, node, source, wanted=False))
 
     def _read(
         self,
@@ -292,7 +267,7 @@ class _Walk:
         used: fx.Node,
         sharing: Sharing,
     ) -> None:
-        origin = self._origin(graph, used, sharing)
+        origin = sharing.origin(used)
         live = self._held(graph, used)
         if live.own is None:
             return
@@ -307,26 +282,6 @@ class _Walk:
         if not is_float(value):
             return FormatSource(None, None)
         return FormatSource(self.flow.by_node.get(self.flow.source(node)), format_of(value))
-
-    def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
-        """Return the node to convert, like `Casts.origin`: skip lossless conversions."""
-        while node.target is torch.ops.aten.to.dtype and is_float(graph.value(node)):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            before, after = graph.value(source), graph.value(node)
-            lossless = (
-                is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
-            )
-            memory = sharing.memory
-            visited = memory.of(node) | (
-                frozenset() if node_metadata.is_cast(node) else memory.of(source)
-            )
-            if visited & memory.written or not sharing.records_as_here(node):
-                break
-            if not lossless and not node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
-                break
-            node = source
-        return node
 
 
 States = Mapping[fx.Node, OperandState]
@@ -352,16 +307,14 @@ class CastCost:
     wanted: bool = False
 
 
-def casts(
-    flow: Flow, states: States, where: Sequence[CastSite | FormatChange] | None = None
-) -> list[CastCost]:
+def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) -> list[CastCost]:
     """Return the casts of a graph in given states, including the model's effective conversions.
 
     Args:
-        where: the graph's `places`, if they are already computed.
+        where: the graph's `places`.
     """
     result: dict[Any, CastCost] = {}
-    for place in places(flow) if where is None else where:
+    for place in where:
         if isinstance(place, CastSite):
             _read(result, flow, states, place)
         elif place.site.node in states:
@@ -382,6 +335,17 @@ def needs_cast(before: Precision | None, used: Precision | None, wanted: Precisi
     return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
 
 
+def changes_format(before: Precision | None, after: Precision | None, requested: bool) -> bool:
+    """Return whether an operator with result format `after` contains a conversion from `before`.
+
+    Args:
+        requested: whether the model itself requests the conversion.
+    """
+    if before is None or after is None or before is after:
+        return False
+    return requested or before.dtype is not after.dtype
+
+
 def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
     reader = place.reader
     if reader is not None and reader.node not in states:
@@ -395,28 +359,23 @@ def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSi
     if key not in result:
         owner = reader or place.origin_held.site
         cost = _cost(flow, place.graph, place.origin, before, wanted)
-        result[key] = CastCost(
-            owner.node if owner is not None else None, place.origin, before, wanted, cost
-        )
+        node = owner.node if owner is not None else None
+        result[key] = CastCost(node, place.origin, before, wanted, cost)
 
 
 def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
     node = change.site.node
     before, after = _cast_format(change.held, states), states[node].output
-    if (
-        before is None
-        or after is None
-        or before is after
-        or (not change.wanted and before.dtype is after.dtype)
-    ):
+    if before is None or after is None or not changes_format(before, after, change.wanted):
         return
     cost = _cost(flow, change.graph, change.source, before, after)
     result[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
 
 
 def _cast_format(live: FormatSource, states: States) -> Precision | None:
-    state = states.get(live.site.node) if live.site is not None else None
-    return live.own if state is None else state.output or live.own
+    if live.site is None or live.site.node not in states:
+        return live.own
+    return states[live.site.node].output or live.own
 
 
 def _cost(
@@ -428,12 +387,13 @@ def _cost(
 
 def cast_cost(read: Size, written: Size, after: Precision, differentiated: bool) -> Cost:
     """Return the cost of a conversion or quantizer, given bytes read and written."""
-    if not after.plain:
-        # A quantizer reads once for the scale and once for the values. Its gradient is part of the
-        # operator.
-        return Cost(casts=Work(0, read * (2 if after.scaled else 1) + written))
+    if after.scaled:
+        # A quantizer reads once for the scale and once for the values.
+        read *= 2
     moved = Work(0, read + written)
-    return Cost(casts=moved, casts_backward=moved if differentiated else Work())
+    if after.plain and differentiated:
+        return Cost(casts=moved, casts_backward=moved)
+    return Cost(casts=moved)  # the gradient of a quantizer is part of the operator
 
 
 class Costing:

@@ -1,12 +1,8 @@
 """Data flow of a graph: origins of tensors, gradients, and tensors saved for backward.
 
 It is read from a graph before casts are inserted and skips nodes between an operator and its
-reader: unpacking, boundaries of checkpointed bodies, casts of autocast. Invariant: several views
-are one tensor, named after the node that made it.
-
-The saved tensors come from autograd: each operator runs on fake operands with saved-tensor hooks.
-This covers all operators of torch, composites included, and computes no values. The module also
-decides which attention is computed as two products with a softmax instead of torch's fused kernel.
+reader. Several views are one tensor, named after the node that made it. The saved tensors come from
+autograd: each operator runs on fake operands with saved-tensor hooks, and computes no values.
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ from qsync_fx.graph.fx_utils import (
     FakeRun,
     expression,
     format_of,
+    function_name,
     is_float,
     storage_of,
     switches_grad,
@@ -68,33 +65,24 @@ def as_products(
         args, kwargs: arguments of the call, with tensors in its compute dtype.
         need: whether a gradient flows back to an operand.
     """
-    if (
-        target is not FUSED
-        or not need
-        or options.activation_recompute
-        or options.inner_backend != "inductor"
-    ):
+    if target is not FUSED or not need or options.activation_recompute:
         return False
-    query, key, value = args[:3]
+    if options.inner_backend != "inductor" or device.type != "cpu" or capability(device) != ANY:
+        return False
+    query, key = args[:2]
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
-    if (
-        any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa"))
-        or rest.get("attn_mask") is not None
-    ):
+    if any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")):
         return False
-    if device.type != "cpu" or capability(device) != ANY:
+    if rest.get("attn_mask") is not None:
         return False
     # A CPU's default format has 16 bits only if the CPU supports it natively.
     fast = default_precision(device)
-    if fast.bits != 16 or any(
-        format_of(t) is not fast or t.dim() != 4 for t in (query, key, value)
-    ):
+    if fast.bits != 16 or any(format_of(t) is not fast or t.dim() != 4 for t in args[:3]):
         return False
     lengths = query.shape[-2], key.shape[-2]
-    return (
-        all(isinstance(length, int) for length in lengths)
-        and lengths[0] * lengths[1] <= MOST_TOKENS**2
-    )
+    if not all(isinstance(length, int) for length in lengths):
+        return False
+    return bool(lengths[0] * lengths[1] <= MOST_TOKENS**2)
 
 
 def without_dropout(
@@ -108,11 +96,12 @@ def without_dropout(
 
 def products(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
     """Compute attention as two products; scores have the operands' dtype, the softmax is FP32."""
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     scores = query @ key.transpose(-2, -1)
     # Bitwise equal to scaling in 16 bits, whose pattern Inductor fuses back to the kernel for a
     # batch of one sequence.
-    scaled = (scores.float() * factor).to(scores.dtype)
+    scaled = (scores.float() * scale).to(scores.dtype)
     return torch.softmax(scaled, -1) @ value
 
 
@@ -207,26 +196,15 @@ class Autograd:
                 return SavedTensors(
                     True, tuple(index for index, read in enumerate(reads.values()) if read.need)
                 )
-        places = {
-            storage_of(t): index
-            for index, operand in enumerate(operands.values())
-            for t in tensors(operand)
-        }
-        made = {
-            storage_of(t): index
-            for index, t in enumerate(tensors(result))
-            if storage_of(t) not in places
-        }
-        extras = {
-            storage_of(t): Extra(_numel(t), t.dtype)
-            for t in visited
-            if storage_of(t) not in {*places, *made}
-        }
+        values = operands.values()
+        places = {storage_of(t): index for index, v in enumerate(values) for t in tensors(v)}
+        made = {storage_of(t): index for index, t in enumerate(tensors(result))}
+        saved = {storage_of(t): Extra(_numel(t), t.dtype) for t in visited}
         return SavedTensors(
             any(t.requires_grad for t in tensors(result)),
-            tuple(sorted({places[storage_of(t)] for t in visited if storage_of(t) in places})),
-            tuple(sorted({made[storage_of(t)] for t in visited if storage_of(t) in made})),
-            tuple(extras.values()),
+            tuple(sorted({places[key] for key in saved if key in places})),
+            tuple(sorted({made[key] for key in saved if key in made and key not in places})),
+            tuple(extra for key, extra in saved.items() if key not in {*places, *made}),
         )
 
 
@@ -241,10 +219,12 @@ def _stand_in(value: Any, read: SavedRead) -> Any:
         return type(value)(_stand_in(item, read) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    dtype = read.dtype if read.dtype is not None and is_float(value) else value.dtype
+    dtype = (is_float(value) and read.dtype) or value.dtype
     fresh = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
+    if not read.need or not is_float(value):
+        return fresh
     # In-place writes to a leaf raise; values in a graph are not leaves.
-    return fresh.requires_grad_().view_as(fresh) if read.need and is_float(value) else fresh
+    return fresh.requires_grad_().view_as(fresh)
 
 
 def _numel(tensor: torch.Tensor) -> Any:
@@ -341,10 +321,9 @@ class Flow:
             value = graph.value(operand.node)
             fmt = site.reader.read_as(state.precision, operand, value)
             before = reads.get(operand.node)
+            need = need or (before is not None and before.need)
             dtype = fmt.dtype if fmt is not None else None
-            reads[operand.node] = SavedRead(
-                value, dtype, need or (before is not None and before.need)
-            )
+            reads[operand.node] = SavedRead(value, dtype, need)
         ordered = {used: reads[used] for used in site.node.all_input_nodes}
         return self._autograd.kept(site.node, ordered)
 
@@ -354,7 +333,7 @@ class Flow:
         for node in graph.nodes:
             if switches_grad(node):
                 first = node.args[0]
-                name = getattr(node.target, "__name__", "")
+                name = function_name(node)
                 if name == "_enter_inference_mode":
                     before_inference[node] = recording
                     recording = not first and graph.context.training
@@ -375,17 +354,13 @@ class Flow:
 
     def _visit(self, graph: PrecisionGraph, node: fx.Node, recording: bool, repeated: bool) -> None:
         for body in node_metadata.bodies(node):
-            for placeholder, inputs in body_operands(node, body):
-                if isinstance(inputs, fx.Node):
-                    self._same[placeholder] = inputs
-                    self._needs[placeholder] = self._needs.get(inputs, False)
-            around = self._memory[graph]
-            inputs = {
-                p: around.of(used)
-                for p, used in body_operands(node, body)
-                if isinstance(used, fx.Node)
-            }
-            self._memory[body] = AliasSets(body, inputs)
+            places = {}
+            for placeholder, used in body_operands(node, body):
+                if isinstance(used, fx.Node):
+                    self._same[placeholder] = used
+                    self._needs[placeholder] = self._needs.get(used, False)
+                    places[placeholder] = self._memory[graph].of(used)
+            self._memory[body] = AliasSets(body, places)
             self._walk(body, repeated=True)
         inner = result_of(node)
         if inner is not None:
@@ -406,14 +381,8 @@ class Flow:
         if note is None or node_metadata.bodies(node):
             self._needs[node] = any(needs)
         else:
-            site = OperandSite(
-                node,
-                graph,
-                OperandReader.of(node, note, graph.value(node)),
-                needs,
-                repeated,
-                len(self.sites),
-            )
+            reader = OperandReader.of(node, note, graph.value(node))
+            site = OperandSite(node, graph, reader, needs, repeated, len(self.sites))
             self.sites.append(site)
             saved = self.kept(site, OperandState(None, None))
             self._needs[node] = saved.differentiable
@@ -438,10 +407,11 @@ def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
             symbol = expression(size)
             if not isinstance(symbol, sympy.Symbol) or symbol in result:
                 continue
-            usual = (
-                "batch" if index == 0 else "sequence" if index == 1 and not is_float(value) else ""
-            )
-            name = usual if usual and usual not in used else f"{node.name}_{index}"
+            name = f"{node.name}_{index}"
+            if index == 0 and "batch" not in used:
+                name = "batch"
+            elif index == 1 and not is_float(value) and "sequence" not in used:
+                name = "sequence"
             used.add(name)
             result[symbol] = sympy.Symbol(name, **symbol.assumptions0)
     return result

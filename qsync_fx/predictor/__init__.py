@@ -1,12 +1,10 @@
-"""Predictor: sensitivity, step time and peak memory of a plan, without running the model.
+"""Predictor: sensitivity, step time and peak memory of a plan, without running the model (QSync).
 
-The package comprises QSync's indicator, cost mapper and replayer, and a model of peak memory.
-Start with `model.ModelGraph`, the model as they read it, `times.Times`, the source of operator
-times, and `cost_mapper.CostMapper`, which maps a plan to a schedule that `replayer` simulates.
-Invariant: only pure functions of profiles, device catalogs and model graphs. The measurements
-are in `qsync_fx.profiler`.
+Start with `model.ModelGraph`, the model, `times.Times`, the source of operator times, and
+`cost_mapper.CostMapper`, which maps a plan to a schedule that `replayer` simulates. `indicator` and
+`memory` predict variance and peak memory. `qsync_fx.profiler` has the measurements.
 """
 
-from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
+from qsync_fx.predictor.replayer.collectives import ddp_buckets
 
 __all__ = ["ddp_buckets"]

@@ -1,10 +1,8 @@
 """Analytic operator times (`Times`) of a device of the catalog, computed from operator costs.
 
-Matrix products and convolutions with known dimensions use the device's tile model. All other
-operators use the roofline: the longer of the time of their operations and of their memory traffic.
-Each operator is assumed to run alone; fused operators take less time.
-
-Invariant: every state with a cost in the model graph has a time; no measurement is involved.
+Matrix products and convolutions with known dimensions use the device's tile model. Other operators
+use the roofline: the longer of the times of their operations and of their memory traffic. Each
+operator is assumed to run alone; fused operators take less time.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph.cost_algebra import Size, Work
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost
-from qsync_fx.predictor.memory.outside_passes import LossMemory, OptimizerMemory
+from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, ModelRead, StateNames
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
@@ -76,14 +74,8 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
     if batch < 1:
         return None
     k, m, n = (multiplied // size for size in (result, second, first))
-    matches = ProductShape(batch, m, n, k)
-    fits = (batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k) == (
-        first,
-        second,
-        result,
-        flops,
-    )
-    return matches if fits else None
+    sizes = batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k
+    return ProductShape(batch, m, n, k) if sizes == (first, second, result, flops) else None
 
 
 def convolution(read: int, weights: int, result: tuple[int, ...]) -> ConvolutionShape | None:
@@ -116,7 +108,7 @@ def _placed(places: int, high: int, wide: int, r: int, stride: int) -> tuple[int
 
     The largest padding comes first: it preserves the size at stride 1.
     """
-    for padding in range(r // 2, -1, -1) if r > 1 else (0,):
+    for padding in range(r // 2, -1, -1):
         for h in range((high - 1) * stride + r - 2 * padding, high * stride + r - 2 * padding):
             if h > 0 and places % h == 0:
                 w = places // h
@@ -163,13 +155,15 @@ class DeviceTimes:
     ) -> None:
         if not explained_for(graph, device):
             existing = PurePath(graph.device).stem
-            message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
-            do = (
-                f'explain it with options={{"target": "{device}"}}'
-                if device.kind == "gpu"
-                else "explain it on a CPU, without a target"
+            do = "explain it on a CPU, without a target"
+            if device.kind == "gpu":
+                do = f'explain it with options={{"target": "{device}"}}'
+            raise ProfileError(
+                f"the model was explained for {existing}, which may support other formats than "
+                f"{device}",
+                where=f"device {device}",
+                do=do,
             )
-            raise ProfileError(message, where=f"device {device}", do=do)
         self.device, self.graph = device, graph
         self.optimizer_memory, self.loss_memory = optimizer_memory, loss_memory
         self._optimizer_bytes = optimizer_bytes
@@ -228,11 +222,9 @@ class DeviceTimes:
         cost = cast_cost(
             numel * source.dtype.itemsize, numel * target.dtype.itemsize, target, differentiated
         )
-        backward = (
-            self.device.memory_seconds(cost.casts_backward.bytes)
-            if cost.casts_backward.bytes
-            else 0.0
-        )
+        backward = 0.0
+        if cost.casts_backward.bytes:
+            backward = self.device.memory_seconds(cost.casts_backward.bytes)
         return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
 
     def outside(self) -> Seconds:
@@ -259,25 +251,25 @@ class DeviceTimes:
         cost = operator.costs.get(names)
         if cost is None:
             available = [f"{a}->{b}" for a, b in operator.costs]
-            message = f"the model's graph knows no cost of the state {names[0]}->{names[1]}"
+            state = f"{names[0]}->{names[1]}"
             raise ProfileError(
-                message, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", available)
+                f"the model graph has no cost of the state {state}",
+                where=operator.where,
+                do=nearest(state, available),
             )
-        fmt = precision(names[0]) if names[0] is not None else FP32
-        back = row_at(self.device.capability or ANY, fmt).gradient if fmt.scaled else fmt
+        fmt = back = precision(names[0] or FP32)
+        if fmt.scaled:
+            back = row_at(self.device.capability or ANY, fmt).gradient
         gradients = (cost.input_gradient, cost.weight_gradient)
         sides = self.sides(operator.id)
         if sides is None:
             forward = self._work(operator, cost.forward, fmt)
             backward = sum(self._work(operator, work, back) for work in gradients)
+            backward += self._work(operator, cost.recomputed, fmt)
         else:
             forward = self._product(sides, "output", fmt)
             backward = sum(self._product(sides, part, back) for part in self._gradients(operator))
-        backward += (
-            self._work(operator, cost.recomputed, fmt)
-            if sides is None
-            else forward * operator.repeated
-        )
+            backward += forward * operator.repeated
         return Seconds(forward, backward, interpolated=True)
 
     def _work(self, operator: ModelOperator, work: Work, fmt: Precision) -> float:
@@ -309,21 +301,17 @@ class DeviceTimes:
     def _found(self, operator: ModelOperator) -> ProductShape | ConvolutionShape | None:
         cost = next(iter(operator.costs.values()))
         flops = _number(cost.forward.flops, operator)
-        factors = self._factors(operator) if flops else ()
-        if not factors:
+        factors = self._factors(operator)
+        if not flops or not factors:
             return None
         first, second = (_number(self.graph.values[read.value].numel, operator) for read in factors)
         result = _shape(operator.shape)
         if result is not None and len(result) > 2 and "conv" in operator.row:
-            matches = convolution(first, second, result)
-            return (
-                matches
-                if matches and flops == 2 * result[0] * result[2] * result[3] * second
-                else None
-            )
-        return product(
-            first, second, _number(self.graph.values[operator.result].numel, operator), flops
-        )
+            if flops != 2 * result[0] * result[2] * result[3] * second:
+                return None
+            return convolution(first, second, result)
+        written = _number(self.graph.values[operator.result].numel, operator)
+        return product(first, second, written, flops)
 
     def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
         """Return the two operands that an operator multiplies, the weight last; () if none fit."""

@@ -1,11 +1,8 @@
 """Isomorphic blocks of a model, such as the layers of a transformer, which can share decisions.
 
-A block contains the operators that run in a module and its submodules. Two blocks are isomorphic if
-their operators are equal position by position, and if each operand comes from the same position of
-the block, or from outside of it.
-
-Invariant: operators at one position of isomorphic blocks cost the same in every state (unless sizes
-are ignored), and no operator is in two of the returned blocks.
+A block contains the operators of a module and its submodules. Two blocks are isomorphic if their
+operators are equal position by position, and each operand comes from the same position of the
+block, or from outside of it. No operator is in two of the returned blocks.
 """
 
 from __future__ import annotations
@@ -95,13 +92,14 @@ def _operator(
     reads: list[Hashable] = []
     for read in operator.reads:
         value = graph.values[read.value]
-        maker = value.operator if value.operator is not None else -1
-        source = numbers.get(maker, "outside" if maker >= 0 else value.source)
+        source: int | str = value.source
+        if value.operator is not None:
+            source = numbers.get(value.operator, "outside")
         shared = points.setdefault(read.point, len(points)) if read.point is not None else None
-        much = (value.numel, value.fixed) if sizes else ()
-        reads.append(
-            (read.role, source, value.own, read.gradient, shared, tuple(read.wanted.items()), much)
-        )
+        wanted = tuple(read.wanted.items())
+        reads.append((read.role, source, value.own, read.gradient, shared, wanted))
+        if sizes:
+            reads.append((value.numel, value.fixed))
     decided = operator.decided
     if isinstance(decided, Choices):
         settings: Hashable = (

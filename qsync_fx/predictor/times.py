@@ -1,11 +1,8 @@
 """Operator times, and the schedule of one training step that is built from them.
 
-`Times` is the only source of durations for the cost mapper. A profile, a device of the catalog and
-a table in a test all implement it. A `Schedule` is the output of the cost mapper and the input of
-the replayer.
-
-Invariant: the entries of a schedule are in execution order, and their durations add up to the
-compute time of the device. A schedule contains no formats: a plan changes only durations.
+`Times` is the only source of durations for the cost mapper; a profile and a device of the catalog
+implement it. A `Schedule` is the output of the cost mapper and the input of the replayer. Its
+entries are in execution order and add up to the compute time of the device.
 """
 
 from __future__ import annotations

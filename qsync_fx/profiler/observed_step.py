@@ -32,7 +32,7 @@ from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan_cache import Fingerprint, fingerprint
-from qsync_fx.predictor.memory.outside_passes import LossMemory
+from qsync_fx.predictor.memory.peak_memory import LossMemory
 from qsync_fx.profiler.profile import Model
 from qsync_fx.profiler.timing.measured_memory import loss_in_step
 from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep

@@ -1,12 +1,8 @@
 """Benefit of gradient codecs: step time with each codec, and the bandwidth up to which it pays.
 
 `compression` and `rates` convert the codecs of a plan and the devices of a cluster to the
-replayer's inputs; `paying` replays a step with each codec, with small tensors in FP32 as in
-`compress`.
-
-Invariant: all times are from the replayer, as in `qsync_fx.replay` and `find_plan`. Predicted rates
-name their source. A plan without codecs leaves buckets to DistributedDataParallel; under any other,
-all buckets use our exchange, FP32 ones too.
+replayer's inputs, with the costs of `communication.codec_cost_model`. Under a plan with codecs all
+buckets use our exchange, FP32 ones too.
 """
 
 from __future__ import annotations
@@ -219,7 +215,10 @@ def _until(
 def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
     for _ in range(_TURNS):
         middle = float((low * high) ** 0.5)
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
         if high / low < 1 + 1e-4:
             break
     return low

@@ -22,7 +22,7 @@ from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.formatting import many
 from qsync_fx.predictor.analytic_times import ADAMW, DeviceTimes, explained_for, moved_bytes
-from qsync_fx.predictor.memory.outside_passes import TrainingMemory
+from qsync_fx.predictor.memory.peak_memory import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
@@ -52,9 +52,9 @@ def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -
         existing = ", ".join(sorted(leading, key=int)[:_SOME])
         warnings.warn(
             f"devices.{name}: the cluster has batch = {device.batch}, but no tensor in the profile "
-            f"has this batch size (leading sizes: {existing}). Times and memory are those of the "
-            "profile's batch, and samples per second are wrong. Measure with this batch size, or "
-            "set the batch of the profile in the cluster file.",
+            f"has this batch size (leading sizes: {existing}). Predicted times and memory are for "
+            "the batch of the profile, and samples per second are wrong. Measure with this batch "
+            "size, or set the batch of the profile in the cluster file.",
             stacklevel=3,
         )
 
@@ -121,7 +121,9 @@ def load_device_profiles(
 
 def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
     """Return the cluster, loaded if it is a path."""
-    return cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    return Cluster.load(cluster)
 
 
 def by_name(value: Any) -> dict[str, Any]:
@@ -184,11 +186,9 @@ def _read(value: Given) -> DeviceInputs:
     """Load a profile of any machine: the cluster defines the device that it is for."""
     from qsync_fx.profiler.profile import Profile
 
-    return (
-        cast(DeviceInputs, Profile.load(value, any_machine=True))
-        if isinstance(value, str | os.PathLike)
-        else value
-    )
+    if isinstance(value, str | os.PathLike):
+        return cast(DeviceInputs, Profile.load(value, any_machine=True))
+    return value
 
 
 def _check_here(path: Path, profile: DeviceInputs) -> None:
@@ -253,10 +253,8 @@ def _predicted(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> 
             where="profiles",
             do="pass a profile of one class of devices, or DeviceTimes",
         )
-    device, graphs = (
-        get(called),
-        {value: graph_of(value, profile) for value, profile in profiles.items()},
-    )
+    device = get(called)
+    graphs = {value: graph_of(value, profile) for value, profile in profiles.items()}
     fitting = [profiles[value] for value, graph in graphs.items() if explained_for(graph, device)]
     if fitting:
         return next((item for item in fitting if _is_of(item, device)), None) or _made(
@@ -289,25 +287,23 @@ def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
     """Return predicted times of a profile's model on a device, with the profile's memory data."""
     if isinstance(profile, DeviceTimes):
         return profile.on(device)
-    memory = getattr(profile, "optimizer_memory", None)
-    moved = ADAMW if memory is None else moved_bytes(memory)
-    without = getattr(profile, "optimizer", None) == ""
-    return DeviceTimes(
-        device,
-        profile.graph,
-        0 if without else moved,
-        memory,
-        loss_memory=getattr(profile, "loss_memory", None),
-    )
+    memory, moved = getattr(profile, "optimizer_memory", None), float(ADAMW)
+    if getattr(profile, "optimizer", None) == "":
+        moved = 0.0
+    elif memory is not None:
+        moved = moved_bytes(memory)
+    loss = getattr(profile, "loss_memory", None)
+    return DeviceTimes(device, profile.graph, moved, memory, loss_memory=loss)
 
 
 def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Return the cluster with gradient copy times of the profiles, unless it has its own."""
-    devices = {
-        name: replace(device, copies=_copies(profiles[name])) if device.copies is None else device
+    measured = {
+        name: replace(device, copies=_copies(profiles[name]))
         for name, device in fleet.devices.items()
+        if device.copies is None
     }
-    return replace(fleet, devices=devices)
+    return replace(fleet, devices={**fleet.devices, **measured})
 
 
 def _copies(profile: DeviceInputs) -> float | None:
@@ -342,13 +338,9 @@ def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     network = Network(
         all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding
     )
-    neighbours = {name: 1.0 if item is None else item.slowdown for name, item in result.items()}
-    devices = {
-        name: replace(
-            device,
-            slowdown=device.slowdown * neighbours[name],
-            delay=device.delay + measured.buffers,
-        )
-        for name, device in fleet.devices.items()
-    }
+    devices = {}
+    for name, device in fleet.devices.items():
+        slowdown = device.slowdown * getattr(result[name], "slowdown", 1.0)
+        delay = device.delay + measured.buffers
+        devices[name] = replace(device, slowdown=slowdown, delay=delay)
     return replace(fleet, devices=devices, network=network)

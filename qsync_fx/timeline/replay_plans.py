@@ -145,4 +145,6 @@ def _mapper(name: str, plan: Plan, profile: DeviceInputs) -> CostMapper:
 def _peak(mapper: CostMapper, profile: DeviceInputs, sends: bool) -> int | None:
     """Return the peak memory in bytes; None if the optimizer's memory is unknown."""
     training = training_of(profile, sends)
-    return None if training is None else peak_bytes(mapper.states(), training)
+    if training is None:
+        return None
+    return peak_bytes(mapper.states(), training)

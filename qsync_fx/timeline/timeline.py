@@ -1,12 +1,8 @@
 """Timeline of a replayed step, its text, and its export for Perfetto and Chrome.
 
 The export (`save`) has the JSON of the Trace Event Format: a process for each device class, with a
-track for computation and one for communication. Waiting is on both tracks. An arrow leads from the
-entry after which a bucket is ready to its transfer.
-
-Invariant: forward, backward, casts, other, waiting, sending and optimizer of a device add up to the
-step, except for launch overhead of the host and slowdown by communication. Seconds are of one
-device of a class. Pieces of a track do not overlap.
+track for computation and one for communication. Forward, backward, casts, other, waiting, sending
+and optimizer of a device add up to the step, except for launch overhead and slowdown by overlap.
 """
 
 from __future__ import annotations
@@ -100,9 +96,9 @@ class Timeline:
         """Samples/s of the cluster; None if the batch of a device is unknown."""
         devices = self.played.cluster.devices.values()
         batches = [item.batch * item.count for item in devices if item.batch is not None]
-        return (
-            sum(batches) / self.seconds if len(batches) == len(devices) and self.seconds else None
-        )
+        if len(batches) < len(devices) or not self.seconds:
+            return None
+        return sum(batches) / self.seconds
 
     @property
     def waiting(self) -> Mapping[str, float]:
@@ -146,12 +142,10 @@ class Timeline:
 
     def save_perfetto(self, path: Path) -> None:
         """Write a trace for ui.perfetto.dev or chrome://tracing; raise `ProfileError` on error."""
-
         save(self, path)
 
     def __repr__(self) -> str:
         """Return a one-line summary for notebooks and debuggers."""
-        from qsync_fx.formatting import duration
 
         devices = ", ".join(
             f"{device.count} {name}" for name, device in self.played.cluster.devices.items()
@@ -159,7 +153,6 @@ class Timeline:
         return f"Timeline({duration(self.seconds)} per step on {devices})"
 
     def __str__(self) -> str:
-
         return timeline_text(self)
 
     def _standing(self, kind: str) -> Mapping[str, float]:
@@ -225,8 +218,8 @@ _WITHOUT = {
 
 
 def _name(bucket: SimulatedBucket) -> str:
-    more = len(bucket.parameters) - 1
-    return f"{bucket.parameters[0]}{f' and {more} more' if more else ''}"
+    first, *others = bucket.parameters
+    return f"{first} and {len(others)} more" if others else first
 
 
 SHOWN = 15
@@ -241,11 +234,15 @@ def timeline_text(timeline: Timeline, width: int | None = None) -> str:
 def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
     """Return the timeline for a rich console, with the `shown` longest operators."""
     operators = timeline.by_operator()
-    left = len(operators) - shown
-    more = [Text(many(left, "more operator"))] if left > 0 else []
-    used = [Text(f"{name}: measured with {item}") for name, item in timeline.conditions.items()]
-    tables = (_devices(timeline, operators), _operators(timeline, operators[:shown]))
-    return Group(Text(_head(timeline)), *tables, *more, *used)
+    parts: list[RenderableType] = [
+        Text(_head(timeline)),
+        _devices(timeline, operators),
+        _operators(timeline, operators[:shown]),
+    ]
+    if len(operators) > shown:
+        parts.append(Text(many(len(operators) - shown, "more operator")))
+    parts += [Text(f"{name}: measured with {item}") for name, item in timeline.conditions.items()]
+    return Group(*parts)
 
 
 def _head(timeline: Timeline) -> str:
@@ -263,10 +260,11 @@ def _head(timeline: Timeline) -> str:
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
-        between = " between nodes" if timeline.played.cluster.nodes.ranks > 1 else ""
-        parts.append(
-            f"sent{between} as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})"
-        )
+        sent = "sent"
+        if timeline.played.cluster.nodes.ranks > 1:
+            sent = "sent between nodes"
+        nbytes = short(sum(bucket.travelling for bucket in buckets), "B")
+        parts.append(f"{sent} as {nbytes} ({kinds})")
     return ", ".join(parts)
 
 
@@ -274,15 +272,17 @@ def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Render
     cluster, sending, waiting = timeline.played.cluster, timeline.sending, timeline.waiting
     parts = ("forward", "backward", "casts", "other")
     columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
-    table = table_of(
-        [*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak")
-    )
+    if timeline.peak_bytes:
+        columns.append("peak")
+    table = table_of(columns, right=columns[1:])
     for name, device in cluster.devices.items():
         owned = [item for item in operators if item.device == name]
         sums = [sum(getattr(item, part) for item in owned) for part in parts]
         times = [*sums, sending[name], waiting[name], timeline.played.devices[name].optimizer]
-        peak = [_peak(timeline, name)] if timeline.peak_bytes else []
-        table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
+        cells = [str(device.count), *map(duration, times)]
+        if timeline.peak_bytes:
+            cells.append(_peak(timeline, name))
+        table.add_row(Text(name), *cells)
     return Fitted(table)
 
 
@@ -293,23 +293,21 @@ def _peak(timeline: Timeline, name: str) -> str:
         return "?"
     if memory is None:
         return short(peak, "B")
-    return f"{short(peak, 'B')} of {short(memory, 'B')}{', exceeded' if peak > memory else ''}"
+    text = f"{short(peak, 'B')} of {short(memory, 'B')}"
+    return f"{text}, exceeded" if peak > memory else text
 
 
 def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
-    several = len(timeline.played.devices) > 1
     columns = ("forward", "backward", "casts", "share")
-    table = table_of(["operator", *(["devices"] if several else []), *columns], right=columns)
+    labels = ["operator"]
+    if len(timeline.played.devices) > 1:
+        labels.append("devices")
+    table = table_of([*labels, *columns], right=columns)
     for item in operators:
         share = item.seconds / timeline.seconds if timeline.seconds else 0.0
         times = (item.forward + item.other, item.backward, item.casts)
-        device = [Text(item.device)] if several else []
-        table.add_row(
-            Text(item.operator or "(outside operators)"),
-            *device,
-            *map(duration, times),
-            f"{share:.1%}",
-        )
+        cells = [Text(item.operator or "(outside operators)"), Text(item.device)][: len(labels)]
+        table.add_row(*cells, *map(duration, times), f"{share:.1%}")
     return table
 
 
@@ -341,41 +339,15 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     # Tools for Linux treat process 0 as the idle process.
     for index, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
         title = f"{name} ({device.count} devices)" if device.count > 1 else name
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": title}}
-        )
-        events.append(
-            {
-                "ph": "M",
-                "name": "process_sort_index",
-                "pid": index,
-                "tid": 0,
-                "args": {"sort_index": index},
-            }
-        )
+        events.append(_metadata("process_name", index, 0, name=title))
+        events.append(_metadata("process_sort_index", index, 0, sort_index=index))
         tracks = {
             "computation": timeline.computing[name],
             "communication": timeline.communicating[name],
         }
         for tid, (track, pieces) in enumerate(tracks.items(), start=1):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": index,
-                    "tid": tid,
-                    "args": {"name": track},
-                }
-            )
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "pid": index,
-                    "tid": tid,
-                    "args": {"sort_index": tid},
-                }
-            )
+            events.append(_metadata("thread_name", index, tid, name=track))
+            events.append(_metadata("thread_sort_index", index, tid, sort_index=tid))
             events += [_slice(piece, index, tid) for piece in pieces]
         events += _arrows(timeline, name, index)
     return {
@@ -383,6 +355,10 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         "otherData": {"seconds": timeline.seconds},
         "traceEvents": events,
     }
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def _slice(piece: TimelinePiece, pid: int, tid: int) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def foreseen(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     found = casts(
         flow,
         {site.node: OperandState.of(notes[site.id]) for site in flow.sites if site.id in notes},
+        graph.costing.places,
     )
     return Counter((str(cast.before), str(cast.after)) for cast in found if not cast.wanted)
 

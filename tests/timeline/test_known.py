@@ -98,7 +98,7 @@ def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so
     here: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 't4'")
-    with pytest.raises(ProfileError, match="the model was explained for cpu") as caught:
+    with pytest.raises(ProfileError, match="the profiles are for cpu") as caught:
         qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
     said = str(caught.value)
     assert caught.value.where == "devices.named"
@@ -154,4 +154,4 @@ def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
         text.startswith("devices.slow: the cluster has batch = 32, but no tensor in the")
         for text in said
     )
-    assert all("first sizes are 64, 512, 1024" in text for text in said)
+    assert all("leading sizes: 64, 512, 1024" in text for text in said)

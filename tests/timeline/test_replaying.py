@@ -130,7 +130,7 @@ def test_gradients_of_whole_graphs_come_out_together() -> None:
 def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[devices.here]\ncount = 4")
-    with pytest.raises(ProfileError, match="says of the link of 'here' no bandwidth"):
+    with pytest.raises(ProfileError, match="neither the link of 'here' nor"):
         qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=path)
     known = Known(
         MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)], 0.25)]
@@ -165,7 +165,7 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
         qsync_fx.replay(
             Plan.uniform("fp16"), {}, cluster=Cluster({"there": ClusterDevice(device="t4")})
         )
-    with pytest.raises(ProfileError, match="the model was explained for cpu"):
+    with pytest.raises(ProfileError, match="the profiles are for cpu, which may support"):
         qsync_fx.replay(Plan.uniform("fp32"), {"here": MLP}, cluster=path)
 
 

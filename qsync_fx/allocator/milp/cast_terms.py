@@ -18,8 +18,9 @@ from itertools import groupby
 
 from qsync_fx.allocator.milp.format_variables import CostTerm, Formats, Spread, renamed
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, constant, total
-from qsync_fx.predictor.cost_mapper.cost_cache import cast_seconds
+from qsync_fx.predictor.cost_mapper.cost_mapper import cast_seconds
 from qsync_fx.predictor.cost_mapper.indexed_model import (
+    CHANGED,
     NAMES,
     NEEDED,
     NUMBERS,
@@ -73,9 +74,7 @@ class Casting:
         before, after = self._held(change.held), self.formats.outputs[change.operator]
         for source, existing in before.items():
             for target, current in after.items():
-                first, second = NUMBERS[source], NUMBERS[target]
-                same = source == target if change.wanted else not NEEDED[first][second]
-                if source is None or target is None or same:
+                if not CHANGED[change.wanted][NUMBERS[source]][NUMBERS[target]]:
                     continue
                 if (both := self._both(existing, current)) is not None:
                     used = self._taken(change.operator, change.value, source, target)

@@ -5,8 +5,7 @@ operator states and casts (`States`), and `scheduled` maps them to the `Schedule
 The inputs are a `ModelGraph` and the `Times` of a device. Start with `plan_states`.
 """
 
-from qsync_fx.predictor.cost_mapper.cost_cache import scheduled
-from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, Totals
+from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, Totals, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import PlannedCast, States, states
 
 __all__ = ["CostMapper", "PlannedCast", "States", "Totals", "scheduled", "states"]

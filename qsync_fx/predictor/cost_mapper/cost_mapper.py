@@ -1,24 +1,163 @@
-"""Incremental cost mapper: the compute time of a plan while single operators change their format.
+"""Cost mapper: the compute time of a plan on a device, also while single operators change format.
 
 It implements QSync, Algorithm 1, with the cast condition corrected (docs/predictor.md). A change
-visits only the operators whose formats change, their operands and their neighbours.
-
-Invariant: after any sequence of changes and undos, formats and times equal the results of a
-new mapper for the same plan, bit for bit.
+visits only operators whose formats change, their operands and their neighbours. Invariant: after
+any changes and undos, the result equals that of a new mapper for the same plan, bit for bit.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.errors import PlanError, ProfileError
-from qsync_fx.predictor.cost_mapper.cost_cache import FEMTO, CostCache, Price, scheduled
-from qsync_fx.predictor.cost_mapper.indexed_model import BASE, NAMES, NUMBERS, REACH, SCALED, Tables
-from qsync_fx.predictor.cost_mapper.plan_states import Asked, States, check_format, planned, settled
-from qsync_fx.predictor.model.model_graph import ModelGraph
-from qsync_fx.predictor.times import Schedule, Times
+from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.indexed_model import (
+    BASE,
+    CHANGED,
+    NAMES,
+    NEEDED,
+    NUMBERS,
+    PLAIN,
+    REACH,
+    SCALED,
+    IndexedChange,
+    IndexedFormat,
+    Tables,
+)
+from qsync_fx.predictor.cost_mapper.plan_states import (
+    Asked,
+    PlannedCast,
+    States,
+    check_format,
+    planned,
+    settled,
+)
+from qsync_fx.predictor.model.model_graph import ModelGraph, state_named
+from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedule, Seconds, Times
+
+
+def cast_seconds(
+    graph: ModelGraph,
+    times: Times,
+    owner: int,
+    value: int,
+    before: str,
+    after: str,
+    differentiated: bool = True,
+) -> Seconds:
+    """Return the time of a cast.
+
+    Args:
+        owner: index of the operator that the cast is charged to.
+        value: index of the value.
+        before, after: names of the formats.
+        differentiated: whether gradients of the value flow back through the cast.
+
+    Raises:
+        ProfileError: the time is unknown, or the size is symbolic.
+    """
+    live, operator = graph.values[value], graph.operators[owner]
+    if not isinstance(live.numel, int):
+        message = f"the time of a cast of {live.numel} elements is not known"
+        raise ProfileError(
+            message, where=operator.where, do="give sizes first: graph.at(batch=...)"
+        )
+    return times.cast(
+        operator.id, before, after, live.numel, differentiated and live.differentiated
+    )
+
+
+FEMTO = 10**15
+Price = tuple[int, int, int, int, int]
+"""Femtoseconds of operators forward and backward, of casts forward and backward, and of unpacking:
+conversions of saved scaled tensors in the backward pass."""
+NOTHING: Price = (0, 0, 0, 0, 0)
+
+
+def femtoseconds(seconds: float, where: str) -> int:
+    """Return seconds as whole femtoseconds; raise `ProfileError` if negative or not finite."""
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ProfileError(
+            f"the time of {seconds} seconds is not valid", where=where, do="measure the model again"
+        )
+    return round(seconds * FEMTO)
+
+
+class CostCache:
+    """Prices of one model on one device, and a cache of its operator states."""
+
+    def __init__(self, tables: Tables, times: Times) -> None:
+        self.tables, self.times = tables, times
+        self._states: dict[int, OperandState] = {}
+
+    def state(self, code: int) -> OperandState:
+        """Return the state of a code: precision + `BASE` * output."""
+        if code not in self._states:
+            self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
+        return self._states[code]
+
+    def operator(
+        self, index: int, codes: list[int], precisions: list[int], outputs: list[int]
+    ) -> Price:
+        """Return the price of an operator and of the casts that depend on its precision alone."""
+        operators = self.tables.graph.operators
+        near = [index + by for by in NEIGHBOURS]
+        around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
+        result = self.times.operator(operators[index].id, self.state(codes[index + REACH]), around)
+        forward, backward = self._checked(result, operators[index].where)
+        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[index]]
+        _, _, casts, casts_backward, unpacking = map(sum, zip(NOTHING, *alone, strict=True))
+        return forward, backward, casts, casts_backward, unpacking
+
+    def cast(
+        self, owner: int, value: int, before: int, after: int, differentiated: bool = True
+    ) -> tuple[int, int]:
+        """Return the time of a cast forward and backward, in femtoseconds."""
+        graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
+        result = cast_seconds(graph, self.times, owner, value, *names, differentiated)
+        return self._checked(
+            result, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}"
+        )
+
+    def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
+        """Return the price of the casts of point `number` for these precisions and outputs."""
+        point = self.tables.points[number]
+        before = _now(point.held, outputs)
+        if isinstance(point, IndexedChange):
+            after = outputs[point.operator]
+            if not CHANGED[point.wanted][before][after]:
+                return NOTHING
+            return 0, 0, *self.cast(point.operator, point.value, before, after), 0
+        forward = backward = unpacking = 0
+        made: set[int] = set()
+        saved: dict[int, tuple[int, int]] = {}
+        for reader in point.readers:
+            precision = precisions[reader.operator]
+            after = reader.wanted[precision]
+            if reader.kept[precision]:
+                saved[after] = reader.operator, reader.kept[precision]
+            if not NEEDED[before][after] or after in made:
+                continue
+            if reader.used is not None and PLAIN[after] and _now(reader.used, outputs) == after:
+                continue
+            made.add(after)
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            existing, back = self.cast(owner, point.value, before, after)
+            forward, backward = forward + existing, backward + back
+        for fmt, (owner, plain) in saved.items():
+            unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
+        return 0, 0, forward, backward, unpacking
+
+    def _checked(self, result: Seconds, where: str) -> tuple[int, int]:
+        return femtoseconds(result.forward, where), femtoseconds(result.backward, where)
+
+
+def _now(live: IndexedFormat, outputs: list[int]) -> int:
+    """Return the format of a value: the output format of its operator, else its own."""
+    return outputs[live.operator] or live.own
 
 
 class IncrementalCascade:
@@ -113,7 +252,9 @@ class IncrementalCascade:
             precision, output = self._followed(index, self.outputs)
         else:
             precision = self._narrow[index]
-            output = self.tables.wide[index] if self._wide[index] else self._narrow_out[index]
+            output = self._narrow_out[index]
+            if self._wide[index]:
+                output = self.tables.wide[index]
         code = precision + BASE * output
         if code == self.codes[index + REACH]:
             return False
@@ -194,11 +335,11 @@ class CostMapper:
         )
         self._undo: list[tuple[int, int]] = []
         count, points = len(graph.operators), len(tables.points)
-        self._operator_prices: list[Price] = [(0, 0, 0, 0, 0)] * count
-        self._point_prices: list[Price] = [(0, 0, 0, 0, 0)] * points
+        self._operator_prices: list[Price] = [NOTHING] * count
+        self._point_prices: list[Price] = [NOTHING] * points
         self._known_operators: list[dict[int, Price]] = [{} for _ in range(count)]
         self._known_points: list[dict[int, Price]] = [{} for _ in range(points)]
-        self._sums: Price = (0, 0, 0, 0, 0)
+        self._sums: Price = NOTHING
         self._reprice(range(count), {number for touched in tables.touched for number in touched})
 
     def set(self, operator: str, precision: str) -> None:
@@ -314,3 +455,66 @@ class CostMapper:
                     unpacking += price[4] - old[4]
         finally:
             self._sums = forward, backward, casts, casts_backward, unpacking
+
+
+def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
+    """Return the training step of a model in these states.
+
+    Args:
+        whole_graphs: whether all gradients of a graph become ready at the end of its backward pass,
+            as a compiled backward pass returns them. Otherwise a gradient is ready after the
+            backward pass of the first operator in program order that reads the parameter.
+
+    Raises:
+        ProfileError: a time or a size is unknown.
+    """
+    graph = states.graph
+    seconds = list(_operators(states, times))
+    casts = _by_owner(graph, states.casts, times)
+    unpacked = _by_owner(graph, states.unpacked, times, differentiated=False)
+    outside = times.outside()
+    forward = [Entry("", Part.OUTSIDE, outside.forward)]
+    backward = [Entry("", Part.OUTSIDE, outside.backward)]
+    for index, operator in enumerate(graph.operators):
+        forward += [Entry(operator.id, Part.CAST, cast.forward) for cast in casts[index]]
+        forward.append(Entry(operator.id, Part.FORWARD, seconds[index].forward))
+    ends: dict[int, int] = {}
+    for index, operator in reversed(list(enumerate(graph.operators))):
+        name = operator.id
+        backward += [Entry(name, Part.CAST, cast.forward) for cast in unpacked[index]]
+        backward.append(Entry(name, Part.BACKWARD, seconds[index].backward))
+        backward += [Entry(name, Part.CAST, cast.backward) for cast in reversed(casts[index])]
+        ends[index] = len(backward) - 1
+    parameters = [parameter for parameter in graph.parameters if parameter.trained]
+    ready = {
+        p.path: ends.get(_last(graph, p.readers, whole_graphs), len(backward) - 1)
+        for p in parameters
+    }
+    trained = tuple(Parameter(p.path, p.numel, p.dtype_bytes) for p in parameters)
+    return Schedule(tuple(forward), tuple(backward), times.optimizer(), trained, ready)
+
+
+def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
+    """Return the operator whose backward pass completes a gradient; -1 if no operator reads it."""
+    if not readers or not whole_graphs:
+        return min(readers, default=-1)
+    part = graph.operators[min(readers)].graph
+    return next(index for index, operator in enumerate(graph.operators) if operator.graph == part)
+
+
+def _operators(states: States, times: Times) -> Iterator[Seconds]:
+    result = list(map(state_named, states.names))
+    existing: dict[int, OperandState] = dict(enumerate(result))
+    for index, operator in enumerate(states.graph.operators):
+        around = [existing.get(index + by) for by in NEIGHBOURS]
+        yield times.operator(operator.id, result[index], around)
+
+
+def _by_owner(
+    graph: ModelGraph, casts: Sequence[PlannedCast], times: Times, differentiated: bool = True
+) -> list[list[Seconds]]:
+    result: list[list[Seconds]] = [[] for _ in graph.operators]
+    for cast in casts:
+        arguments = cast.owner, cast.value, cast.before, cast.after, differentiated
+        result[cast.owner].append(cast_seconds(graph, times, *arguments))
+    return result

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
-from qsync_fx.graph.operator_costs import needs_cast
+from qsync_fx.graph.operator_costs import changes_format, needs_cast
 from qsync_fx.ops import Kind
+from qsync_fx.predictor.cost_mapper.plan_states import unpacked_format
 from qsync_fx.predictor.model.model_graph import (
-    Choices,
     Follows,
     ModelGraph,
     ModelOperator,
@@ -41,6 +41,13 @@ NEEDED = tuple(
     tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS
 )
 """Whether a cast is needed, by current and required format."""
+CHANGED = {
+    requested: tuple(
+        tuple(changes_format(before, after, requested) for after in _FORMATS) for before in _FORMATS
+    )
+    for requested in (False, True)
+}
+"""Whether an operator converts a value, by whether the model requests it, and both formats."""
 WIDE = {kind: tuple(wants_wide(kind, fmt) for fmt in _FORMATS) for kind in Kind}
 
 
@@ -174,8 +181,9 @@ class Tables:
         self.wide_readers[index] = tuple(
             (reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers
         )
-        for reader in set(decided.readers) if decided.wide is not None else ():
-            self.widens[reader].append(index)
+        if decided.wide is not None:
+            for reader in set(decided.readers):
+                self.widens[reader].append(index)
 
 
 def _chosen(operator: ModelOperator, formats: Iterable[str]) -> dict[str, int] | None:
@@ -219,22 +227,17 @@ def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
         for read in operator.reads:
             if read.point is not None:
                 readers[read.point].append((read, _reader(graph, index, operator, read)))
-        owned = graph.values[operator.result].own
-        if operator.converted and owned is not None:
-            result.append(
-                IndexedChange(
-                    index, operator.result, IndexedFormat(-1, NUMBERS[owned]), wanted=False
-                )
-            )
+        if operator.converted:
+            source = IndexedFormat(-1, NUMBERS[graph.values[operator.result].own])
+            result.append(IndexedChange(index, operator.result, source, wanted=False))
     for read in graph.outputs:
         if read.point is not None:
             readers[read.point].append((read, _reader(graph, -1, None, read)))
     for at_point in readers:
         if at_point:
             origin = at_point[0][0].origin
-            result.append(
-                Point(origin, _held(graph, origin), tuple(reader for _, reader in at_point))
-            )
+            indexed = tuple(reader for _, reader in at_point)
+            result.append(Point(origin, _held(graph, origin), indexed))
     return result
 
 
@@ -247,16 +250,10 @@ def _reader(
     graph: ModelGraph, index: int, operator: ModelOperator | None, read: ModelRead
 ) -> IndexedReader:
     wanted = tuple(NUMBERS[read.wanted[name or ""]] for name in NAMES)
-    saved = [0] * len(NAMES)
-    if operator is not None and isinstance(operator.decided, Choices):
-        for name, unpacked in operator.decided.unpacked.items():
-            # A factor is saved for the gradient of the other factor.
-            others = (
-                other
-                for other in operator.reads
-                if other is not read and other.wanted.get(name) == name
-            )
-            if read.wanted[name] == name and any(other.gradient for other in others):
-                saved[NUMBERS[name]] = NUMBERS[unpacked]
-    used = _held(graph, read.value) if read.value != read.origin else None
-    return IndexedReader(index, wanted, used, tuple(saved))
+    saved = (0,) * len(NAMES)
+    if operator is not None:
+        saved = tuple(NUMBERS[unpacked_format(operator, read, name)] for name in NAMES)
+    used = None
+    if read.value != read.origin:
+        used = _held(graph, read.value)
+    return IndexedReader(index, wanted, used, saved)

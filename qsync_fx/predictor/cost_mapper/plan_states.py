@@ -14,7 +14,7 @@ from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
 from qsync_fx.graph.cost_algebra import Cost, Kept, Size
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.graph.operator_costs import cast_cost, needs_cast
+from qsync_fx.graph.operator_costs import cast_cost, changes_format, needs_cast
 from qsync_fx.ops import Kind
 from qsync_fx.plan import Plan
 from qsync_fx.plan.operator_id import OpId
@@ -22,6 +22,7 @@ from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
     ModelGraph,
+    ModelOperator,
     ModelRead,
     Name,
     StateNames,
@@ -128,7 +129,9 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
             precisions[index],
         )
     )
-    return _swept(graph, precisions, wide) if wide else narrow
+    if not wide:
+        return narrow
+    return _swept(graph, precisions, wide)
 
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
@@ -167,7 +170,7 @@ def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
             name = requested[operator.id]
         else:
             raise PlanError(
-                "nothing is asked for an operator", where=operator.where, do="give each a format"
+                "an operator has no format", where=operator.where, do="give each operator one"
             )
         check_format(graph, name, operator.where)
         result[index] = chosen(_choices(graph, index), name, explicit)
@@ -178,8 +181,9 @@ def check_format(graph: ModelGraph, name: str, where: str) -> None:
     """Raise `PlanError` if the graph contains no costs of a format."""
     if name not in graph.formats:
         do = (
-            f"{nearest(name, graph.formats)}; or measure the model in it, too, precisions=(..., {name!r}); "
-            "a graph of your own has the formats of model_graph(explanation, formats=...)"
+            f"{nearest(name, graph.formats)}; or measure the model in it too, "
+            f"precisions=(..., {name!r}); a graph of your own has the formats of "
+            "model_graph(explanation, formats=...)"
         )
         raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
 
@@ -209,10 +213,10 @@ def _swept(
     for index, operator in enumerate(graph.operators):
         decided = operator.decided
         if isinstance(decided, Choices):
-            precision = precisions[index]
-            result.append(
-                (precision, decided.wide if index in wide else decided.outputs.get(precision))
-            )
+            output = decided.outputs.get(precisions[index])
+            if index in wide:
+                output = decided.wide
+            result.append((precisions[index], output))
         else:
             name = _followed(decided, result)
             result.append((name, decided.named or name))
@@ -228,76 +232,81 @@ def _followed(follows: Follows, result: Sequence[StateNames]) -> Name:
 
 def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedCast]:
     """Yield the required casts; readings of one cast point share one cast per format."""
-    made: set[tuple[int | None, Name]] = set()
+    made: set[tuple[int | None, str]] = set()
     for index, operator in enumerate(graph.operators):
         precision, output = result[index]
         if operator.converts:
             value = operator.reads[0].value
-            before = _held(graph, result, value)
-            if before is not None and output is not None and before != output:
-                yield PlannedCast(index, value, before, output, wanted=True)
+            yield from _change(index, value, _held(graph, result, value), output, wanted=True)
             continue
         for read in operator.reads:
-            before, after = _cast_of(graph, result, read, precision)
-            if before is not None and after is not None and (read.point, after) not in made:
-                made.add((read.point, after))
-                yield PlannedCast(index, read.origin, before, after)
-        owned = graph.values[operator.result].own
-        if (
-            operator.converted
-            and owned
-            and output
-            and FORMATS[owned].dtype is not FORMATS[output].dtype
-        ):
-            yield PlannedCast(index, operator.result, owned, output)
+            yield from _cast(graph, result, made, read, precision, index)
+        if operator.converted:
+            before = graph.values[operator.result].own
+            yield from _change(index, operator.result, before, output, wanted=False)
     for read in graph.outputs:
-        before, after = _cast_of(graph, result, read, None)
-        maker = graph.values[read.origin].operator
-        if (
-            before is not None
-            and after is not None
-            and (read.point, after) not in made
-            and maker is not None
-        ):
-            made.add((read.point, after))
-            yield PlannedCast(maker, read.origin, before, after)
+        yield from _cast(graph, result, made, read, None, graph.values[read.origin].operator)
+
+
+def _change(
+    index: int, value: int, before: Name, after: Name, wanted: bool
+) -> Iterator[PlannedCast]:
+    if before is None or after is None:
+        return
+    if changes_format(FORMATS[before], FORMATS[after], wanted):
+        yield PlannedCast(index, value, before, after, wanted)
+
+
+def _cast(
+    graph: ModelGraph,
+    result: Sequence[StateNames],
+    made: set[tuple[int | None, str]],
+    read: ModelRead,
+    precision: Name,
+    owner: int | None,
+) -> Iterator[PlannedCast]:
+    """Yield the cast of an operand unless it needs none or shares one in `made`."""
+    if read.point is None or owner is None:
+        return
+    before = format_named(_held(graph, result, read.origin))
+    used = format_named(_held(graph, result, read.value))
+    wanted = format_named(read.wanted[precision or ""])
+    if before is None or wanted is None or not needs_cast(before, used, wanted):
+        return
+    if (read.point, wanted.name) not in made:
+        made.add((read.point, wanted.name))
+        yield PlannedCast(owner, read.origin, before.name, wanted.name)
 
 
 def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCast]:
     saved: dict[tuple[int | None, str], PlannedCast] = {}
     for index, operator in enumerate(graph.operators):
-        precision, decided = result[index][0], operator.decided
-        if (
-            precision is None
-            or not isinstance(decided, Choices)
-            or precision not in decided.unpacked
-        ):
-            continue
-        factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
-        for read in factors:
-            # A factor is saved for the other one's gradient. The last reader runs backward first.
-            if any(other.gradient for other in factors if other is not read):
-                saved[read.point, precision] = PlannedCast(
-                    index, read.origin, precision, decided.unpacked[precision]
-                )
+        precision = result[index][0]
+        for read in operator.reads:
+            plain = unpacked_format(operator, read, precision)
+            if precision is not None and plain is not None:
+                # The last reader runs backward first.
+                cast = PlannedCast(index, read.origin, precision, plain)
+                saved[read.point, precision] = cast
     return list(saved.values())
 
 
-def _cast_of(
-    graph: ModelGraph, result: Sequence[StateNames], read: ModelRead, precision: Name
-) -> tuple[Name, Name]:
-    """Return the formats of the cast of an operand; (None, None) if it needs none."""
-    if read.point is None:
-        return None, None
-    before, used = (
-        format_named(_held(graph, result, value)) for value in (read.origin, read.value)
-    )
-    wanted = format_named(read.wanted[precision or ""])
-    if wanted is None or before is None or not needs_cast(before, used, wanted):
-        return None, None
-    return before.name, wanted.name
+def unpacked_format(operator: ModelOperator, read: ModelRead, precision: Name) -> Name:
+    """Return the format to which the backward pass converts a saved scaled operand; else None."""
+    decided = operator.decided
+    if precision is None or not isinstance(decided, Choices):
+        return None
+    if read.wanted.get(precision) != precision:
+        return None
+    factors = [item for item in operator.reads if item.wanted.get(precision) == precision]
+    # A factor is saved for the gradient of the other factor.
+    if not any(item.gradient for item in factors if item is not read):
+        return None
+    return decided.unpacked.get(precision)
 
 
 def _held(graph: ModelGraph, result: Sequence[StateNames], index: int) -> Name:
     value = graph.values[index]
-    return value.own if value.operator is None else result[value.operator][1] or value.own
+    if value.operator is None:
+        return value.own
+    return result[value.operator][1] or value.own

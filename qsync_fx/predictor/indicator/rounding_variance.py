@@ -2,11 +2,8 @@
 
 Let u be the fractional position of an element between its neighbours on the format's grid, at
 distance s. Stochastic rounding has no bias and the variance s**2 u (1 - u); rounding to nearest or
-toward minus infinity has a fixed error. For uniform u the mean square errors are s**2/6, s**2/12
-and s**2/3 (QSync, Proposition 2, which uses one exponent per tensor).
-
-Invariants: results have the shape of the tensor and are FP64. Saturation is not part of the noise;
-`saturation` returns it. The grid equals `qsync_fx.backend.numerics.reference`'s (tested).
+toward minus infinity has a fixed error (QSync, Proposition 2). Results are FP64 and do not include
+saturation. The grid equals `qsync_fx.backend.numerics.reference`'s (tested).
 """
 
 from __future__ import annotations
@@ -59,10 +56,6 @@ def step(x: Tensor, fmt: Precision) -> Tensor:
     return torch.exp2((owned.clamp(min=fmt.e_min) - fmt.mantissa).double())
 
 
-MEAN_SQUARE: dict[Rounding, float] = {"stochastic": 1 / 6, "nearest": 1 / 12, "floor": 1 / 3}
-"""Mean square rounding error in units of the squared grid spacing, for uniform fractions."""
-
-
 def noise(
     x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()
 ) -> Tensor:
@@ -113,40 +106,6 @@ def _fractions(x: Tensor, fmt: Precision, keep: Sequence[int]) -> tuple[Tensor, 
     return torch.where(
         full.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)
     ), size * factor
-
-
-def expected_noise(
-    x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()
-) -> Tensor:
-    """Return the expected square of each element's error for uniformly distributed fractions.
-
-    It is the mean of `noise` over the positions of an element between its neighbours.
-    """
-    factor = scale(x, fmt, keep)
-    square = (step(x.detach().double() / factor, fmt) * factor).square() * MEAN_SQUARE[rounding]
-    # Zero is exact on every grid.
-    return torch.where(x != 0, square, torch.zeros_like(square)).expand(x.shape)
-
-
-def saturation(x: Tensor, fmt: Precision, keep: Sequence[int] = ()) -> Tensor:
-    """Return the squared excess of each element over the format's range; Inf if it overflows.
-
-    The range of a scaled format covers its tensor, so the result is zero. Plain formats overflow to
-    Inf, all others saturate at their largest value.
-    """
-    value = x.detach().double()
-    if fmt.scaled:
-        return torch.zeros_like(value)
-    beyond = (value.abs() - fmt.max).clamp(min=0)
-    if fmt.plain:
-        # Values closer to the largest value than to the next power of two are rounded to it.
-        half = 2.0 ** (_exponent(fmt.max) - fmt.mantissa - 1)
-        beyond = torch.where(beyond >= half, torch.full_like(beyond, torch.inf), beyond)
-    return torch.where(value.isfinite(), beyond, torch.zeros_like(beyond)).square()
-
-
-def _exponent(value: float) -> int:
-    return int(torch.frexp(torch.tensor(value, dtype=torch.float64))[1]) - 1
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -217,8 +176,3 @@ def input_gradient_noise(
     """
     of_x, _ = gradient_products(product, x, weight)
     return product_noise(of_x, gradient, weight, of_gradient, of_weight)
-
-
-def lookup_noise(indices: Tensor, of_table: Tensor) -> Tensor:
-    """Return the variance of each element of an embedding lookup; equal rows have equal errors."""
-    return of_table[indices]

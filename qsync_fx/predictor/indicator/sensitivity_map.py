@@ -7,9 +7,11 @@ negative or NaN. Files store infinite numbers as the largest float.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from qsync_fx.errors import PlanError, ProfileError, nearest, shown
@@ -43,8 +45,10 @@ def rows(result: Sensitivity) -> list[list[str]]:
 
 def summary(result: Sensitivity) -> str:
     """Return one line with the model, the method, its steps and its duration."""
-    steps = f", mean over {result.steps} steps" if result.steps else ""
-    return f"variance added to the gradients of {result.model}, method {result.method}{steps}, {result.seconds:.0f} s"
+    parts = [f"variance added to the gradients of {result.model}", f"method {result.method}"]
+    if result.steps:
+        parts.append(f"mean over {result.steps} steps")
+    return ", ".join([*parts, f"{result.seconds:.0f} s"])
 
 
 def _cells(value: float | None, total: float) -> tuple[str, str]:
@@ -113,7 +117,7 @@ class Sensitivity:
         by = self.variance.get(str(operator))
         if by is None:
             raise ProfileError(
-                f"nothing is known of the sensitivity of {shown(str(operator))}",
+                f"the sensitivity of {shown(str(operator))} is unknown",
                 do=nearest(str(operator), self.variance),
             )
         if precision in by:
@@ -121,7 +125,7 @@ class Sensitivity:
         if precision in FORMATS and FORMATS[precision].bits >= 32:
             return 0.0
         raise ProfileError(
-            f"the sensitivity in {shown(precision)} was not asked for",
+            f"the sensitivity in {shown(precision)} was not computed",
             where=str(operator),
             do=nearest(precision, by),
         )
@@ -155,19 +159,15 @@ class Sensitivity:
 
     def finite(self) -> Sensitivity:
         """Return the sensitivity as files store it, without infinite numbers."""
-        return Sensitivity(
-            self.method,
-            self.model,
-            _finite(self.variance),
-            self.steps,
-            [_finite(v) for v in self.trace],
-            self.seconds,
-            _finite(self.gradients),
+        return replace(
+            self,
+            variance=_finite(self.variance),
+            trace=[_finite(values) for values in self.trace],
+            gradients=_finite(self.gradients),
         )
 
     def table(self) -> str:
         """Return the text table that `print` shows."""
-
         return table(self)
 
     def __str__(self) -> str:
@@ -256,24 +256,13 @@ def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreem
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the Spearman rank correlation of two lists; equal values have their mean rank."""
-    if len(first) < 2:
+    try:
+        return statistics.correlation(_ranks(first), _ranks(second))
+    except statistics.StatisticsError:  # fewer than two values, or all are equal
         return math.nan
-    a, b = _ranks(first), _ranks(second)
-    middle = (len(a) - 1) / 2
-    product = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    squares = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return product / math.sqrt(squares) if squares else math.nan
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for index in order[start:end]:
-            ranks[index] = (start + end - 1) / 2
-        start = end
-    return ranks
+    """Return the rank of each value, from 0; equal values have their mean rank."""
+    order = sorted(values)
+    return [(bisect_left(order, v) + bisect_right(order, v) - 1) / 2 for v in values]

@@ -1,11 +1,8 @@
 """Memory of scaled dot-product attention: its buffers without a fused kernel, and scratch space.
 
-A fused kernel saves its result and one sum per row. Without it, as with dropout on a CPU, query and
-key are copied and multiplied, the scores become weights, and the weights multiply the values.
-Scores, weights and the dropout mask are saved at full size. With dropout below FP32, a kernel also
-materializes the FP32 exponentials. In FP32 with dropout, the backward pass recomputes the weights
-from the scores. `qsync_fx.graph.saved_tensors` selects attention without dropout that is lowered to
-products. The saved tensors of autograd decide which case applies: a fused kernel saves its result.
+A fused kernel saves its result and one sum per row. Without it, as with dropout on a CPU, scores,
+weights and the dropout mask are saved at full size. With dropout below FP32 a kernel materializes
+the FP32 exponentials; in FP32 the backward pass recomputes the weights from the scores.
 """
 
 from __future__ import annotations
@@ -111,7 +108,7 @@ class Matrices:
         """Return the buffers of the operator at `index` under the states of `values`."""
         graph, state = values.graph, values.states.names[index]
         fmt = state[0] or state[1]
-        assert fmt is not None, "attention without a format is not taken apart"
+        assert fmt is not None, "attention without fused kernels has a format"
         result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
         # Each row of the scores yields one row of the result, as wide as a row of the values.
         width = _width(operator)
@@ -135,43 +132,50 @@ class Matrices:
                 replace(query, name=f"{query.name} as kept"),
                 replace(key, name=f"{key.name} as kept"),
             )
+        mask = numbers = None
+        passing: tuple[Buffer, ...] = ()
+        if drops:
+            mask = buffer("mask", scores)
+            if not draws_alone(operator):
+                numbers = buffer("numbers", size * scores, fmt)
+            if size < FP32.dtype.itemsize:
+                passing = (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),)
         return cls(
             (query, key, value),
             copies,
             buffer("scores", size * scores, fmt),
             buffer("weights", size * scores, fmt),
             buffer("statistics", (2 * _SUM + 1) * rows),
-            buffer("mask", scores) if drops else None,
-            (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),)
-            if drops and size < FP32.dtype.itemsize
-            else (),
-            buffer("numbers", size * scores, fmt) if drops and not draws_alone(operator) else None,
+            mask,
+            passing,
+            numbers,
         )
 
     @property
     def saved(self) -> frozenset[Buffer]:
         """Tensors saved for backward."""
-        scores = (
-            () if self.mask is None else (self.scores,)
-        )  # without dropout the backward pass reads the weights only
-        return frozenset((*self.factors, *scores, self.weights, *self.kept))
+        result = frozenset((*self.factors, self.weights, *self.kept))
+        if self.mask is None:
+            return result  # without dropout the backward pass reads the weights only
+        return result | {self.scores}
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
         """Saved tensors in addition to factors, scores and weights."""
-        return (self.statistics,) if self.mask is None else (self.statistics, self.mask)
+        return tuple(item for item in (self.statistics, self.mask) if item is not None)
 
     @property
     def factors(self) -> tuple[Buffer, Buffer, Buffer]:
         """Query, key and value as saved for backward."""
-        return self.operands if self.copies is None else (*self.copies, self.operands[VALUE])
+        if self.copies is None:
+            return self.operands
+        return *self.copies, self.operands[VALUE]
 
     def copied(self, name: str) -> list[Task]:
         """Return the tasks at the end of the forward pass that write the saved copies."""
-        saved = () if self.copies is None else zip(self.operands, self.copies, strict=False)
         return [
             Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True)
-            for item, copy in saved
+            for item, copy in zip(self.operands, self.copies or (), strict=False)
         ]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
@@ -185,8 +189,7 @@ class Matrices:
         query, key, value = self.operands
         transposed = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
-        first = self.numbers or self.mask
-        drawn = () if first is None else (first,)
+        drawn = tuple(item for item in (self.numbers or self.mask,) if item is not None)
         written = (*(item for item in self.kept if item not in drawn), self.weights, *self.passing)
         return [
             Task(name, False, False, transposed, (query, key), anew=True),

@@ -272,18 +272,16 @@ class Backward:
         for place, buffer in made.items():
             if not at_once:
                 factor = self._factor(index, operator, self.forward.other(operator, place), carrier)
-                self._task(
-                    operator.id,
-                    True,
-                    frozenset({gradient} if factor is None else {gradient, factor}),
-                    buffer,
-                )
+                reads = frozenset(filter(None, [gradient, factor]))
+                self._task(operator.id, True, reads, buffer)
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for place, read in enumerate(operator.reads):
             if place not in inputs and read.gradient and self._is_parameter(read.value):
                 # The bias gradient is summed in the format of the incoming gradient.
-                summed = frozenset({gradient}) if narrow in (precision, output) else incoming
+                summed = incoming
+                if narrow in (precision, output):
+                    summed = frozenset({gradient})
                 self._parameter(operator, read.value, summed, sums=True)
         for place, buffer in made.items():
             if not self._is_parameter(operator.reads[place].value):

@@ -1,10 +1,8 @@
 """Buffers of a training step, the tasks that write and read them, and their liveness.
 
-`Values` maps the values of a model to storage and sizes under given operator states, independent of
-time. `lives` computes the live bytes over time for a list of tasks.
-
-Invariant: a buffer is live from the task that writes it to the last task that reads it, or to the
-end of the step if it stays.
+`Values` maps the values of a model to storage and sizes under given operator states. `lives`
+computes the live bytes over time for a list of tasks: a buffer is live from the task that writes it
+to the last task that reads it, or to the end of the step if it stays.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ def whole(size: Size) -> int:
         return int(size)
     except TypeError:
         raise ProfileError(
-            f"memory is predicted for sizes that are numbers, and one is {size}",
-            do="put numbers in their place, graph.at(batch=64), or explain the model with static shapes",
+            f"memory cannot be predicted for the symbolic size {size}",
+            do="set numbers with graph.at(batch=64), or explain the model with static shapes",
         ) from None
 
 
@@ -80,12 +78,6 @@ class Values:
                 tensor = self._roots[operator.reads[0].value]
                 same[operator.result] = same.get(tensor, tensor)
         self._roots = [same.get(tensor, tensor) for tensor in self._roots]
-        values = [self.graph.values[root] for root in self._roots]
-        self._given = [value.source != "operator" for value in values]
-        self._makers = [
-            None if argument or value.operator is None else self.graph.operators[value.operator]
-            for value, argument in zip(values, self._given, strict=True)
-        ]
 
     def root(self, value: int) -> int:
         """Return the index of the value whose storage a value shares."""
@@ -113,11 +105,14 @@ class Values:
 
     def made_by(self, value: int) -> ModelOperator | None:
         """Return the operator that computes a value; None for a value from before the step."""
-        return self._makers[value]
+        maker = self.graph.values[self.root(value)].operator
+        if maker is None or self.given(value):
+            return None
+        return self.graph.operators[maker]
 
     def given(self, value: int) -> bool:
         """Return whether a value exists before the step."""
-        return self._given[value]
+        return self.graph.values[self.root(value)].source != "operator"
 
     def is_part(self, value: int) -> bool:
         """Return whether a value is a view of part of a larger one; products read it as a copy."""

@@ -1,10 +1,8 @@
 """Forward pass of a step as tasks and buffers, with its saved tensors.
 
-Compilers compute an elementwise result at its readers. They materialize it only for a library
-kernel or for backward; until then its sources stay live. They do not save elementwise results that
-the backward pass can recompute in one kernel from tensors that are saved anyway.
-
-Invariant: a value that several operators read in one format is materialized once in this format.
+Compilers compute an elementwise result at its readers, and materialize it only for a library kernel
+or for backward, once per format. They do not save results that the backward pass can recompute in
+one kernel from tensors that are saved anyway.
 """
 
 from __future__ import annotations
@@ -104,25 +102,23 @@ class Forward(Values):
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
             wanted = self._wanted(read, precision)
-            lies = (
-                self._part
-                if self.is_part(read.value) and not self._strides(operator, read, wanted)
-                else self._lie
-            )
+            copies = self.is_part(read.value) and not self._strides(operator, read, wanted)
+            lies = self._part if copies else self._lie
             buffer = self.factors[index, place] = lies(read.value, wanted, index)
-            reads += [] if buffer is None else [buffer]
-        workspace = (
-            scratch(self.graph, operator, self.states.names[index])[0] if attends(operator) else 0
-        )
-        extras = self._extras[index] = self._extras_of(index, operator) if attends(operator) else []
+            if buffer is not None:
+                reads.append(buffer)
+        workspace, extras = 0, list[Buffer]()
+        if attends(operator):
+            workspace = scratch(self.graph, operator, self.states.names[index])[0]
+            extras = self._extras_of(index, operator)
+        self._extras[index] = extras
         fmt = format_named(precision)
         if fmt is not None and fmt.scaled and convolves(operator):
             workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
         if convolves(operator):
             # oneDNN copies the weights into its own layout.
-            workspace += self.bytes(
-                operator.reads[1].value, fmt.carrier.name if fmt is not None else None
-            )
+            carrier = fmt.carrier.name if fmt is not None else None
+            workspace += self.bytes(operator.reads[1].value, carrier)
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
         self._task(index, True, reads, buffer, *extras, workspace=workspace)
         self._sources[result] = frozenset({buffer})
@@ -186,8 +182,10 @@ class Forward(Values):
         ]
 
     def _extra_bytes(self, operator: ModelOperator, size: int) -> int:
-        # An index within a pooling window is saved as one byte.
-        return whole(self.graph.values[operator.result].numel) if pools(operator) else size
+        if pools(operator):
+            # An index within a pooling window is saved as one byte.
+            return whole(self.graph.values[operator.result].numel)
+        return size
 
     def _part(self, value: int, fmt: Name, index: int) -> Buffer:
         if (value, fmt) not in self._there:
@@ -199,7 +197,9 @@ class Forward(Values):
     def _lie(self, value: int, fmt: Name, index: int) -> Buffer | None:
         """Materialize a value for an operator; return None if it exists before the step."""
         root = self.root(value)
-        live = self.graph.values[root].own if self.given(root) else self.states.held(value)
+        live = self.states.held(value)
+        if self.given(root):
+            live = self.graph.values[root].own
         if self.given(root) and fmt == live:
             return None
         if (root, fmt) in self._there:
@@ -209,7 +209,7 @@ class Forward(Values):
         if scaled:
             # A quantizer reads its materialized operand twice.
             source = self._lie(value, live, index)
-            reads = frozenset() if source is None else frozenset({source})
+            reads = frozenset(filter(None, [source]))
         category = Category.TEMPORARY if fmt == live else Category.CASTS
         buffer = Buffer(self.graph.values[root].name, fmt, self.bytes(root, fmt), category)
         self._task(index, scaled, reads, buffer)
@@ -321,7 +321,7 @@ class Forward(Values):
 
     def _hold(self, index: int, root: int, fmt: Name) -> None:
         buffer = self._lie(root, fmt, index)
-        self._add(index, () if buffer is None else (buffer,))
+        self._add(index, filter(None, [buffer]))
 
     def _add(self, index: int, buffers: Iterable[Buffer]) -> None:
         self.kept[index] = self.kept.get(index, frozenset()) | frozenset(buffers)

@@ -1,8 +1,8 @@
 """Peak memory of a training step under a plan, by category and format.
 
-`step_memory` is a pure function of the model graph and the operator states. `anchored_bytes`
-corrects it by measured peaks of other plans. A measured plan has no error; other plans average the
-errors of the measured ones, weighted by the share of equal operator states.
+`step_memory` is a pure function of the model graph, the operator states and the memory outside of
+the passes. `anchored_bytes` corrects it by measured peaks: a measured plan has no error, others
+average the errors of the measured ones, weighted by the share of equal operator states.
 """
 
 from __future__ import annotations
@@ -19,11 +19,82 @@ from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task, lives, whole
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.kernel_order import ordered
-from qsync_fx.predictor.memory.outside_passes import LossMemory, TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Memory of an optimizer, in FP32 values per parameter element.
+
+    `qsync_fx.profiler.timing.measured_memory.optimizer_memory` measures it. The constants below are
+    for torch's CPU optimizers.
+
+    Attributes:
+        state: persistent state.
+        temporary: temporaries during the update of a parameter.
+        before: temporaries of the previous parameter that are still live then.
+        together: temporaries for all parameters at once, in an optimizer with a joint update.
+    """
+
+    state: float = 0.0
+    temporary: float = 0.0
+    before: float = 0.0
+    together: float = 0.0
+
+    def state_bytes(self, numels: Sequence[int]) -> int:
+        return round(self.state * sum(numels)) * _FP32
+
+    def step_bytes(self, numels: Sequence[int]) -> int:
+        """Return the peak of an optimizer step beyond state and gradients, in bytes."""
+        pairs = zip(numels, [0, *numels], strict=False)
+        alone = max(
+            (self.temporary * owned + self.before * before for owned, before in pairs), default=0.0
+        )
+        return round(alone + self.together * sum(numels)) * _FP32
+
+
+SGD = OptimizerMemory()
+MOMENTUM = OptimizerMemory(state=1)
+ADAM = OptimizerMemory(state=2, temporary=2, before=1)
+FUSED_ADAM = OptimizerMemory(state=2)
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Memory of a loss outside of the compiled model, for the results of one batch, in bytes.
+
+    `qsync_fx.profiler.timing.measured_memory.loss_memory` measures it.
+
+    Attributes:
+        held: live throughout the model's backward pass, beyond the incoming gradients. On a CPU,
+            torch's mse_loss and smooth_l1_loss retain the storage of all differences.
+        most: peak between the model's results and their gradients, both included.
+    """
+
+    held: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Memory settings of a training.
+
+    Attributes:
+        optimizer: memory of the optimizer.
+        buckets: whether gradients are copied into communication buckets, as in
+            DistributedDataParallel without gradient_as_bucket_view.
+        loss: memory of a loss outside of the model. None if unknown: incoming gradients of the
+            backward pass then count as live throughout it, as an estimate.
+    """
+
+    optimizer: OptimizerMemory = SGD
+    buckets: bool = False
+    loss: LossMemory | None = None
+
+
 _HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
-_STEP = "optimizer"
 
 
 @dataclass(frozen=True)
@@ -50,10 +121,11 @@ class Moment:
         return sum(size for (item, _), size in self.kinds.items() if item is category)
 
     def __str__(self) -> str:
-        where = f"{self.place}, {self.operator}" if self.operator else self.place
+        where = ", ".join(filter(None, (self.place, self.operator)))
         lines = [f"{self.bytes / 1e6:10.2f} MB  {where}"]
         for (category, fmt), size in sorted(self.kinds.items(), key=lambda item: -item[1]):
-            lines.append(f"{size / 1e6:10.2f} MB    {category}{f' in {fmt}' if fmt else ''}")
+            kind = f"{category} in {fmt}" if fmt else category
+            lines.append(f"{size / 1e6:10.2f} MB    {kind}")
         return "\n".join(lines)
 
 
@@ -103,13 +175,17 @@ def step_memory(
         ProfileError: the model has symbolic sizes.
     """
     training = training or TrainingMemory()
-    tasks = step_tasks(states, training) if tasks is None else tasks
+    if tasks is None:
+        tasks = step_tasks(states, training)
     made = {buffer for task in tasks if not task.backward for buffer in task.writes}
     saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
 
     def kind(buffer: Buffer) -> Kind:
-        category = Category.SAVED if buffer in saved else buffer.category
-        return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
+        if buffer in saved:
+            return Category.SAVED, buffer.format
+        if buffer.category is Category.CASTS:
+            return Category.CASTS, buffer.format
+        return buffer.category, None
 
     live_bytes, working = _held(states.graph, training), kind(Buffer("", None, 0))
     result = [_moment(live, live_bytes) for live in lives(tasks, True, kind, working)]
@@ -139,19 +215,16 @@ class Orders:
         loss = None if training is None else training.loss
         forward = Forward(states)
         backward = Backward(forward)
-        existing, back = (
-            _by_graph(states.graph, forward.tasks),
-            _by_graph(states.graph, backward.tasks),
-        )
+        existing = _by_graph(states.graph, forward.tasks)
+        back = _by_graph(states.graph, backward.tasks)
         saved, written, expected = set[Buffer](), list[Task](), list[Task]()
         made = {buffer for part in existing for task in part for buffer in task.writes}
         # A compiler counts graph inputs as live throughout, such as incoming gradients.
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*existing, backward.incoming, *back]):
-            orders = list(part), ordered(part, saved | forward.outputs | inputs)
-            now, then = (
-                orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
-            )
+            now, then = list(part), ordered(part, saved | forward.outputs | inputs)
+            if loss is None:
+                now, then = _held_throughout(now, made), _held_throughout(then, made)
             written, expected = [*now, *written], [*then, *expected]
             saved |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         if loss is not None:
@@ -173,7 +246,8 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
     result: dict[int, list[Task]] = {}
     index = -1
     for task in tasks:
-        index = graph.operators[graph.places[task.operator]].graph if task.operator else index
+        if task.operator:
+            index = graph.operators[graph.places[task.operator]].graph
         result.setdefault(index, []).append(task)
     return list(result.values())
 
@@ -245,18 +319,15 @@ def _gradients(graph: ModelGraph) -> int:
 
 
 def _moment(live: Live[Kind], live_bytes: Mapping[Kind, int]) -> Moment:
-    return Moment(
-        "backward" if live.backward else "forward",
-        live.operator,
-        MappingProxyType({**live_bytes, **live.kinds}),
-    )
+    place = "backward" if live.backward else "forward"
+    return Moment(place, live.operator, MappingProxyType({**live_bytes, **live.kinds}))
 
 
 def _optimizer(graph: ModelGraph, training: TrainingMemory, live: Mapping[Kind, int]) -> Moment:
     kinds = {**live, (Category.GRADIENTS, None): _gradients(graph)}
     if temporary := training.optimizer.step_bytes(_trained(graph)):
         kinds[Category.TEMPORARY, None] = temporary
-    return Moment(_STEP, "", MappingProxyType(kinds))
+    return Moment("optimizer", "", MappingProxyType(kinds))
 
 
 @dataclass(frozen=True)
@@ -306,7 +377,10 @@ def anchored_bytes(
             "no measured plan to predict from", do="measure one, or use predictor.memory.peak_bytes"
         )
     if wrong := [anchor.step_bytes for anchor in anchors if anchor.step_bytes <= 0]:
-        raise ProfileError(f"a step is said to have taken {wrong[0]} bytes", do="measure it again")
+        raise ProfileError(
+            f"the measured peak of a step is {wrong[0]} bytes, which is not positive",
+            do="measure it again",
+        )
     pure = (memory or step_memory(states, training)).step_bytes
     errors = [anchor.error(training) for anchor in anchors]
     equal = [_alike(states, anchor.states) for anchor in anchors]

@@ -1,10 +1,8 @@
 """JSON files of model graphs.
 
 Sizes, tables of required formats and pieces of work are stored once and referred to by index.
-
-Invariant: `restored` returns a consistent graph or raises `ProfileError`. In a consistent graph all
-references are valid, operators follow from earlier ones, formats are known, and every state that a
-plan leads to has a cost.
+`restored` returns a consistent graph or raises `ProfileError`: references are valid, operators
+follow from earlier ones, formats are known, and every reachable state has a cost.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ def _places(graph: ModelGraph, reads: Iterable[ModelRead]) -> None:
         if value.operator is not None:
             _in(value.operator, operators, f"what makes {value.name}")
     for read in reads:
-        _in(read.value, values, f"what is read as {read.role}")
-        _in(read.origin, values, f"what is read as {read.role}")
+        _in(read.value, values, f"the operand {read.role}")
+        _in(read.origin, values, f"the operand {read.role}")
         if read.point is not None:
             _in(read.point, range(graph.points), f"where {read.role} is read")
     for parameter in graph.parameters:
@@ -88,10 +86,12 @@ def _places(graph: ModelGraph, reads: Iterable[ModelRead]) -> None:
     for number, operator in enumerate(graph.operators):
         _in(operator.result, values, f"the result of {operator.id}")
         decided = operator.decided
-        for other in decided.readers if isinstance(decided, Choices) else ():
-            _in(other, operators, f"a reader of {operator.id}")
-        for other in () if isinstance(decided, Choices) else decided.operators:
-            _in(other, range(number), f"an operator before {operator.id}")
+        if isinstance(decided, Choices):
+            for other in decided.readers:
+                _in(other, operators, f"a reader of {operator.id}")
+        else:
+            for other in decided.operators:
+                _in(other, range(number), f"an operator before {operator.id}")
 
 
 def _in(place: int, existing: range, description: str) -> None:
@@ -123,7 +123,8 @@ def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
     decided = operator.decided
     if isinstance(decided, Choices) is not (operator.kind == "adjustable"):
         raise Malformed(
-            f" says of {operator.id} that it is {operator.kind}, and that {decided.kind} decides on it"
+            f" has the {operator.kind} operator {operator.id}, whose rule is of the kind "
+            f"{decided.kind}"
         )
     if isinstance(decided, Choices):
         if missing := {decided.held, *graph.formats} - decided.runs.keys():
@@ -133,7 +134,7 @@ def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
     elif not math.isfinite(decided.scalar):
         raise Malformed(f" has a scalar of {operator.id} that is none")
     if operator.converts and not operator.reads:
-        raise Malformed(f" has the conversion {operator.id}, which reads nothing")
+        raise Malformed(f" has the conversion {operator.id} without an operand")
 
 
 def _answers(read: ModelRead, reader: str) -> None:
@@ -234,7 +235,8 @@ FILE: Final = Schema(
     StoredGraph,
     noun="model graph",
     error=ProfileError,
-    remedy="make it anew: qsync_fx.profiler.model_graph_builder.build_model_graph(qsync_fx.explain(model, ...)).save(path)",
+    remedy="create it again: qsync_fx.profiler.model_graph_builder.build_model_graph("
+    "qsync_fx.explain(model, ...)).save(path)",
     name="qsync-model-graph",
     largest=256 * 2**20,
     smaller="make it for fewer formats: model_graph(explanation, formats=...)",
@@ -309,14 +311,12 @@ def restored(result: StoredGraph) -> ModelGraph:
         graph = _restored(result)
         check(graph)
     except (Malformed, PlanError, IndexError, KeyError) as wrong:
-        message = (
-            wrong.what
-            if isinstance(wrong, (Malformed, PlanError))
-            else f" refers to {wrong}, which it does not hold"
-        )
-        raise ProfileError(
-            f"the model graph{message}" if message.startswith(" ") else message, do=FILE.remedy
-        ) from None
+        message = f" refers to {wrong}, which it does not contain"
+        if isinstance(wrong, (Malformed, PlanError)):
+            message = wrong.what
+        if message.startswith(" "):
+            message = f"the model graph{message}"
+        raise ProfileError(message, do=FILE.remedy) from None
     return graph
 
 

@@ -165,7 +165,7 @@ class ModelOperator:
     @property
     def where(self) -> str:
         """Its id and source location, for error messages."""
-        return f"operator {self.id}" + (f", {self.line}" if self.line else "")
+        return f"operator {self.id}, {self.line}".removesuffix(", ")
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,10 @@ def reachable(
     result: list[tuple[StateNames, ...]] = []
     for operator in operators:
         decided = operator.decided
-        states = (
-            _chosen(decided, wanted)
-            if isinstance(decided, Choices)
-            else _followed(decided, outputs)
-        )
+        if isinstance(decided, Choices):
+            states = _chosen(decided, wanted)
+        else:
+            states = _followed(decided, outputs)
         result.append(tuple(dict.fromkeys(states)))
         outputs.append({output for _, output in states})
     return result
@@ -303,7 +302,9 @@ def chosen(choices: Choices, planned: str, explicit: bool) -> str:
     """
     if choices.pinned is not None:
         return choices.pinned
-    return choices.runs[choices.held if not explicit and planned in choices.keeps else planned]
+    if not explicit and planned in choices.keeps:
+        return choices.runs[choices.held]
+    return choices.runs[planned]
 
 
 def _chosen(choices: Choices, formats: Sequence[str]) -> list[StateNames]:

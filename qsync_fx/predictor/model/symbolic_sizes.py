@@ -86,16 +86,16 @@ def _product(size: sympy.Mul) -> str:
     if number == -1:
         return "-" + "*".join(parts)
     top, bottom = number.as_numer_denom()
-    head = [] if top == 1 else [str(top)]
-    return "*".join([*head, *parts]) + (f"/{bottom}" if bottom != 1 else "")
+    if top != 1:
+        parts.insert(0, str(top))
+    text = "*".join(parts)
+    return text if bottom == 1 else f"{text}/{bottom}"
 
 
 def _factor(size: Any) -> str:
-    return (
-        f"({written(size)})"
-        if isinstance(size, (sympy.Add, sympy.Mul)) or size.is_negative
-        else written(size)
-    )
+    if isinstance(size, (sympy.Add, sympy.Mul)) or size.is_negative:
+        return f"({written(size)})"
+    return written(size)
 
 
 class _Reader:
@@ -158,10 +158,10 @@ class _Reader:
             self._expect(")")
             return result
         name = self.token
+        if not name:
+            raise self._wrong("ends too early")
         if not name.isidentifier():
-            raise self._wrong(
-                f"has {name!r} in place of a number or name" if name else "ends too early"
-            )
+            raise self._wrong(f"has {name!r} instead of a number or name")
         self._next()
         if not self._take("("):
             return symbol(name), 1
@@ -177,7 +177,7 @@ class _Reader:
 
     def _number(self) -> int:
         if not self.token.isdecimal() or len(self.token) > _DIGITS:
-            raise self._wrong("has no whole number, or a very long one, where it needs one")
+            raise self._wrong(f"lacks a whole number of at most {_DIGITS} digits")
         result = int(self.token)
         self._next()
         return result
@@ -225,11 +225,9 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     available = symbols(graph)
     for name, number in value.items():
         if name not in available:
-            do = (
-                nearest(name, available)
-                if available
-                else "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
-            )
+            do = "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
+            if available:
+                do = nearest(name, available)
             raise ProfileError(f"the model has no symbolic size {name!r}", do=do)
         if type(number) is not int or number < 1:
             raise ProfileError(f"a size is a whole number from 1, not {number!r}", where=name)
@@ -237,7 +235,7 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, value), strict=True))
 
     def size(before: Size) -> Size:
-        return now.get(before, before) if isinstance(before, sympy.Basic) else before
+        return now.get(before, before)
 
     values = [
         dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed))

@@ -1,27 +1,7 @@
 """Clusters: device classes, links between devices, and settings of the gradient exchange.
 
-    [devices.v100]
-    count = 16
-    device = "v100"          # of the catalog; or profile = "v100.json"
-    batch = 32               # samples per device and step
-
-    [devices.t4]
-    count = 16
-    profile = "t4.json"
-    batch = 32
-    memory = 15.8e9          # bytes available to a plan; or "16 GB", or "30%" of the catalog's
-    value bandwidth = 1.25e9       # bytes per second of its link, if different from the network's
-
-    [network]
-    bandwidth = 12.5e9
-    latency = 30e-6
-
-    [nodes]
-    ranks = 8                # ranks that share one link to other nodes
-    bandwidth = 120e9        # bytes per second of each rank within its node
-
-Invariant: every `Cluster` can be replayed. Invalid values from a file or from Python raise an error
-with the cause and the location. A memory size is a finite, positive number of bytes or a share.
+docs/predictor.md has an example of the TOML file. Invariant: every `Cluster` can be replayed.
+Invalid values from a file or from Python raise an error with the cause and the location.
 """
 
 from __future__ import annotations
@@ -37,27 +17,22 @@ from typing import Any, Final, NamedTuple
 from qsync_fx.devices.device_catalog import check_exists, get, names
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.collectives import (
+    BUCKET_BYTES,
+    FIRST_BYTES,
     AllReduce,
     CollectiveLink,
     Levels,
     MeasuredCollectives,
 )
-from qsync_fx.predictor.replayer.ddp_buckets import BUCKET_BYTES, FIRST_BYTES
 from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.convert import Check
 from qsync_fx.serialization.schema import Path, TomlSchema
 
 Memory = float | int | str
 
-_UNITS: Final = {
-    "B": 1.0,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "KIB": 2.0**10,
-    "MIB": 2.0**20,
-    "GIB": 2.0**30,
-}
+_UNITS: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9} | {
+    "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30
+}  # fmt: skip
 WAYS: Final = 'give bytes, "4 GB" or "30%"'
 """Advice for an invalid memory size."""
 
@@ -212,17 +187,8 @@ class Compression:
     each: float = 0.0
 
 
-_ZERO_IS_FINE: Final = (
-    "latency",
-    "delay",
-    "launch",
-    "busy",
-    "coding",
-    "slows_compute",
-    "slows_transfer",
-    "fixed",
-    "each",
-    "copies",
+_ZERO_IS_FINE: Final = frozenset(
+    "latency delay launch busy coding slows_compute slows_transfer fixed each copies".split()
 )
 
 
@@ -268,9 +234,9 @@ def _nodes(nodes: NodeGroup) -> str | None:
     if wrong := _table("inside", nodes.inside) or _table("across", nodes.across):
         return wrong
     if nodes.inside and nodes.bandwidth is not None:
-        return " has both a bandwidth and a table of what is inside nodes"
+        return " has both a bandwidth and a table of all-reduces inside nodes"
     if nodes.ranks > 1 and nodes.bandwidth is None and not nodes.inside:
-        return f" has nodes of {nodes.ranks} ranks, and does not say how fast the links inside are (bandwidth)"
+        return f" has nodes of {nodes.ranks} ranks without a bandwidth of the links inside"
     if nodes.count is not None and nodes.count < 2:
         return " has a table of what goes across fewer than 2 nodes"
     return _positive(nodes)
@@ -346,16 +312,18 @@ class Cluster:
         are unknown or the amount is invalid.
         """
         size = memory_size(memory)
-        if size is None or not size.share:
-            return None if size is None else size.amount
+        if size is None:
+            return None
+        if not size.share:
+            return size.amount
         device = self.devices[name]
         available = memory_size(device.memory or 0)
         if available is not None and not available.share:
             return available.amount * size.amount
         called = device.device or name
-        return (
-            get(called).memory.bytes * size.amount if device.device or called in names() else None
-        )
+        if device.device is None and called not in names():
+            return None
+        return get(called).memory.bytes * size.amount
 
     @property
     def all_reduce(self) -> AllReduce:
@@ -404,19 +372,18 @@ class Cluster:
     def _measured(self) -> MeasuredCollectives | None:
         """Return the measured all-reduce of all ranks, if any."""
         network = self.network or Network()
-        return (
-            MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
-            if network.all_reduce
-            else None
-        )
+        if not network.all_reduce:
+            return None
+        return MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
 
     def _link(self) -> CollectiveLink:
         network = self.network or Network()
         bandwidths = []
         for name, device in self.devices.items():
             if (bandwidth := device.bandwidth or network.bandwidth) is None:
-                message = f"the cluster says of the link of {shown(name)} no bandwidth, and has no [network] with one"
-                raise ProfileError(message, do=_REMEDY)
+                raise ProfileError(
+                    f"neither the link of {shown(name)} nor [network] has a bandwidth", do=_REMEDY
+                )
             bandwidths.append(bandwidth)
         latencies = [
             network.latency if item.latency is None else item.latency
@@ -429,8 +396,9 @@ class Cluster:
         size = self.nodes.ranks
         if self.nodes.across:
             # Measurements describe existing nodes, which may mix device classes.
-            full = self.ranks % size == 0
-            return None if full else f" has {self.ranks} devices, which do not make nodes of {size}"
+            if self.ranks % size == 0:
+                return None
+            return f" has {self.ranks} devices, which do not make nodes of {size}"
         for name, device in self.devices.items():
             if device.count % size:
                 return (
@@ -438,8 +406,8 @@ class Cluster:
                 )
         if 1 < size < self.ranks and self.network is not None and self.network.all_reduce:
             return (
-                " has an all_reduce that was measured, which does not tell what of it is inside nodes; say a bandwidth, or what was "
-                "measured inside and across nodes"
+                " has a measured all_reduce, which does not separate nodes; give a bandwidth, or "
+                "measurements inside and across nodes"
             )
         return None
 
@@ -455,11 +423,8 @@ class Cluster:
             message = f"the cluster has no devices {shown(unknown[0])}"
             raise ProfileError(message, where=of, do=nearest(unknown[0][:40], self.devices))
         if missing := [name for name in self.devices if name not in names]:
-            raise ProfileError(
-                f"there is none for the devices {shown(missing[0])}",
-                where=of,
-                do="give one for each class",
-            )
+            message = f"there is none for the devices {shown(missing[0])}"
+            raise ProfileError(message, where=of, do="give one for each class")
 
 
 _REMEDY: Final = "see the example in docs/predictor.md"
@@ -475,9 +440,9 @@ def _check_device(path: Path, name: str, device: str) -> None:
 
 
 def _beside(folder: pathlib.Path, device: ClusterDevice) -> ClusterDevice:
-    return (
-        device if device.profile is None else replace(device, profile=str(folder / device.profile))
-    )
+    if device.profile is None:
+        return device
+    return replace(device, profile=str(folder / device.profile))
 
 
 CLUSTER: Final = TomlSchema(

@@ -2,10 +2,6 @@
 
 All devices exchange the same list of buckets, in the order in which gradients become ready on the
 first class, as DDP uses rank 0's order. Devices of a class are equal, so one of them is simulated.
-
-`Incremental` updates the step time in microseconds when one operator changes during a plan search.
-Invariant: after any sequence of changes it equals `device_timeline.iteration` up to rounding, and
-the opposite change undoes a change.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ import numpy as np
 
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
-from qsync_fx.predictor.replayer.collectives import share
-from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
+from qsync_fx.predictor.replayer.collectives import ddp_buckets, share
 from qsync_fx.predictor.replayer.device_timeline import (
     Array,
     DeviceStep,
@@ -155,9 +150,9 @@ def simulate(
         for selected, item in zip(indices, settings, strict=True)
     )
     used = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    neighbours = _entries(
-        dict(enumerate(beside_computing(cluster, buckets, used) if later is None else later))
-    )
+    if later is None:
+        later = beside_computing(cluster, buckets, used)
+    neighbours = _entries(dict(enumerate(later)))
     devices = {
         name: local(
             schedules[name],
@@ -182,7 +177,7 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
         )
     for index, seconds in _links(cluster, buckets).items():
         settings = buckets[index].coded
-        assert settings is not None, "only what is coded is in it"
+        assert settings is not None, "_links has compressed buckets only"
         used[index] = settings.with_travel(*seconds)
     return used
 
@@ -211,8 +206,10 @@ def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
     size, settings = cluster.nodes.ranks, bucket.coded
     if settings is None and cluster.nodes.ring:
         full = share(cluster.ranks) * bucket.travelling
-        return full if size < cluster.ranks else 0.0, full if size > 1 else 0.0
-    inside = bucket.travelling if settings is None else settings.inside
+        return full * (size < cluster.ranks), full * (size > 1)
+    inside = bucket.travelling
+    if settings is not None:
+        inside = settings.inside
     return share(cluster.ranks // size) * bucket.travelling, share(size) * inside
 
 
@@ -247,10 +244,10 @@ def before_sending(
     device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int
 ) -> float:
     """Return a device's time for a bucket before it is sent, without `slowdown`, in seconds."""
-    compressing = (
-        settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
-    )
-    return compressing + _copied(device, nbytes)
+    copying = _copied(device, nbytes)
+    if isinstance(settings, Compression):
+        return settings.fixed + settings.each * nbytes + copying
+    return copying
 
 
 def beside_computing(
@@ -267,19 +264,18 @@ def beside_computing(
     network = cluster.network
     if network is None:
         return [0.0] * len(buckets)
-    coding = min(1.0, network.busy) if network.coding is None else network.coding
+    coding = network.coding
+    if coding is None:
+        coding = min(1.0, network.busy)
     # Coding times refer to the slowest device, and `slowdown` is applied per device later.
     coding /= max(device.slowdown for device in cluster.devices.values())
 
-    links = _links(cluster, buckets)
-    travelling = [
-        sum(links[index]) if index in links else float(seconds)
-        for index, seconds in enumerate(used)
-    ]
-    coded = [0.0 if bucket.coded is None else bucket.coded.coding for bucket in buckets]
-    return [
-        network.busy * sent + coding * owned for sent, owned in zip(travelling, coded, strict=True)
-    ]
+    result = [network.busy * float(seconds) for seconds in used]
+    for index, seconds in _links(cluster, buckets).items():
+        transfer = buckets[index].coded
+        assert transfer is not None, "_links has compressed buckets only"
+        result[index] = network.busy * sum(seconds) + coding * transfer.coding
+    return result
 
 
 def _copied(device: ClusterDevice, nbytes: int) -> float:
@@ -335,7 +331,9 @@ def _bucket(
     paths = tuple(parameter.path for parameter in chosen)
     if isinstance(settings, CompressedTransfer):
         return SimulatedBucket(paths, nbytes, settings.nbytes, settings)
-    return SimulatedBucket(paths, nbytes, nbytes * (1.0 if settings is None else settings.ratio))
+    if settings is None:
+        return SimulatedBucket(paths, nbytes, float(nbytes))
+    return SimulatedBucket(paths, nbytes, nbytes * settings.ratio)
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:
@@ -351,66 +349,9 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
                 "their order",
             )
             raise ProfileError(
-                f"the devices {shown(first)} and {shown(name)} train different parameters: {shown(differs)}",
+                f"the devices {shown(first)} and {shown(name)} train different parameters: "
+                f"{shown(differs)}",
                 where="schedules",
                 do="profile the same model on each class of devices",
             )
     return schedule.parameters
-
-
-class Incremental:
-    """Step time of a cluster whose entries change one at a time.
-
-    Args:
-        seconds: (devices, entries), duration of each entry.
-        done_after: for each bucket the number of finished entries at which it is ready, ascending.
-        transfer: (buckets,), transfer durations.
-        optimizer: (devices,), time between the last bucket and the next step.
-    """
-
-    def __init__(
-        self, seconds: Array, done_after: Sequence[int], transfer: Array, optimizer: Array
-    ) -> None:
-        rest = np.cumsum(transfer[::-1])[::-1]
-        counts = np.asarray(done_after, dtype=int)
-        ready = whole(seconds, counts)
-        # The end of the backward pass counts as a last bucket without transfer.
-        self._late = (
-            np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1)
-            + optimizer[:, None]
-        )
-        self._first = np.searchsorted(counts, np.arange(seconds.shape[-1]), side="right").tolist()
-        self._latest = self._late.max(axis=-1)
-        self._device, self._others = -1, -np.inf
-
-    @property
-    def seconds(self) -> float:
-        """Duration of a step in seconds."""
-        return float(self._latest.max())
-
-    def changed(self, device: int, entry: int, by: float) -> float:
-        """Add `by` seconds to an entry of a device and return the duration of a step."""
-        late = self._late[device]
-        late[self._first[entry] :] += by
-        owned = self._latest[device] = np.maximum.reduce(late)
-        if device != self._device:
-            # A search stays with one device for many calls, and there may be thousands of others.
-            others = np.delete(self._latest, device)
-            self._device, self._others = device, others.max(initial=-np.inf)
-        return float(max(owned, self._others))
-
-
-def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
-    """Return the time at which each bucket is ready, (..., buckets), from the entries before it.
-
-    Args:
-        seconds: (..., entries), durations. For thousands of devices FP32 is 1.5 times as fast.
-        done_after: for each bucket the number of entries before it, ascending.
-    """
-    edges, index = np.unique(np.concatenate([[0], done_after]), return_inverse=True)
-    total = np.zeros((*seconds.shape[:-1], len(edges)))
-    if len(edges) > 1:
-        # reduceat sums from each edge to the next one, and from the last edge to the end.
-        parts = np.add.reduceat(seconds[..., : edges[-1]], edges[:-1], axis=-1)
-        np.cumsum(parts, axis=-1, dtype=np.float64, out=total[..., 1:])
-    return total[..., index[1:]]

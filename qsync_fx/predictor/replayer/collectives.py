@@ -1,15 +1,14 @@
-"""Duration of all-reduces, and of training steps with compressed gradients.
+"""Gradient buckets of DistributedDataParallel, and the duration of all-reduces.
 
-`CollectiveLink` models a ring by bandwidth and latency, `Levels` a hierarchical all-reduce, and
-`MeasuredCollectives` interpolates measurements. Duration never decreases with the number of bytes,
-and 0 bytes need 0 seconds. `Exchange` predicts the effect of compression on a measured step.
+`ddp_buckets` returns the lists of torch's `Reducer`, which rebuilds buckets after the first
+iteration in the order in which gradients became ready. `CollectiveLink` models a ring, `Levels` a
+hierarchical all-reduce, and `MeasuredCollectives` interpolates measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -49,8 +48,10 @@ class CollectiveLink:
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         sizes = np.asarray(nbytes, dtype=float)
         latency = self.latency * phases / _PHASES
+        if ranks < 2:
+            return np.zeros_like(sizes)
         used: Array = np.where(sizes > 0, latency + share(ranks) * sizes / self.bandwidth, 0.0)
-        return used if ranks > 1 else np.zeros_like(sizes)
+        return used
 
 
 @dataclass(frozen=True)
@@ -116,99 +117,99 @@ def share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-FULL: Final = 4.0
-"""Bytes of an uncompressed element."""
+FIRST_BYTES: Final = 2**20
+"""Limit of the first bucket: torch.distributed._DEFAULT_FIRST_BUCKET_BYTES."""
+BUCKET_BYTES: Final = 25 * 2**20
+"""Limit of all other buckets: the default `bucket_cap_mb` of DistributedDataParallel."""
 
 
-@dataclass(frozen=True)
-class CollectiveSample:
-    """Step measured with and without compression.
+@dataclass
+class _Filling:
+    """Bucket of one type that is not yet full."""
 
-    Attributes:
-        elements: number of elements of all gradients.
-        element_bytes: bytes of a compressed element, including scales.
-        without, seconds: duration of the step without and with compression.
+    indices: list[int] = field(default_factory=list)
+    size: int = 0
+    done: int = 0
+
+
+def ddp_buckets(
+    numels: Sequence[int],
+    dtype_bytes: int | Sequence[int] = 4,
+    *,
+    arrival: Sequence[int] | None = None,
+    limits: Sequence[int] = (FIRST_BYTES, BUCKET_BYTES),
+    types: Sequence[Hashable] | None = None,
+    sparse: Collection[int] = (),
+) -> list[list[int]]:
+    """Return the parameters of each bucket from the second iteration on, in sending order.
+
+    Args:
+        numels: number of elements of each parameter, in registration order.
+        dtype_bytes: bytes per element, for all parameters or for each.
+        arrival: parameters in the order in which their gradients become ready; by default the
+            reverse registration order. A parameter that is missing here receives no gradient.
+        limits: size in bytes at which the first bucket is full, the second, and so on; the last
+            limit applies to all further buckets. With `bucket_cap_mb` it is one limit for all.
+        types: keys that separate gradients, such as dtype and device; default: bytes per element.
+        sparse: parameters with sparse gradients, each in a bucket of its own.
+
+    Raises:
+        ProfileError: a size is negative, lists differ in length, or a parameter does not exist or
+            arrives twice.
     """
+    sizes, kinds = _checked(numels, dtype_bytes, types, limits)
+    order: Sequence[int] = range(len(sizes))[::-1]
+    if arrival is not None:
+        order = arrival
+    do = f"name each of the {len(sizes)} parameters at most once"
+    if unknown := [index for index in (*order, *sparse) if index not in range(len(sizes))]:
+        raise ProfileError(f"there is no parameter {unknown[0]}", where="arrival", do=do)
+    if len(set(order)) != len(order):
+        raise ProfileError("a gradient arrives twice", where="arrival", do=do)
+    filling: dict[Hashable, _Filling] = {}
+    full: list[list[int]] = []
+    for index in order:
+        if index in sparse:
+            full.append([index])
+            continue
+        bucket = filling.setdefault(kinds[index], _Filling())
+        bucket.indices.append(index)
+        bucket.size += sizes[index]
+        if bucket.size >= limits[min(bucket.done, len(limits) - 1)]:
+            full.append(bucket.indices)
+            filling[kinds[index]] = _Filling(done=bucket.done + 1)
+    # torch stores them in a hash table. With few types its order starts with the last type.
+    return full + [bucket.indices for bucket in reversed(filling.values()) if bucket.indices]
 
-    elements: float
-    element_bytes: float
-    without: float
-    seconds: float
 
-
-@dataclass(frozen=True)
-class Exchange:
-    """Cost model of a gradient exchange for a number of devices.
-
-        seconds = without - travel * (full bytes - bytes) + coding * elements
-
-    Two coefficients describe an exchange: the exposed transfer time of a byte, which overlap with
-    computation does not hide, and the additional time of an element for compression, independent
-    of its width. The uncompressed step supplies all other times.
-
-    Attributes:
-        travel: seconds per byte.
-        coding: seconds per element. It is negative if full-precision gradients use a slower path,
-            as in the MPI results of the study, which send compressed gradients double-buffered.
-    """
-
-    travel: float
-    coding: float
-
-    def seconds(self, elements: float, element_bytes: float, without: float) -> float:
-        """Return the duration of a step with compression, given its duration `without`."""
-        return without - self.travel * elements * (FULL - element_bytes) + self.coding * elements
-
-    @classmethod
-    def fit(cls, samples: Sequence[CollectiveSample]) -> Exchange:
-        """Return the least-absolute-deviations fit to samples of several networks or widths.
-
-        It minimises the mean relative error, so a misprint in a table has little influence.
-
-        Raises:
-            ProfileError: the samples do not determine both coefficients.
-        """
-        elements = np.array([item.elements for item in samples])
-        saved = elements * (FULL - np.array([item.element_bytes for item in samples]))
-        weights = 1 / np.array([item.seconds for item in samples])
-        unknowns = np.stack([-saved, elements], axis=-1) * weights[:, None]
-        gained = np.array([item.seconds - item.without for item in samples]) * weights
-        scale = np.abs(unknowns).max(axis=0, initial=0.0)
-        if len(samples) < 2 or np.linalg.matrix_rank(unknowns / np.where(scale > 0, scale, 1)) < 2:
-            do = "give steps with gradients of several widths"
+def _checked(
+    numels: Sequence[int],
+    dtype_bytes: int | Sequence[int],
+    types: Sequence[Hashable] | None,
+    limits: Sequence[int],
+) -> tuple[list[int], Sequence[Hashable]]:
+    """Return bytes and type of each parameter."""
+    if isinstance(dtype_bytes, int):
+        dtype_bytes = [dtype_bytes] * len(numels)
+    widths = list(dtype_bytes)
+    kinds: Sequence[Hashable] = widths
+    if types is not None:
+        kinds = types
+    for name, values in (("dtype_bytes", widths), ("types", kinds)):
+        if len(values) != len(numels):
+            message = f"{len(values)} {name} for {len(numels)} parameters"
+            raise ProfileError(message, where=name, do="give one for each parameter")
+    for name, least, values in (
+        ("numels", 0, numels),
+        ("dtype_bytes", 1, widths),
+        ("limits", 1, limits),
+    ):
+        if (wrong := next((value for value in values if value < least), None)) is not None:
             raise ProfileError(
-                f"{len(samples)} samples do not tell travelling from coding", where="samples", do=do
+                f"{wrong} is less than {least}", where=name, do="give sizes as whole numbers"
             )
-        travel, coding = _least_deviations(unknowns / scale, gained) / scale
-        return cls(float(travel), float(coding))
-
-
-EXCHANGES: Final[Mapping[tuple[str, int], Exchange]] = MappingProxyType(
-    {
-        ("mpi", 2): Exchange(7.05e-10, -1.892e-09),
-        ("mpi", 4): Exchange(8.164e-10, -2.841e-09),
-        ("mpi", 8): Exchange(2.673e-09, -1.353e-09),
-        ("mpi", 16): Exchange(4.457e-09, -2.785e-10),
-        ("nccl", 2): Exchange(2.053e-10, 4.395e-10),
-        ("nccl", 4): Exchange(1.812e-10, 2.881e-10),
-        ("nccl", 8): Exchange(2.287e-10, 3.968e-10),
-    }
-)
-"""Coefficients by primitive and number of GPUs, fitted to all networks of the study.
-
-The study is D. Grubic et al., "Synchronous Multi-GPU Deep Learning with Low-Precision
-Communication: An Experimental Study", EDBT 2018: K80 GPUs of Amazon EC2 (p2), Fig. 10 and 11, QSGD
-rows. `communication_study.py` in benchmarks/published fits them and reports the error for other
-networks."""
-
-_TURNS: Final = 200
-_SMALLEST: Final = 1e-6
-
-
-def _least_deviations(unknowns: Array, wanted: Array) -> Array:
-    """Return the least-absolute-deviations solution by iteratively reweighted least squares."""
-    result: Array = np.linalg.lstsq(unknowns, wanted, rcond=None)[0]
-    for _ in range(_TURNS):
-        trust = 1 / np.sqrt(np.abs(wanted - unknowns @ result) + _SMALLEST)
-        result = np.linalg.lstsq(unknowns * trust[:, None], wanted * trust, rcond=None)[0]
-    return result
+    if not limits:
+        raise ProfileError(
+            "there is no limit", where="limits", do="give the bytes at which a bucket is full"
+        )
+    return [numel * width for numel, width in zip(numels, widths, strict=True)], kinds

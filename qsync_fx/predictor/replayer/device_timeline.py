@@ -1,12 +1,8 @@
 """Timelines of a training step: local data flow graphs of devices and the global one (QSync).
 
-`local` computes when a device has finished each entry and when each bucket is ready on it, without
-other devices. `step` joins the devices: a bucket travels once it is ready on all devices and the
-bucket before it has arrived (QSync, Eq. (6)). The optimizer runs after the last bucket. Work that
-starts when it is ready and the piece before it has ended has a closed form (`ends`); with mutual
-slowdown (`Overlap`) the computation iterates over buckets.
-
-Invariant: arrays may have leading axes for plans; then follow devices, then buckets or entries.
+`local` computes when a device finishes each entry. `step` joins the devices: a bucket travels once
+it is ready on all devices and the bucket before it has arrived (QSync, Eq. (6)). `ends` is its
+closed form. Arrays may have leading axes for plans, then devices, then buckets or entries.
 """
 
 from __future__ import annotations
@@ -43,31 +39,6 @@ def ends(ready: Array, seconds: Array) -> Array:
     np.maximum.accumulate(late, axis=-1, out=late)
     late += total
     return late
-
-
-def last_end(ready: Array, seconds: Array) -> Array:
-    """Return the last element of `ends` for at least one piece, in less time than `ends`."""
-    rest = np.cumsum(seconds[..., ::-1], axis=-1)[..., ::-1]
-    latest: Array = (ready + rest).max(axis=-1)
-    return latest
-
-
-def iteration(ready: Array, transfer: Array, computed: Array, optimizer: Array) -> Array:
-    """Return the step duration of many plans at once, without slowdown from overlap.
-
-    QSync, Eq. (6), computes the maximum over devices for each bucket, then over buckets. Maxima
-    commute: the step is as long as the slowest device alone would need, including all transfers.
-
-    Args:
-        ready: (..., devices, buckets), time at which each bucket is ready, since the device's
-            start.
-        transfer: (..., buckets), transfer duration of each bucket.
-        computed: (..., devices), end of the backward pass.
-        optimizer: (..., devices), duration of the optimizer and other work before the next step.
-    """
-    arrived = last_end(ready, transfer[..., None, :])
-    longest: Array = (np.maximum(arrived, computed) + optimizer).max(axis=-1)
-    return longest
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,8 @@
 """Files of torch.profiler traces: Kineto traces and execution traces, plain or gzip-compressed.
 
-A Kineto trace (`torch.profiler.profile(...).export_chrome_trace`) contains timed events of hosts
-and devices. An execution trace (`torch.profiler.ExecutionTraceObserver`, a Chakra host trace)
-contains the call tree and tensor sizes, without times. Both share the ids of recorded functions.
-
-Invariant: reading ends with valid data or `ProfileError`, within the memory limit `_LARGEST`.
-Events are sorted by start, outer events first, with finite times and non-negative durations.
-The nodes of an execution trace form a tree.
+A Kineto trace (`export_chrome_trace`) has timed events of hosts and devices. An execution trace
+(`ExecutionTraceObserver`, a Chakra host trace) has the call tree and tensor sizes. Both share the
+ids of recorded functions. Reading ends with valid data or `ProfileError`, within `_LARGEST` bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +14,21 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.serialization.schema import Path, Schema
 
 _LARGEST: Final = 2**30
 _CUT: Final = "trace again, with fewer steps where the file is large"
+
+
+def _no_trace(message: str, where: str) -> ProfileError:
+    return ProfileError(message, where=where, do=_HOW_TO_EXPORT)
+
+
+def _no_execution_trace(message: str, where: str) -> ProfileError:
+    return ProfileError(message, where=where, do=_HOW_TO_RECORD)
 
 
 def read(path: Path, noun: str) -> Mapping[str, Any]:
@@ -119,7 +123,7 @@ def kineto(path: Path) -> Kineto:
     tree, where = read(path, "trace"), shown(str(path))
     entries = tree.get("traceEvents")
     if not isinstance(entries, list):
-        raise ProfileError("the trace has no list of traceEvents", where=where, do=_HOW_TO_EXPORT)
+        raise _no_trace("the trace has no list of traceEvents", where)
     events = [
         _event(entry, f"{where}, traceEvents[{index}]")
         for index, entry in enumerate(entries)
@@ -132,15 +136,10 @@ def kineto(path: Path) -> Kineto:
             do=f"{_HOW_TO_EXPORT}; an unfinished cycle of its schedule is empty",
         )
     _forwards(entries, where)
-    group = tree.get("distributedInfo")
-    group = group if isinstance(group, dict) else {}
+    group = _of_type(tree.get("distributedInfo"), dict)
     rank, ranks = number(group.get("rank", 0)), number(group.get("world_size", 1))
     if rank is None or ranks is None or not 0 <= rank < ranks:
-        raise ProfileError(
-            "the trace's rank is not one of its ranks",
-            where=f"{where}, distributedInfo",
-            do=_HOW_TO_EXPORT,
-        )
+        raise _no_trace("the trace's rank is not one of its ranks", f"{where}, distributedInfo")
     events.sort(key=lambda event: (event.begin, -event.end))
     return Kineto(str(path), int(rank), int(ranks), events)
 
@@ -168,13 +167,13 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
     name, args = entry.get("name"), entry.get("args", {})
     begin, duration = number(entry.get("ts")), number(entry.get("dur"))
     if not isinstance(name, str) or not isinstance(args, dict):
-        raise ProfileError("the event has no name", where=where, do=_HOW_TO_EXPORT)
+        raise _no_trace("the event has no name", where)
     if begin is None or duration is None or duration < 0:
         wrong = "ts" if begin is None else "dur"
         message = (
             f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
         )
-        raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
+        raise _no_trace(message, where)
     track = (str(entry.get("pid")), str(entry.get("tid")))
     return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
 
@@ -188,17 +187,21 @@ def _forwards(entries: Sequence[Any], where: str) -> None:
     for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
         index, name = number(entry.get("ts")), str(entry.get("id"))
         if index is None:
-            raise ProfileError(
-                f"the arrow {shown(name)} has no time", where=where, do=_HOW_TO_EXPORT
-            )
+            raise _no_trace(f"the arrow {shown(name)} has no time", where)
         if entry.get("ph") == "s":
             begun[name] = index
         elif index < begun.get(name, index):
-            message = f"the trace runs in a circle: backward work {shown(name)} is before the forward work that it belongs to"
-            raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
+            message = (
+                f"the trace runs in a circle: backward work {shown(name)} is before the forward "
+                "work that it belongs to"
+            )
+            raise _no_trace(message, where)
 
 
-_HOW_TO_RECORD: Final = "write it with torch.profiler.ExecutionTraceObserver, and unregister that before the file is read"
+_HOW_TO_RECORD: Final = (
+    "write it with torch.profiler.ExecutionTraceObserver, and unregister that before the file is "
+    "read"
+)
 
 
 @dataclass(frozen=True)
@@ -223,15 +226,13 @@ def execution_trace(path: Path) -> Mapping[int, Node]:
     tree, where = read(path, "execution trace"), shown(str(path))
     entries = tree.get("nodes")
     if not isinstance(entries, list) or not entries:
-        raise ProfileError("the execution trace has no nodes", where=where, do=_HOW_TO_RECORD)
+        raise _no_execution_trace("the execution trace has no nodes", where)
     nodes: dict[int, Node] = {}
     for index, entry in enumerate(entries):
         identity, node = _node(entry, f"{where}, nodes[{index}]")
         if identity in nodes:
-            raise ProfileError(
-                f"two nodes have the id {identity}",
-                where=f"{where}, nodes[{index}]",
-                do=_HOW_TO_RECORD,
+            raise _no_execution_trace(
+                f"two nodes have the id {identity}", f"{where}, nodes[{index}]"
             )
         nodes[identity] = node
     _check_tree(nodes, where)
@@ -262,26 +263,27 @@ def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, 
 
 def _node(entry: object, where: str) -> tuple[int, Node]:
     if not isinstance(entry, dict):
-        raise ProfileError("the node is no object", where=where, do=_HOW_TO_RECORD)
+        raise _no_execution_trace("the node is no object", where)
     identity, parent, name = entry.get("id"), entry.get("ctrl_deps"), entry.get("name")
     if type(identity) is not int or type(parent) is not int or not isinstance(name, str):
-        raise ProfileError(
-            "the node lacks its id, its name or ctrl_deps", where=where, do=_HOW_TO_RECORD
-        )
-    attributes = entry.get("attrs", [])
-    attributes = attributes if isinstance(attributes, list) else []
-    function = next(
-        (
-            item.get("value")
-            for item in attributes
-            if isinstance(item, dict) and item.get("name") == "rf_id"
-        ),
-        None,
-    )
-    inputs = entry.get("inputs")
-    values = inputs.get("values") if isinstance(inputs, dict) else None
-    tensors = tuple(_tensors(values if isinstance(values, list) else []))
-    return identity, Node(name, parent, function if type(function) is int else None, tensors)
+        raise _no_execution_trace("the node lacks its id, its name or ctrl_deps", where)
+    function = None
+    for item in _of_type(entry.get("attrs"), list):
+        if isinstance(item, dict) and item.get("name") == "rf_id":
+            function = item.get("value")
+            break
+    values = _of_type(_of_type(entry.get("inputs"), dict).get("values"), list)
+    if type(function) is not int:
+        function = None
+    return identity, Node(name, parent, function, tuple(_tensors(values)))
+
+
+T = TypeVar("T")
+
+
+def _of_type(value: object, kind: type[T]) -> T:
+    """Return a value of a trace; an empty one if it has another type."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
@@ -316,12 +318,13 @@ def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
             path[index] = None
             before, index = index, nodes[index].parent
             if index not in nodes:
-                message = f"the execution trace is cut off: {shown(nodes[before].name)} was called by {index}, which is not in it"
-                raise ProfileError(message, where=f"{where}, node {before}", do=_HOW_TO_RECORD)
+                message = (
+                    f"the execution trace is cut off: {shown(nodes[before].name)} was called by "
+                    f"{index}, which is not in it"
+                )
+                raise _no_execution_trace(message, f"{where}, node {before}")
         if index in path:
             circle = list(path)[list(path).index(index) :]
             names = " by ".join(shown(nodes[item].name) for item in [*circle[:5], index])
-            raise ProfileError(
-                f"calls run in a circle: {names}", where=f"{where}, node {index}", do=_HOW_TO_RECORD
-            )
+            raise _no_execution_trace(f"calls run in a circle: {names}", f"{where}, node {index}")
         settled |= path.keys()

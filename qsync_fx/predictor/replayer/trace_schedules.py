@@ -1,10 +1,8 @@
 """Schedules of the training steps in torch.profiler traces, of one or several ranks.
 
-On a CPU, work is the outermost operator calls. On a GPU it is kernels and copies of all streams
-except collectives, attributed to the operator that launched them. Gaps between work count as
-framework overhead, so a schedule is as long as its step: forward pass, backward pass, optimizer and
-waiting for gradients add up. Each all-reduce is represented by one parameter, the gradients of its
-bucket, which is ready when the work that was launched before it is done.
+On a CPU, work is the outermost operator calls; on a GPU, kernels and copies, attributed to the
+operator that launched them. Gaps between work count as framework overhead. Each all-reduce is one
+parameter, the gradients of its bucket, ready when the work that was launched before it is done.
 """
 
 from __future__ import annotations
@@ -101,12 +99,13 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWor
     for event in events:
         if event.category not in _ON_DEVICE or _is_collective(event):
             continue
-        launch = requested.get(event.number("correlation"))
         # The profiler can miss launches at the start of a trace. Then the start time is used.
-        asker = event if launch is None else launch
+        asker = requested.get(event.number("correlation"), event)
         caller = within.of(asker)
-        name = event.name if caller is None else names.get(id(caller), caller.name)
-        part = _part(asker.name if caller is None else caller.name, asker.begin, optimizer)
+        name, called = event.name, asker.name
+        if caller is not None:
+            name, called = names.get(id(caller), caller.name), caller.name
+        part = _part(called, asker.begin, optimizer)
         work.append(TraceWork(name, part, asker.begin, event.begin, event.end))
     return sorted(work, key=lambda item: item.begin)
 
@@ -122,7 +121,9 @@ class _Within:
     def of(self, event: Event) -> Event | None:
         calls = self._calls.get(event.track, [])
         index = bisect.bisect_right(calls, event.begin, key=lambda call: call.begin) - 1
-        return calls[index] if index >= 0 and event.begin <= calls[index].end else None
+        if index < 0 or event.begin > calls[index].end:
+            return None
+        return calls[index]
 
 
 def _launches(events: Sequence[Event]) -> dict[int | None, Event]:
@@ -137,7 +138,9 @@ def _part(name: str, begin: float, optimizers: Sequence[Event]) -> Part | None:
     """Return the pass that a call belongs to; None for the optimizer."""
     if name.startswith(_BACKWARD):
         return Part.BACKWARD
-    return None if any(item.begin <= begin < item.end for item in optimizers) else Part.FORWARD
+    if any(item.begin <= begin < item.end for item in optimizers):
+        return None
+    return Part.FORWARD
 
 
 def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
@@ -277,9 +280,10 @@ def steps(
         result.append(_step(trace, mark.name, (begin, end), owned, travelled, sizes or {}))
     if not result:
         raise ProfileError(
-            "the trace holds no training step: there is no backward pass in it",
+            "the trace contains no training step: it has no backward pass",
             where=shown(trace.path),
-            do="profile loss.backward() and the optimizer's step, and call profile.step() after each",
+            do="profile loss.backward() and the optimizer's step, and call profile.step() after "
+            "each",
         )
     return result
 
@@ -305,11 +309,13 @@ def _step(
         for piece in pieces:
             if piece.begin > now:
                 entries[part].append(Entry("", Part.OUTSIDE, piece.begin - now))
-                requested += [piece.asked] if part is Part.BACKWARD else []
+                if part is Part.BACKWARD:
+                    requested.append(piece.asked)
             entries[part].append(
                 Entry(piece.name, part, max(piece.end - max(piece.begin, now), 0.0))
             )
-            requested += [piece.asked] if part is Part.BACKWARD else []
+            if part is Part.BACKWARD:
+                requested.append(piece.asked)
             now = max(now, piece.end)
     gradients = [item for item in travelled if requested[0] <= item.asked]
     result = [_amount(item, sizes) for item in gradients]
@@ -397,7 +403,9 @@ def read_steps(path: Path, execution: Path | None = None) -> list[TracedSchedule
         ProfileError: a file is not such a trace, is damaged, or contains no training step.
     """
     trace = kineto(path)
-    return steps(trace, None if execution is None else sizes(execution_trace(execution), trace))
+    if execution is None:
+        return steps(trace)
+    return steps(trace, sizes(execution_trace(execution), trace))
 
 
 def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedule]:
@@ -466,9 +474,7 @@ def played_traces(
             raise ProfileError(
                 message, where=", ".join(shown(item.path) for item in result.values()), do=_DO
             )
-        cluster = Cluster(
-            {name: ClusterDevice(count=most if len(result) == 1 else 1) for name in result}
-        )
+        cluster = Cluster({name: ClusterDevice(count=most // len(result)) for name in result})
         transfer = travelling(list(result.values())) if most > 1 else []
     else:
         travelling(list(result.values()))

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx import environment
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.memory.outside_passes import LossMemory, OptimizerMemory
+from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
 
 _SECOND = "qsync_fx: the step whose memory is measured"
 

@@ -42,7 +42,9 @@ def agree(found: States, told: Explanation) -> None:
     for at, part in enumerate(told.graphs):
         flow = part.costing.flow
         for cast in casts(
-            flow, {site.node: OperandState.of(operators[str(site.id)].note) for site in flow.sites}
+            flow,
+            {site.node: OperandState.of(operators[str(site.id)].note) for site in flow.sites},
+            part.costing.places,
         ):
             assert cast.owner is not None
             source = called(cast.source.name, at)
@@ -82,7 +84,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     graph = graph_of("mlp")
     with pytest.raises(PlanError, match="selects none"):
         states(graph, Plan("bf16", [("encoder", "fp32")]))
-    with pytest.raises(PlanError, match="nothing is asked"):
+    with pytest.raises(PlanError, match="an operator has no format"):
         states(graph, {"0/linear": "int8"})
     with pytest.raises(PlanError, match="called '9/linear'"):
         states(graph, {"9/linear": "int8"})

@@ -13,7 +13,6 @@ from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.indicator.rounding_variance import (
     gradient_products,
     input_gradient_noise,
-    lookup_noise,
     noise,
     product_noise,
     scale,
@@ -121,13 +120,6 @@ def test_a_linear_layer_in_closed_form() -> None:
     assert formulas.forward(
         formulas.moments(x, INT8), formulas.moments(w, INT8)
     ) / closed == pytest.approx(width, rel=0.02)
-
-
-def test_lookups_repeat_the_noise_of_their_row() -> None:
-    table = torch.randn(10, 6)
-    of_table = noise(table, E4M3)
-    found = lookup_noise(torch.tensor([[3, 3], [0, 9]]), of_table)
-    assert torch.equal(found[0, 0], of_table[3]) and torch.equal(found[0, 0], found[0, 1])
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 1e30])

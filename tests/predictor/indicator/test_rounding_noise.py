@@ -12,14 +12,13 @@ from torch import Tensor
 from qsync_fx.backend.numerics import reference
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.predictor.indicator.rounding_variance import (
-    MEAN_SQUARE,
     error,
-    expected_noise,
     noise,
-    saturation,
     scale,
+    step,
 )
 
+ROUNDINGS = ("stochastic", "nearest", "floor")
 NARROW = [fmt for fmt in FORMATS.values() if fmt.bits < 32]
 SAMPLES = 20_000
 
@@ -61,22 +60,12 @@ def test_error_of_other_roundings_is_that_of_the_reference(fmt: Precision, round
     assert torch.equal(noise(x, fmt, rounding), found.square())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rounding", MEAN_SQUARE)
-@pytest.mark.parametrize("fmt", NARROW, ids=str)
-def test_with_uniform_fractions_the_mean_square_is_what_proposition_2_says_of_each_exponent(
-    fmt: Precision, rounding: str
-) -> None:
-    x = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
-    exact, expected = noise(x, fmt, rounding).sum(), expected_noise(x, fmt, rounding).sum()  # type: ignore[arg-type]
-    assert float(expected / exact) == pytest.approx(1, abs=0.02)
-
-
 def test_zeros_have_no_noise() -> None:
     """What a ReLU closed: half of the elements, and half of what proposition 2 gives."""
     x = torch.relu(torch.randn(100_000, generator=torch.Generator().manual_seed(2)))
     for fmt in NARROW:
         assert not noise(x, fmt)[x == 0].any()
-        assert not expected_noise(x, fmt)[x == 0].any()
+
     int8 = FORMATS["int8"]
     proposition = float(scale(x, int8).square()) * x.numel() / 6
     assert float(noise(x, int8).sum()) / proposition == pytest.approx(0.5, abs=0.02)
@@ -100,7 +89,7 @@ EDGES = torch.tensor(
 
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
-@pytest.mark.parametrize("rounding", MEAN_SQUARE)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_elements_that_are_not_finite_are_no_noise_of_their_own(
     fmt: Precision, rounding: str
 ) -> None:
@@ -118,22 +107,6 @@ def test_elements_that_are_not_finite_are_no_noise_of_their_own(
 def test_nothing_and_one_element(fmt: Precision) -> None:
     assert noise(torch.empty(0, 3), fmt).shape == (0, 3)
     assert noise(torch.tensor(0.3), fmt).shape == ()
-    assert saturation(torch.empty(0), fmt).shape == (0,)
-
-
-def test_what_is_beyond_the_range_is_bias_and_no_noise() -> None:
-    x = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e6, math.inf, math.nan])
-    assert saturation(x, FORMATS["fp16"]).tolist() == [0, 0, 15.0**2, math.inf, math.inf, 0, 0]
-    assert [math.isinf(v) for v in x.half().float()[:5]] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]  # as torch has it
-    assert not saturation(
-        x[:5] * 1e30, FORMATS["int8"]
-    ).any()  # a scale reaches as far as its tensor
 
 
 def test_a_stochastic_error_is_asked_for_its_variance() -> None:
@@ -147,14 +120,16 @@ def test_a_stochastic_error_is_asked_for_its_variance() -> None:
         st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=20
     ),
     st.sampled_from([fmt.name for fmt in NARROW]),
-    st.sampled_from(sorted(MEAN_SQUARE)),
+    st.sampled_from(ROUNDINGS),
 )
 def test_noise_is_less_than_a_step_and_repeats_on_the_grid(
     values: list[float], name: str, rounding: str
 ) -> None:
     x, fmt = torch.tensor(values), FORMATS[name]
-    found, expected = noise(x, fmt, rounding), expected_noise(x, fmt, rounding)  # type: ignore[arg-type]
-    assert (found >= 0).all() and (found <= expected / MEAN_SQUARE[rounding] * (1 + 1e-6)).all()  # type: ignore[index]
+    found = noise(x, fmt, rounding)  # type: ignore[arg-type]
+    factor = scale(x, fmt)
+    squared_step = (step(x.double() / factor, fmt) * factor).square()
+    assert (found >= 0).all() and (found <= squared_step * (1 + 1e-6)).all()
     if not fmt.scaled and float(x.abs().max()) <= fmt.max:
         on_grid = reference.round_to(x, torch.tensor([0]), 0, fmt, "nearest").float()
         assert not noise(on_grid, fmt, rounding).any()  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.devices.cpu_features import native_bf16_unit
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import live_buffers
 from qsync_fx.predictor.memory.attention_memory import is_fused
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.peaks import FORMATS, real_and_foreseen
+from tests.support.planning.predicted_models import live_buffers
 from tests.support.tiers import ALL
 
 torch.set_num_threads(1)

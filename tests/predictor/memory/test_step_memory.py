@@ -21,18 +21,16 @@ from qsync_fx.predictor.memory import (
     MOMENTUM,
     Anchor,
     Category,
-    LiveBuffers,
     OptimizerMemory,
     StepMemory,
     TrainingMemory,
     anchored_bytes,
-    live_buffers,
     peak_bytes,
     step_memory,
 )
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import measured_peak
-from tests.support.planning.predicted_models import graph_of, plans
+from tests.support.planning.predicted_models import LiveBuffers, graph_of, live_buffers, plans
 from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
@@ -245,7 +243,7 @@ def test_no_measured_plan_and_no_bytes_are_errors() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
     with pytest.raises(ProfileError, match="no measured plan"):
         anchored_bytes(found, [])
-    with pytest.raises(ProfileError, match="taken 0 bytes"):
+    with pytest.raises(ProfileError, match="is 0 bytes"):
         anchored_bytes(found, [Anchor(found, 0)])
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import live_buffers
 from qsync_fx.profiler.model_graph_builder import build_model_graph
+from tests.support.planning.predicted_models import live_buffers
 
 torch.set_num_threads(1)
 WORDS, SIZE = 4000, 128

@@ -196,7 +196,7 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
         ("[devices.a]\n[nodes]\nranks = 0", "has the ranks 0, which must be above 0", "nodes"),
         (
             "[devices.a]\ncount = 4\n[nodes]\nranks = 2",
-            "does not say how fast the links inside are",
+            "without a bandwidth of the links inside",
             "nodes",
         ),
         (
@@ -206,7 +206,7 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
         ),
         (
             "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
-            "does not tell what of it is inside nodes",
+            "does not separate nodes",
             "nodes",
         ),
         (
@@ -333,7 +333,7 @@ def test_python_is_checked_like_files() -> None:
         with pytest.raises(ProfileError, match=says) as caught:
             Cluster(devices, network)
         assert caught.value.where in ("devices.a", "network")
-    with pytest.raises(ProfileError, match="says of the link of 'a' no bandwidth"):
+    with pytest.raises(ProfileError, match="neither the link of 'a' nor"):
         _ = Cluster({"a": ClusterDevice(count=2)}).all_reduce
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.published import communication_study
+from benchmarks.published.communication_study import EXCHANGES, CollectiveSample, Exchange
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.collectives import EXCHANGES, CollectiveSample, Exchange
 
 
 def test_networks_that_were_left_out() -> None:

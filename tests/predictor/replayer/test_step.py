@@ -9,12 +9,11 @@ from hypothesis import given, settings, strategies as st
 from numpy.testing import assert_allclose
 from simulation import Device, simulated
 
-from qsync_fx.predictor.replayer.cluster_step import Incremental, whole
+from benchmarks.predictor.replay_speed import Incremental, iteration, whole
 from qsync_fx.predictor.replayer.device_timeline import (
     DeviceStep,
     Local,
     Overlap,
-    iteration,
     local,
     steady,
     step,

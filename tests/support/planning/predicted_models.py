@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper import States
+from qsync_fx.predictor.memory import TrainingMemory
+from qsync_fx.predictor.memory.buffers import lives
+from qsync_fx.predictor.memory.peak_memory import step_tasks
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.model.model_graph import StateNames
+from qsync_fx.predictor.model.model_graph import Name, StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.models.zoo import CASES, language, make
@@ -244,3 +249,26 @@ class DrawnTimes:
     def _drawn(self, *what: str) -> Seconds:
         draw = random.Random(f"{self.seed} {what}")
         return Seconds(draw.random() * 1e-3, draw.random() * 1e-3)
+
+
+@dataclass(frozen=True)
+class LiveBuffers:
+    """Live buffers at one moment of a step.
+
+    Attributes:
+        operator: id of the running operator; "" for none.
+        backward: whether it runs in the backward pass.
+        bytes: bytes by name and format of the buffer. The key ("", None) has the workspace.
+    """
+
+    operator: str
+    backward: bool
+    bytes: Mapping[tuple[str, Name], int]
+
+
+def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
+    """Returns the live buffers of both passes of a step over time."""
+    moments = lives(
+        step_tasks(states, training), True, lambda buffer: (buffer.name, buffer.format), ("", None)
+    )
+    return [LiveBuffers(live.operator, live.backward, live.kinds) for live in moments]

@@ -62,7 +62,7 @@ def backwards(trace: dict[str, Any]) -> None:
             "rank is not one of its ranks",
             "distributedInfo",
         ),
-        (no_backward, "holds no training step", ""),
+        (no_backward, "contains no training step", ""),
         (backwards, "runs in a circle", ""),
     ],
 )
