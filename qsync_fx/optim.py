@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
+from torch.utils import _pytree as pytree
 
 from qsync_fx import _C
 
@@ -78,11 +79,8 @@ def _kernels_serve(group: dict[str, Any], scalars: Iterable[str]) -> bool:
     """Return whether kernels may step on a group; the settings `scalars` must not be tensors."""
     if torch.compiler.is_compiling() or group.get("differentiable") or group.get("capturable"):
         return False
-    values = [group[name] for name in scalars]
-    flat = [
-        item for value in values for item in (value if isinstance(value, tuple | list) else [value])
-    ]
-    return not any(isinstance(value, Tensor) for value in flat)
+    leaves = pytree.tree_leaves([group[name] for name in scalars])
+    return not any(isinstance(value, Tensor) for value in leaves)
 
 
 def _all_taken(*columns: Sequence[Tensor]) -> bool:
@@ -208,8 +206,12 @@ def _adam_by_kernel(
     if not parameters:
         return
     beta1, beta2 = group["betas"]
-    lr, decay, apart = group["lr"], group["weight_decay"], group["decoupled_weight_decay"]
-    scale = _grad_scale(optimizer)
+    lr, decay, scale = group["lr"], group["weight_decay"], _grad_scale(optimizer)
+    factor = None
+    if group["decoupled_weight_decay"]:
+        if decay != 0:
+            factor = float(1 - lr * decay)
+        decay = 0.0
     numbers = [step.item() + 1 for step in steps]
     # As in torch, where `lr` may be a tensor. Most parameters have equal step counts.
     sizes = {
@@ -229,8 +231,8 @@ def _adam_by_kernel(
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
-        kept=float(1 - lr * decay) if apart and decay != 0 else None,
-        weight_decay=0.0 if apart else decay,
+        kept=factor,
+        weight_decay=decay,
         maximize=group["maximize"],
         grad_scale=scale,
         threads=torch.get_num_threads(),
