@@ -116,7 +116,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
     assert "for nodes of 4 ranks, but these nodes have 2" in larger
     holds_of_plans(*(rank["planned"] for rank in (first, *others)))
     for name, text in {
-        "unequal": "has 3 ranks, and",
+        "unequal": "has 3 ranks, but",
         "number": "4 ranks cannot be divided into nodes of 3",
         "differ": "another hierarchy than",
         "aqgb": "does not support FSDP, DUO and AQGB",
