@@ -25,7 +25,7 @@ struct Path {
 };
 
 // Return the ISA variants that this build and this processor support, best first; "scalar" is
-// always the last. Only fault injection (spoil.h) modifies an entry.
+// always the last. Only fault injection (fault_injection.h) modifies an entry.
 std::vector<Path> &available_paths();
 
 // Return whether every kernel of an ISA variant is bit-identical to the scalar kernel on test data:

@@ -4,7 +4,9 @@
 #include "arguments.h"
 #include "bits.h"
 #include "quantizer/quantizer.h"
-#include "spoil.h"
+#ifdef QSYNC_FAULT_INJECTION
+#include "fault_injection.h"
+#endif
 
 #include <pybind11/stl.h>
 
@@ -168,11 +170,13 @@ PYBIND11_MODULE(_C, module) {
     module.def("isa", [] { return chosen().name; });
     module.def("refused_isas", [] { return refused; });
     module.def("agrees", [](const std::string &isa) { return qsync::agrees_with_scalar(named_path(isa)); }, py::arg("isa"));
-    module.def("spoilable", &qsync::spoilable);
+#ifdef QSYNC_FAULT_INJECTION
+    module.def("corruptible", &qsync::corruptible);
     module.def(
-        "spoil", [](const std::string &isa, const std::string &kernel, int which) { qsync::spoil(named_path(isa), kernel, which); },
+        "corrupt", [](const std::string &isa, const std::string &kernel, int which) { qsync::corrupt(named_path(isa), kernel, which); },
         py::arg("isa"), py::arg("kernel"), py::arg("which") = 0);
-    module.def("mend", &qsync::mend);
+    module.def("restore", &qsync::restore);
+#endif
     module.def("quantize", &quantize, py::arg("src"), py::arg("dst"), py::arg("scales"), py::arg("rows"), py::arg("columns"),
                py::arg("dtype"), py::arg("rounding"), py::arg("levels") = 127, py::arg("seed") = 0, py::arg("stream") = 0,
                py::arg("threads") = 1, py::arg("first") = 0, py::arg("isa") = py::none());

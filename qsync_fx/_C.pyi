@@ -354,14 +354,17 @@ def available_isas() -> list[str]:
 def agrees(isa: str) -> bool:
     """Tries whether a path gives the scalar path's bits: what `isa` asks of each before it is used."""
 
-def spoilable() -> list[tuple[str, int]]:
-    """Returns the kernels that `spoil` knows, with how many there are of each."""
+def corruptible() -> list[tuple[str, int]]:
+    """Return the kernels that `corrupt` knows, with the number of variants of each.
 
-def spoil(isa: str, kernel: str, which: int = 0) -> None:
-    """For tests: one of a path's kernels gets a bit of its result wrong from here on, until `mend` or the next `spoil`.
-
-    Raises ValueError where there is no such path or kernel.
+    This function and the next two exist only in editable installs, for tests.
     """
 
-def mend() -> None:
-    """Makes right again what `spoil` has made wrong."""
+def corrupt(isa: str, kernel: str, which: int = 0) -> None:
+    """Make one kernel of a path flip a bit of its result, until `restore` or the next `corrupt`.
+
+    Raises ValueError if there is no such path or kernel.
+    """
+
+def restore() -> None:
+    """Undo `corrupt`."""

@@ -58,8 +58,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         sent.copy_(wire)
 
     def from_host() -> None:
-        codec.decode(buffers.taken_to(sent, found), found)
-        buffers.finished(found)
+        codec.decode(buffers.on_device_of(sent, found), found)
+        buffers.synchronize(found)
 
     calls: dict[str, Call] = {
         "copy": lambda: other.copy_(x),

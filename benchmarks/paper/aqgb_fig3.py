@@ -26,9 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from qsync_fx.communication import allreduce
-from qsync_fx.communication.aqgb import allgather
-from qsync_fx.communication.aqgb.bit_allocation import Block, Broadcast, broadcast
+from qsync_fx.communication import allreduce, aqgb
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
@@ -37,6 +35,7 @@ from qsync_fx.communication.point_to_point import PendingTransfers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
+from benchmarks.paper.support.aqgb_simulation import Block, Broadcast, broadcast
 from benchmarks.support.harness import Row, arguments, show, write_json
 
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
@@ -208,13 +207,13 @@ def rank(job: dict[str, Any]) -> None:
                 self.sent[number] = time.perf_counter() - began
             super().send(rank, message, number)
 
-        def arrived(self, rank: int, number: int = 0) -> None:
-            super().arrived(rank, number)
+        def wait_received(self, rank: int, number: int = 0) -> None:
+            super().wait_received(rank, number)
             if number in self.sent:
                 before = busy[-1][1] if busy else 0.0
                 busy.append((max(self.sent[number], before), time.perf_counter() - began))
 
-    for module in (allgather, allreduce):
+    for module in (aqgb, allreduce):
         vars(module)["PendingTransfers"] = Recorded
     found = []
     for step in range(job["steps"]):

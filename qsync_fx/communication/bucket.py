@@ -23,10 +23,7 @@ class ParameterSlice:
     """One parameter, cut into one shard for each rank.
 
     Attributes:
-        name: qualified name in the model.
         index: position among the model's parameters.
-        size: number of values.
-        codec: codec of its gradient.
         cuts: shard boundaries, ranks + 1 ascending offsets; shards may be empty.
     """
 
@@ -41,16 +38,14 @@ class ParameterSlice:
 
         The first shard belongs to another rank for each parameter, which spreads small parameters.
         """
-        index = self._at(owner)
+        index = (owner - self.index) % (len(self.cuts) - 1)
         return slice(self.cuts[index], self.cuts[index + 1])
 
     def own(self, rank: int) -> int:
         """Return the number of values in the shard of a rank."""
-        index = self._at(rank)
-        return self.cuts[index + 1] - self.cuts[index]
-
-    def _at(self, owner: int) -> int:
-        return (owner - self.index) % (len(self.cuts) - 1)
+        part = self.part(rank)
+        size: int = part.stop - part.start
+        return size
 
     def nbytes(self, part: slice) -> int:
         return self.codec.nbytes(part.stop - part.start)
@@ -60,10 +55,7 @@ def piece(
     name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1
 ) -> ParameterSlice:
     """Return the slice of a parameter of this shape; see `cut`."""
-    size = 1
-    for extent in shape:
-        size *= extent
-    return cut(name, index, size, codec.fitted(shape), ranks, unit)
+    return cut(name, index, math.prod(shape), codec.fitted(shape), ranks, unit)
 
 
 def cut(
@@ -72,13 +64,8 @@ def cut(
     """Return the slice of `size` values, cut at multiples of the codec's unit and of `unit`."""
     unit = math.lcm(codec.unit, unit)
     units = -(-size // unit)
-    return ParameterSlice(
-        name,
-        index,
-        size,
-        codec,
-        tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1)),
-    )
+    cuts = tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1))
+    return ParameterSlice(name, index, size, codec, cuts)
 
 
 def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
@@ -102,33 +89,33 @@ def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None)
     columns = piece.codec.columns(gradient)
     if columns is None:
         return None
-    result = columns.new_empty(piece.size) if room is None else room
-    _copied(columns, result.view(columns.shape))
-    return result
+    if room is None:
+        room = columns.new_empty(piece.size)
+    _copy(columns, room.view(columns.shape))
+    return room
 
 
 def flat(piece: ParameterSlice, gradient: Tensor) -> Tensor:
     """Return a gradient as a 1-D tensor in coding order: a view if possible. It must be dense."""
-    order = ordered(piece, gradient)
-    return gradient.as_strided((gradient.numel(),), (1,)) if order is None else order
+    result = ordered(piece, gradient)
+    return gradient.as_strided((gradient.numel(),), (1,)) if result is None else result
 
 
 def put_back(piece: ParameterSlice, gradient: Tensor, values: Tensor) -> None:
     """Write the values that `ordered` returned back to `gradient`."""
     columns = piece.codec.columns(gradient)
     if columns is not None:
-        _copied(values.view(columns.shape), columns)
+        _copy(values.view(columns.shape), columns)
 
 
-def _copied(source: Tensor, target: Tensor) -> None:
+def _copy(source: Tensor, target: Tensor) -> None:
     """Copy values; transpose FP32 matrices on the CPU natively, which is faster than `copy_`."""
     both = (source, target)
     if source.dim() == 2 and all(buffers.native(t) and t.dtype == torch.float32 for t in both):
-        for inputs, made in (both, (source.t(), target.t())):
-            if inputs.is_contiguous() and made.t().is_contiguous():
-                buffers.kernels().turn(
-                    source.data_ptr(), target.data_ptr(), 1, *inputs.shape, 4, buffers.threads()
-                )
+        addresses, threads = (source.data_ptr(), target.data_ptr()), torch.get_num_threads()
+        for rows, columns in (both, (source.t(), target.t())):
+            if rows.is_contiguous() and columns.t().is_contiguous():
+                buffers.kernels().turn(*addresses, 1, *rows.shape, 4, threads)
                 return
     target.copy_(source)
 
@@ -166,10 +153,13 @@ class Bucket:
         """
         result, used = list[Tensor](), 0
         for piece, gradient in zip(self.pieces, self.gradients, strict=True):
-            owned = None if room is None else room[used : used + piece.size]
-            order = ordered(piece, gradient, owned)
-            used += 0 if order is None else piece.size
-            result.append(_flat(self.values, gradient) if order is None else order)
+            target = None if room is None else room[used : used + piece.size]
+            values = ordered(piece, gradient, target)
+            if values is None:
+                values = _in_memory_order(self.values, gradient)
+            else:
+                used += piece.size
+            result.append(values)
         return result
 
     def put_back(self, flats: Sequence[Tensor]) -> None:
@@ -196,22 +186,20 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
 
     Headers are not counted.
     """
-    sent = gathered([piece.codec for piece in pieces], ranks)
-    full = [piece for piece, item in zip(pieces, sent, strict=True) if item]
-    parts = [piece for piece, item in zip(pieces, sent, strict=True) if not item]
-    (scattered, less), (inputs, fewer) = scattering(parts, rank), giving(parts, rank, ranks)
-    raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full)
-    return raw + scattered + inputs, (ranks - 1) * sum(
-        p.codec.theory(p.size) for p in full
-    ) + less + fewer
+    full = gathered([piece.codec for piece in pieces], ranks)
+    full_pieces = [piece for piece, item in zip(pieces, full, strict=True) if item]
+    cut_pieces = [piece for piece, item in zip(pieces, full, strict=True) if not item]
+    raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full_pieces)
+    theory = (ranks - 1) * sum(piece.codec.theory(piece.size) for piece in full_pieces)
+    for phase_raw, phase_theory in (scattering(cut_pieces, rank), giving(cut_pieces, rank, ranks)):
+        raw, theory = raw + phase_raw, theory + phase_theory
+    return raw, theory
 
 
 def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
     """Return the same as `volumes` for the reduce-scatter alone."""
-    others = [piece.size - piece.own(rank) for piece in pieces]
-    return 4 * sum(others), sum(
-        piece.codec.theory(size) for piece, size in zip(pieces, others, strict=True)
-    )
+    raw = 4 * sum(piece.size - piece.own(rank) for piece in pieces)
+    return raw, sum(piece.codec.theory(piece.size - piece.own(rank)) for piece in pieces)
 
 
 def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
@@ -220,7 +208,7 @@ def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int
     return 4 * (ranks - 1) * sum(piece.own(rank) for piece in pieces), (ranks - 1) * theory
 
 
-def _flat(values: Tensor, gradient: Tensor) -> Tensor:
+def _in_memory_order(values: Tensor, gradient: Tensor) -> Tensor:
     """Return the values of a gradient in memory order, as a view of `values`."""
     index = gradient.storage_offset() - values.storage_offset()
     return values[index : index + gradient.numel()]

@@ -1,10 +1,8 @@
 """Benchmarks of gradient codecs, and of reductions compared with torch's own comm hooks.
 
-`measured` times encoding and decoding against a copy of the same memory; on a GPU this includes the
-transfer of the bytes to and from the host. `reductions` times whole reductions on all ranks.
-
-Invariant: runs are interleaved, so that noise affects all candidates; a ratio is the median of the
-ratios within a round. Reductions count the slowest rank.
+`measured` times encoding and decoding against a copy of the same memory, `reductions` whole
+reductions on all ranks. Runs are interleaved, so that noise affects all candidates; a ratio is the
+median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
 from qsync_fx.communication.hierarchical import NodeGroups
 
 Clock = Callable[[], float]
-"""Clock that returns seconds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class Speed:
     """Measured speed of a codec.
 
     Attributes:
-        codec: its name.
         bits: bits on the wire for each value.
         encode, decode: FP32 bytes/s; `decode` adds to existing values.
         read: FP32 bytes/s of decoding that overwrites the output.
@@ -60,34 +56,34 @@ def measured(
     repeats: int = 15,
     clock: Clock = time.process_time,
     device: torch.device | str = "cpu",
-    stretch: int | None = None,
+    chunk: int | None = None,
 ) -> list[Speed]:
     """Return the speed of each codec with torch's number of threads.
 
     Args:
         values: number of FP32 values.
-        repeats: interleaved rounds.
         clock: process time by default, which sums all threads. On a GPU, the clock must
             synchronize the device.
-        stretch: values that are coded at once, as in messages; all if None.
+        chunk: values that are coded at once, as in messages; all if None.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     target = torch.zeros_like(source)
-    most = values if stretch is None else stretch
-    return [
-        _measured(codec.fitted((values,)), codec.name, source, target, repeats, clock, most)
-        for codec in codecs
-    ]
+    result = []
+    for codec in codecs:
+        fitted = codec.fitted((values,))
+        speed = _measured(fitted, codec.name, source, target, repeats, clock, chunk or values)
+        result.append(speed)
+    return result
 
 
 def _measured(
     codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int
 ) -> Speed:
-    pieces = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
-    wires = [buffers.host(codec.nbytes(piece.numel()), source.device) for piece, _ in pieces]
-    residuals = (
-        torch.split(torch.zeros_like(source), most) if codec.residual else [None] * len(pieces)
-    )
+    chunks = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
+    wires = [buffers.host(codec.nbytes(values.numel()), source.device) for values, _ in chunks]
+    residuals: Sequence[Tensor | None] = [None] * len(chunks)
+    if codec.residual:
+        residuals = torch.split(torch.zeros_like(source), most)
     size = source.numel() * source.element_size()
 
     def copy() -> None:
@@ -97,15 +93,15 @@ def _measured(
             target.copy_(source)
 
     def encode() -> None:
-        for (piece, _), wire, residual in zip(pieces, wires, residuals, strict=True):
-            near = buffers.beside(wire, piece)
-            codec.encode(piece, near, Draw(1, 2), residual)
+        for (values, _), wire, residual in zip(chunks, wires, residuals, strict=True):
+            near = buffers.device_buffer(wire, values)
+            codec.encode(values, near, Draw(1, 2), residual)
             if near is not wire:
                 wire.copy_(near)
 
     def decode(**settings: bool) -> None:
-        for (_, into), wire in zip(pieces, wires, strict=True):
-            codec.decode(buffers.taken_to(wire, into), into, **settings)
+        for (_, output), wire in zip(chunks, wires, strict=True):
+            codec.decode(buffers.on_device_of(wire, output), output, **settings)
 
     calls: dict[str, Callable[[], object]] = {
         "copy": copy,
@@ -115,25 +111,14 @@ def _measured(
     }
     for call in calls.values():
         call()
-    turns = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
-
-    def speed(kind: str) -> float:
-        return size / statistics.median(turn[kind] for turn in turns)
-
-    def to_copy(kind: str) -> float:
-        return statistics.median(turn["copy"] / turn[kind] for turn in turns)
-
-    return Speed(
-        name,
-        8 * sum(wire.numel() for wire in wires) / source.numel(),
-        speed("encode"),
-        speed("decode"),
-        speed("read"),
-        speed("copy"),
-        to_copy("encode"),
-        to_copy("decode"),
-        to_copy("read"),
-    )
+    rounds = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
+    result = {"bits": 8 * sum(wire.numel() for wire in wires) / source.numel()}
+    for kind in calls:
+        result[kind] = size / statistics.median(item[kind] for item in rounds)
+        if kind != "copy":
+            ratios = [item["copy"] / item[kind] for item in rounds]
+            result[f"{kind}_to_copy"] = statistics.median(ratios)
+    return Speed(name, **result)
 
 
 def _seconds(call: Callable[[], object], clock: Clock) -> float:
@@ -155,11 +140,8 @@ class Reduction:
 
     Attributes:
         way: name of a codec, or a baseline of torch.
-        seconds: duration of one reduction.
         to_plain, to_half: speed relative to torch in FP32 and to its FP16 hook.
         coding: seconds of encoding and decoding in it; None for torch's hooks.
-        wire: bytes that a rank sends; None for torch's hooks.
-        theory: bytes according to the papers; None for torch's hooks.
     """
 
     way: str
@@ -210,26 +192,17 @@ def reductions(
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
     bucket = _Whole(parameter, torch.empty_like(source))
+    hooks: dict[str, Callable[[Any, Any], Any]] = {
+        PLAIN: default_hooks.allreduce_hook,
+        HALF: default_hooks.fp16_compress_hook,
+    }
     handles: dict[str, DdpCompressor] = {}
     for name in codecs:
         # One group for each codec, as `compress` creates.
         group = distributed.new_group(backend="gloo") if world > 1 else None
-        assigned = to_all(codec_named(name), [1], 0)
-        handles[name] = DdpCompressor(
-            group,
-            rank,
-            world,
-            [("gradient", parameter)],
-            assigned,
-            seed=0,
-            check_every=0,
-            nodes=nodes,
-        )
-    hooks: dict[str, Callable[[Any, Any], Any]] = {
-        PLAIN: default_hooks.allreduce_hook,
-        HALF: default_hooks.fp16_compress_hook,
-        **{name: handle.hook for name, handle in handles.items()},
-    }
+        codec, named = to_all(codec_named(name), [1], 0), [("gradient", parameter)]
+        handle = DdpCompressor(group, rank, world, named, codec, seed=0, check_every=0, nodes=nodes)
+        handles[name], hooks[name] = handle, handle.hook
 
     def seconds(method: str) -> float:
         bucket.values.copy_(source)
@@ -241,34 +214,31 @@ def reductions(
         reduced.wait()
         return time.perf_counter() - begin
 
-    for method in hooks:
+    methods = list(hooks)
+    for method in methods:
         for _ in range(_WARMUP):
             seconds(method)
     before = {name: handle.report().tally for name, handle in handles.items()}
-    methods = list(hooks)
-    turns: list[list[float]] = []
+    rounds: list[list[float]] = []
     for turn in range(repeats):
         shift = turn % len(methods)
-        result = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
-        turns.append([result[method] for method in methods])
+        times = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
+        rounds.append([times[method] for method in methods])
     # One collective finds the slowest rank of all rounds.
-    reported = slowest([used for turn in turns for used in turn])
-    times = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
+    reported = slowest([used for times_of_round in rounds for used in times_of_round])
+    by_method = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
 
-    made = []
+    def speedup(baseline: str, method: str) -> float:
+        pairs = zip(by_method[baseline], by_method[method], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    result = []
     for method in methods:
-        owned, done = times[method], {}
+        traffic = {}
         if method in handles:
             now, then = handles[method].report().tally, before[method]
-            coding = now.encode + now.decode - then.encode - then.decode
-            done = {
-                "coding": coding / repeats,
-                "wire": (now.wire - then.wire) / repeats,
-                "theory": (now.theory - then.theory) / repeats,
-            }
-        to = {
-            "to_plain": statistics.median(a / b for a, b in zip(times[PLAIN], owned, strict=True)),
-            "to_half": statistics.median(a / b for a, b in zip(times[HALF], owned, strict=True)),
-        }
-        made.append(Reduction(method, statistics.median(owned), **to, **done))
-    return made
+            for name in ("coding", "wire", "theory"):
+                traffic[name] = (getattr(now, name) - getattr(then, name)) / repeats
+        ratios = speedup(PLAIN, method), speedup(HALF, method)
+        result.append(Reduction(method, statistics.median(by_method[method]), *ratios, **traffic))
+    return result

@@ -1,15 +1,15 @@
 """Cost model of gradient codecs: bytes on the wire and seconds of coding for a bucket.
 
-A codec reads or writes each FP32 value once and does little other work. Its speed relative to a
-memory copy is therefore almost the same on all processors, and predicts codecs without measurement.
-
-Invariant: bytes are those that `Reducer` and `Hierarchy` send, headers included, averaged over the
-ranks; seconds cover all values that they encode and decode. `Rates` name their source.
+`Rates` are the speeds of codecs on a device (`of_device`), `by_bucket` the cost of all buckets of a
+step, `coded` that of one bucket. The speed of a codec relative to a memory copy is almost the same
+on all processors, and predicts codecs without measurement. Invariant: bytes are those that
+`Reducer` and `Hierarchy` send, headers included, averaged over the ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -20,6 +20,7 @@ from qsync_fx.communication.codecs.casts import CODECS as CASTS
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.point_to_point import HEADER, VALUES
+from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, buckets_of
@@ -105,12 +106,32 @@ _TO_COPY_OF_A_GPU: Final = {
 _MANY: Final = 2**20
 
 
+def of_device(device: Device | None, name: str, speeds: Iterable[Timed] = ()) -> Rates:
+    """Return the rates of a device: measured if there are speeds, else predicted.
+
+    Args:
+        device: row of the device catalog; None predicts for a CPU core with common memory.
+        name: device class, for the source of the rates.
+        speeds: measured speeds.
+    """
+    if speeds := list(speeds):
+        return of_speeds(speeds, f"measured on {name}")
+    if device is None:
+        return of_copy(COPY, f"predicted for {name}: {COPY / 1e9:.3g} GB/s for copies by one core")
+    # A copy reads and writes each byte.
+    copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
+    source = f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory"
+    if host:
+        return of_gpu(copy, host, f"{source}, {host / 1e9:.3g} GB/s to the host")
+    return of_copy(copy, source)
+
+
 def of_copy(copy: float, source: str) -> Rates:
     """Return predicted rates of the codecs in the table, for memory that copies `copy` bytes/s."""
-    return Rates(
-        source,
-        {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in _TO_COPY.items()},
-    )
+    table = {
+        name: Rate(copy * encode, copy * decode) for name, (encode, decode) in _TO_COPY.items()
+    }
+    return Rates(source, table)
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
@@ -120,20 +141,12 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
         copy: bytes/s of a copy in GPU memory.
         host: bytes/s between GPU and host, which sends and receives the coded bytes.
     """
-
-    def rate(coded: float, name: str) -> float:
-        return 1 / (
-            1 / (copy * coded)
-            + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host
-        )
-
-    return Rates(
-        source,
-        {
-            name: Rate(rate(encode, name), rate(decode, name))
-            for name, (encode, decode) in _TO_COPY_OF_A_GPU.items()
-        },
-    )
+    table = {}
+    for name, (encode, decode) in _TO_COPY_OF_A_GPU.items():
+        share = codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY)
+        sending = share / host  # seconds for each FP32 byte
+        table[name] = Rate(1 / (1 / (copy * encode) + sending), 1 / (1 / (copy * decode) + sending))
+    return Rates(source, table)
 
 
 def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
@@ -142,13 +155,8 @@ def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
 
 def slowed(rates: Rates, times: float) -> Rates:
     """Return the rates divided by a slowdown factor."""
-    if times == 1.0:
-        return rates
-    result = {
-        name: Rate(item.encode / times, item.decode / times)
-        for name, item in rates.by_codec.items()
-    }
-    return Rates(rates.source, result)
+    table = {name: Rate(r.encode / times, r.decode / times) for name, r in rates.by_codec.items()}
+    return Rates(rates.source, table)
 
 
 def slowest(several: Sequence[Rates]) -> Rates:
@@ -156,16 +164,11 @@ def slowest(several: Sequence[Rates]) -> Rates:
 
     A bucket is exchanged once all ranks have encoded it.
     """
-    available = [
-        name for name in several[0].by_codec if all(name in item.by_codec for item in several)
-    ]
-    result = {
-        name: Rate(
-            min(item.of(name).encode for item in several),
-            min(item.of(name).decode for item in several),
-        )
-        for name in available
-    }
+    result = {}
+    for name in several[0].by_codec:
+        rates = [item.by_codec[name] for item in several if name in item.by_codec]
+        if len(rates) == len(several):
+            result[name] = Rate(min(r.encode for r in rates), min(r.decode for r in rates))
     return Rates("; ".join(dict.fromkeys(item.source for item in several)), result)
 
 
@@ -199,39 +202,39 @@ def coded(
     Raises:
         ProfileError: a codec depends on shapes, which profiles do not contain, or has no rate.
     """
-    made = [
-        _of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter)
-        for parameter in parameters
+    fitted = [
+        _codec_for(parameter, codecs.get(parameter.path, PLAIN.name)) for parameter in parameters
     ]
     # Between nodes, each rank averages one shard of all values.
     nodes = ranks // size
-    methods = gathered(made, nodes)
-    values: dict[str, int] = {}
+    methods = gathered(fitted, nodes)
+    values: Counter[str] = Counter()
     sent = seconds = 0.0
-    for parameter, codec, full in zip(parameters, made, methods, strict=True):
+    for parameter, codec, full in zip(parameters, fitted, methods, strict=True):
         encoded, decoded = volumes(nodes, full)
         rate, nbytes = rates.of(codec.name), _WIDE * parameter.numel
-        sent += _given(codec.nbytes(parameter.numel), nodes, full)
+        sent += _as_all_reduce(codec.nbytes(parameter.numel), nodes, full)
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
-        values[codec.name] = values.get(codec.name, 0) + parameter.numel
-    # In each phase, each rank of a node sends one message to every other node.
-    heads = size * sum(
-        _given(HEADER, nodes, True) if full else HEADER * nodes for full in set(methods)
-    )
-    phases = sum(1 if full else 2 for full in set(methods))
+        values[codec.name] += parameter.numel
+    # In each phase, each rank of a node sends one message to every other node. A reduce-scatter
+    # with an all-gather has two phases.
+    headers, phases = 0.0, 0
+    if True in methods:
+        headers, phases = headers + size * _as_all_reduce(HEADER, nodes, True), phases + 1
+    if False in methods:
+        headers, phases = headers + size * HEADER * nodes, phases + 2
     inside = inside_seconds = 0.0
     if size > 1:
-        rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
+        rate, nbytes = rates.of(PLAIN.name), _WIDE * values.total()
         # A rank writes all of its gradients and the mean of its shard. It reads its shard from all
         # ranks of the node, and the means of the other shards.
         inside_seconds = nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
         inside = float(nbytes + HEADER * size)
-    named = name or max(values, key=values.__getitem__, default=PLAIN.name)
+    name = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # A message covers the rank's shard of the node; in a reduce-scatter, a shard of this shard.
-    cuts = math.ceil(sum(values.values()) / size / (1 if all(methods) else nodes) / VALUES)
-    return CompressedTransfer(
-        named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds
-    )
+    shards = size if all(methods) else size * nodes
+    chunks = max(math.ceil(values.total() / shards / VALUES), 1)
+    return CompressedTransfer(name, sent + headers, seconds, phases, inside, chunks, inside_seconds)
 
 
 def by_bucket(
@@ -241,10 +244,10 @@ def by_bucket(
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
     parameters = next(iter(schedules.values())).parameters
-    buckets = [
-        [parameters[index] for index in selected] for selected in buckets_of(schedules, fleet)
+    return [
+        coded([parameters[i] for i in bucket], codecs, fleet.ranks, rates, size=fleet.nodes.ranks)
+        for bucket in buckets_of(schedules, fleet)
     ]
-    return [coded(bucket, codecs, fleet.ranks, rates, size=fleet.nodes.ranks) for bucket in buckets]
 
 
 def volumes(ranks: int, full: bool) -> tuple[float, float]:
@@ -260,7 +263,7 @@ def volumes(ranks: int, full: bool) -> tuple[float, float]:
     return (1.0, float(ranks)) if full else (1 + 1 / ranks, 2.0)
 
 
-def _given(nbytes: float, ranks: int, full: bool) -> float:
+def _as_all_reduce(nbytes: float, ranks: int, full: bool) -> float:
     """Return the size of the all-reduce with the same traffic as an exchange of `nbytes`."""
     return nbytes * ranks / 2 if full else nbytes
 
@@ -277,7 +280,8 @@ def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
     return {parameter.path: codec for parameter in parameters if parameter.path not in out}
 
 
-def _of_size(codec: Codec, parameter: SizedBucket) -> Codec:
+def _codec_for(parameter: SizedBucket, name: str) -> Codec:
+    codec = codec_named(name)
     if isinstance(codec, Adaptive):
         raise ProfileError(
             f"{codec.name} adapts its bits to the link during training, so its cost cannot be "
@@ -285,8 +289,7 @@ def _of_size(codec: Codec, parameter: SizedBucket) -> Codec:
             where=parameter.path,
             do="predict one of its levels",
         )
-    fitted = codec.fitted((parameter.numel,))
-    if fitted != codec:
+    if codec.fitted((parameter.numel,)) != codec:
         raise ProfileError(
             f"{codec.name} depends on the shapes of parameters, which a profile does not contain",
             where=parameter.path,

@@ -2,24 +2,19 @@
 
 A DDP comm hook must not block on other ranks: with several buckets in flight, all threads that gloo
 calls it from would block. Hooks submit tasks to a `Worker` instead, and its thread alone
-communicates. For gradients on a GPU, a task runs on a side stream, after the work queued before its
-submission, and its device work is complete when its future is.
-
-Invariant: after an error, no task runs any more, and all futures get that error. At exit, also
-after an exception or KeyboardInterrupt, each thread finishes its queued tasks and is joined. A
-thread that waits for another rank past the limit is reported.
+communicates. Invariant: after an error, no task runs any more, and all futures get that error. At
+exit, each thread finishes its queued tasks and is joined.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -41,13 +36,11 @@ _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
 def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread that is stopped and joined before the interpreter exits.
 
-    A daemon thread that returns from a C++ call of torch during interpreter finalization is ended
-    by `pthread_exit`, which its C++ frames turn into `std::terminate` ("terminate called without an
-    active exception", SIGABRT). A thread that is no daemon would be joined without a limit, and
-    gloo cannot be interrupted.
+    A daemon thread in a C++ call of torch during interpreter finalization would end the process by
+    `std::terminate`. A thread that is no daemon would be joined without a limit, and gloo cannot be
+    interrupted.
 
     Args:
-        run: body of the thread.
         stop: makes `run` return after its queued tasks, without blocking. It must not reference the
             owner of the thread.
     """
@@ -60,10 +53,9 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
 def wait_for_gloo() -> None:
     """Return once gloo's threads have freed their completed all-reduces, after 10 s at most.
 
-    An all-reduce that DistributedDataParallel starts in a backward pass references a Python object.
-    Gloo's thread acquires the GIL to free it, perhaps after the main thread has the result. If the
-    process group is freed by then, torch waits for that thread with the GIL, and hangs; if the
-    interpreter finalizes, the thread is ended inside C++ frames, and the process aborts (torch 2.13).
+    Gloo's thread acquires the GIL to free the Python object of an all-reduce, perhaps after the
+    main thread has the result. If the process group is freed by then, torch waits for that thread
+    with the GIL, and hangs; if the interpreter finalizes, the process aborts (torch 2.13).
     """
     deadline = time.monotonic() + _GLOO_LIMIT_S
     # Sleeping releases the GIL to threads that wait for it. A runnable thread still needs the CPU.
@@ -104,30 +96,6 @@ def _join_all() -> None:
         wait_for_gloo()
 
 
-class Side:
-    """Side stream of a CUDA device; without effect on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
-        stream: Any = torch.cuda.Stream
-        self._stream: Any = stream(device) if self.devices else None
-
-    def mark(self) -> Any:
-        """Return an event after the work queued so far by the calling thread; None on the CPU."""
-        return torch.cuda.current_stream(self.devices[0]).record_event() if self.devices else None
-
-    @contextlib.contextmanager
-    def behind(self, mark: Any) -> Iterator[None]:
-        """Queue the work of the context on the side stream after `mark`; synchronize at its end."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self.devices[0]), torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            yield
-            self._stream.synchronize()
-
-
 Work = Callable[[], Tensor]
 
 
@@ -143,7 +111,11 @@ class Worker:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.error: BaseException | None = None
-        self._side = Side(device or torch.device("cpu"))
+        # For gradients on a GPU, tasks run on a side stream.
+        is_gpu = device is not None and device.type == "cuda"
+        self._devices: list[Any] = [device] if is_gpu else []
+        make_stream: Any = torch.cuda.Stream
+        self._stream: Any = make_stream(device) if is_gpu else None
         self._todo: queue.SimpleQueue[tuple[Work, Any, Any] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._open = 0
@@ -154,11 +126,14 @@ class Worker:
 
     def submit(self, work: Work) -> Any:
         """Queue a task for the thread; return a torch future of its result."""
-        done: Any = torch.futures.Future(devices=self._side.devices)
+        done: Any = torch.futures.Future(devices=self._devices)
+        mark = None
+        if self._stream is not None:
+            mark = torch.cuda.current_stream(self._devices[0]).record_event()
         with self._idle:
             self._open += 1
-        self._todo.put((work, self._side.mark(), done))
-        return done.then(_taken)
+        self._todo.put((work, mark, done))
+        return done.then(_result)
 
     def wait(self) -> None:
         """Return once all submitted tasks are done; raise the error of a failed one."""
@@ -168,14 +143,16 @@ class Worker:
             raise self.error
 
     def do(self, work: Work, mark: Any, done: Any) -> None:
-        """Run one task on the thread, after the device work queued before its submission."""
-        result: Tensor | BaseException
+        """Run one task on the thread, after the device work queued before `mark`."""
+        result: Tensor | BaseException | None = self.error
         try:
-            if self.error is not None:
-                result = self.error
-            else:
-                with self._side.behind(mark):
+            if result is None and self._stream is None:
+                result = work()
+            elif result is None:
+                with torch.cuda.device(self._devices[0]), torch.cuda.stream(self._stream):
+                    self._stream.wait_event(mark)
                     result = work()
+                    self._stream.synchronize()
         except BaseException as error:  # noqa: BLE001  any exception must end the step
             result = self.error = error
         try:
@@ -186,12 +163,11 @@ class Worker:
                 self._idle.notify_all()
 
 
-def _taken(done: Any) -> Tensor:
+def _result(done: Any) -> Any:
     result = done.value()
     if isinstance(result, BaseException):
         raise result
-    used: Tensor = result
-    return used
+    return result
 
 
 def _run(

@@ -1,14 +1,14 @@
 """State of gradient compression, and the handle that users get.
 
-`CompressorState` has the error feedback of each parameter, in coding order, and the position of the
-random streams; `CompressorHandle` is the interface of all compressors.
-
-Invariant: each rank saves and loads its own state. A rank that resumes from it sends the same bits
-as one that never stopped.
+`Residuals` is the error feedback of each parameter, in coding order, with GradScaler support;
+`CompressorState` adds the position of the random streams. `CompressorHandle` is the interface of
+all compressors. Invariant: each rank saves and loads its own state, and a rank that resumes from it
+sends the same bits as one that never stopped.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from torch import Tensor
 from qsync_fx.communication import bucket
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs.codec import Draw
-from qsync_fx.communication.error_feedback import CPU, Residuals
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError
 
@@ -78,11 +78,105 @@ class CompressorHandle(ABC):
         """Return the settings that all ranks must agree on before the first message."""
 
 
+def is_scaled(scaler: Any) -> bool:
+    """Return whether a GradScaler is given and enabled."""
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def scale_of(scaler: Any) -> float:
+    """Return the current scale of a GradScaler; 1 without one."""
+    return float(scaler.get_scale()) if is_scaled(scaler) else 1.0
+
+
+def finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite, in one pass over the values."""
+    if not values.numel():
+        return True
+    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
+
+
+@dataclass
+class Residuals:
+    """Error feedback of gradients, or of their means.
+
+    It is stored with the loss scale of its gradient, and rescaled only when it is used, so that a
+    change of the scale alone cannot overflow FP32. With powers of two as scales, as GradScaler has,
+    it is bit-identical to training without a scaler and without the skipped steps, except for
+    denormal FP32 values.
+
+    Attributes:
+        values: FP32 tensors by parameter name, 1-D in coding order.
+        scales: loss scale of each tensor in `values`.
+        scale: loss scale of the current gradients; 1 if unknown.
+        undone: whether a step can be rolled back, which needs a copy of all feedback in use.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    undone: bool = False
+    device: torch.device = CPU
+    _before: dict[str, Tensor] = field(default_factory=dict)
+    _spent: set[str] = field(default_factory=set)
+    _used: list[tuple[str, slice]] = field(default_factory=list)
+
+    def part(self, name: str, size: int, part: slice) -> Tensor:
+        """Return the feedback of a part, in the current loss scale, for in-place update.
+
+        Call it once a step for each part of a parameter of `size` values.
+        """
+        if name not in self.values:
+            self.values[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
+            self.scales[name] = self.scale
+        result = self.values[name][part]
+        self._used.append((name, part))
+        if self.undone:
+            if name not in self._before:
+                self._before[name] = torch.empty_like(self.values[name])
+            self._before[name][part] = result
+        if (factor := self.scale / self.scales[name]) != 1.0:
+            result.mul_(factor)
+        return result
+
+    def spend(self, name: str, values: Tensor) -> None:
+        """Add all feedback of a parameter to its gradient, for a codec without error feedback."""
+        values += self.part(name, values.numel(), slice(0, values.numel()))
+        self._spent.add(name)
+
+    def settle(self, used: bool) -> None:
+        """End a step whose gradients are used; otherwise roll it back if `undone` is set."""
+        rolled_back = self.undone and not used
+        for name, part in self._used:
+            if rolled_back:
+                self.values[name][part] = self._before[name][part]
+            else:
+                self.scales[name] = self.scale
+        if not rolled_back:
+            for name in self._spent:
+                self.take(name)
+        self._used.clear()
+        self._spent.clear()
+
+    def take(self, name: str) -> tuple[Tensor, float]:
+        """Remove and return the feedback of a parameter and its loss scale."""
+        return self.values.pop(name), self.scales.pop(name)
+
+    def saved(self) -> dict[str, Any]:
+        """Return a CPU copy of the values for `load`."""
+        return {name: values.to("cpu", copy=True) for name, values in self.values.items()}
+
+    def load(self, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        """Restore copies of these values and scales."""
+        self.values = {name: item.to(self.device, copy=True) for name, item in values.items()}
+        self.scales = {name: scales[name] for name in values}
+        self._used.clear()
+        self._spent.clear()
+
+
 _FORMAT: Final = "qsync-compression"
 _VERSION: Final = 2
-_READ: Final = (1, 2)
-"""Version 1 has no loss scales."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of steps
+_SAME_MODEL: Final = "load the state of the same model"
 
 
 @dataclass
@@ -92,8 +186,6 @@ class CompressorState:
     Attributes:
         rank, world: rank and size of the process group.
         codec: description of the codecs that all ranks agree on.
-        seed: seed of all random streams.
-        device: device of coding and of the error feedback.
         step: number of steps begun.
         sent: error feedback of this rank's gradients.
         owned: error feedback of the means that this rank sends: of its shard of each parameter.
@@ -124,14 +216,13 @@ class CompressorState:
     def residual(self, piece: ParameterSlice, part: slice, summed: bool) -> Tensor | None:
         """Return the error feedback of a part of a parameter, for in-place update.
 
-        Return None if the codec has none.
+        Return None if the codec has none, or the part is empty.
         """
-        if not piece.codec.residual:
+        size = part.stop - part.start
+        if not piece.codec.residual or not size:
             return None
         if summed:
-            return self.owned.part(
-                piece.name, part.stop - part.start, slice(0, part.stop - part.start)
-            )
+            return self.owned.part(piece.name, size, slice(0, size))
         return self.sent.part(piece.name, piece.size, part)
 
     def spend(self, piece: ParameterSlice, values: Tensor) -> None:
@@ -148,19 +239,23 @@ class CompressorState:
         Args:
             like: tensor with the layout of the gradients.
         """
-        scale, laid = 0.0, torch.zeros_like(like)
-        result = bucket.flat(old, laid)
+        scale, gradient = 0.0, torch.zeros_like(like)
+        result = bucket.flat(old, gradient)
         if old.name in self.sent.values:
-            left, scale = self.sent.take(old.name)
-            result += left
+            feedback, scale = self.sent.take(old.name)
+            result += feedback
         if old.name in self.owned.values:
-            left, of = self.owned.take(old.name)
-            scale = scale or of
-            result[old.part(self.rank)] += left * (self.world * scale / of)
+            feedback, scale_of_mean = self.owned.take(old.name)
+            scale = scale or scale_of_mean
+            result[old.part(self.rank)] += feedback * (self.world * scale / scale_of_mean)
         if scale:
-            bucket.put_back(old, laid, result)
-            self.sent.values[new.name] = bucket.flat(new, laid).clone()
+            bucket.put_back(old, gradient, result)
+            self.sent.values[new.name] = bucket.flat(new, gradient).clone()
             self.sent.scales[new.name] = scale
+
+    def begin(self, scale: float) -> None:
+        """Set the loss scale of the gradients to come."""
+        self.sent.scale = self.owned.scale = scale
 
     @property
     def undone(self) -> bool:
@@ -170,10 +265,6 @@ class CompressorState:
     @undone.setter
     def undone(self, wanted: bool) -> None:
         self.sent.undone = self.owned.undone = wanted
-
-    def begin(self, scale: float) -> None:
-        """Set the loss scale of the gradients to come."""
-        self.sent.scale = self.owned.scale = scale
 
     def settle(self, used: bool) -> None:
         """End a step; roll it back if its gradients are not used and `undone` is set."""
@@ -201,11 +292,8 @@ class CompressorState:
         Raises:
             OptionError: `saved` is not such a state, or is of another codec or model.
         """
-        if (
-            not isinstance(saved, Mapping)
-            or saved.get("format") != _FORMAT
-            or saved.get("version") not in _READ
-        ):
+        expected = {"format": _FORMAT, "version": _VERSION}
+        if not isinstance(saved, Mapping) or not expected.items() <= saved.items():
             raise OptionError(
                 "the value is not a state of gradient compression",
                 do="pass the result of handle.state_dict()",
@@ -215,11 +303,7 @@ class CompressorState:
                 f"the state belongs to {saved['codec']}, but gradients are sent with {self.codec}",
                 do="use the same codec as before, or start without the state",
             )
-        sent, owned, scales = (
-            dict(saved["sent"]),
-            dict(saved["owned"]),
-            saved.get("scales", {"sent": {}, "owned": {}}),
-        )
+        sent, owned = dict(saved["sent"]), dict(saved["owned"])
         if (saved["rank"], saved["world"]) != (self.rank, self.world):
             if sent or owned:
                 warnings.warn(
@@ -229,21 +313,20 @@ class CompressorState:
                     stacklevel=3,
                 )
             sent, owned = {}, {}
-        sizes = {piece.name: piece for piece in pieces}
+        sizes = {piece.name: piece.size for piece in pieces}
         for name in [*sent, *owned]:
             if name not in sizes:
                 raise OptionError(
                     f"the state has error feedback of {name}, which the model does not have",
-                    do="load the state of the same model",
+                    do=_SAME_MODEL,
                 )
         for name, values in sent.items():
-            if values.numel() != sizes[name].size:
+            if values.numel() != sizes[name]:
                 raise OptionError(
-                    f"the state has {values.numel()} values for {name}, which has "
-                    f"{sizes[name].size}",
-                    do="load the state of the same model",
+                    f"the state has {values.numel()} values for {name}, which has {sizes[name]}",
+                    do=_SAME_MODEL,
                 )
         self.seed, self.step = saved["seed"], saved["step"]
-        self.sent.load(sent, scales["sent"])
-        self.owned.load(owned, scales["owned"])
-        self.control = dict(saved.get("control", {}))
+        self.sent.load(sent, saved["scales"]["sent"])
+        self.owned.load(owned, saved["scales"]["owned"])
+        self.control = dict(saved["control"])

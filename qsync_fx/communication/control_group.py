@@ -1,10 +1,8 @@
 """Process group for control data: durations, hashes and other numbers on the CPU.
 
 It is the default process group if that supports the CPU; otherwise, for example after
-`init_process_group("nccl")`, an additional gloo group. Gradients, and messages that measure links,
-use the default group on their device.
-
-Invariant: all ranks call each function together, like a collective.
+`init_process_group("nccl")`, an additional gloo group. Invariant: all ranks call each function
+together, like a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def control() -> ProcessGroup | None:
     for group in groups:
         if group.group_desc == _DESCRIPTION:
             return group  # type: ignore[no-any-return]
-    limits = (limit_of(default._get_backend(device)) for device in default._device_types)
+    limits = [limit_of(default._get_backend(device)) for device in default._device_types]
     timeout = min((limit for limit in limits if limit is not None), default=None)
     made: ProcessGroup = distributed.new_group(
         backend="gloo", timeout=timeout, group_desc=_DESCRIPTION
@@ -40,11 +38,8 @@ def control() -> ProcessGroup | None:
 
 
 def carrying(device: torch.device) -> ProcessGroup | None:
-    """Return the group of all ranks for gradients on a device; None for the default group.
-
-    Gradients on the CPU use gloo if the default group does not support the CPU.
-    """
-    return None if device.type != "cpu" else control()
+    """Return the group of all ranks for gradients on a device; None for the default group."""
+    return control() if device.type == "cpu" else None
 
 
 def meet() -> None:
@@ -54,10 +49,9 @@ def meet() -> None:
 
 def slowest(seconds: Sequence[float]) -> list[float]:
     """Return the elementwise maximum over all ranks."""
-    used = torch.tensor(seconds, dtype=torch.float64)
-    distributed.all_reduce(used, distributed.ReduceOp.MAX, group=control())
-    result: list[float] = used.tolist()
-    return result
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=control())
+    return longest.tolist()
 
 
 def mean(value: float) -> float:

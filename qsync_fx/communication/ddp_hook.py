@@ -1,11 +1,9 @@
 """Comm hook of DistributedDataParallel that compresses gradients, and its handle.
 
-`Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`).
-
-Invariant: the result of a step depends only on its gradients, the codec, the error feedback, the
-seed and the step, and not on thread timing or buckets. The hook does not block; the backward pass
-waits for the reductions at its end. Equal `Assigned.text` means equal coding, on ranks and in saved
-states.
+`Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`). Invariant:
+the result of a step depends only on its gradients, the codec, the error feedback, the seed and the
+step, and not on thread timing or buckets. The hook does not block; the backward pass waits for the
+reductions at its end. Equal `Assigned.text` means equal coding, on ranks and in saved states.
 """
 
 from __future__ import annotations
@@ -13,24 +11,30 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.communication import bucket, statistics
+from qsync_fx.communication import bucket
 from qsync_fx.communication.allreduce import Reducer
-from qsync_fx.communication.aqgb.allgather import Gatherer
-from qsync_fx.communication.aqgb.controller import AqgbEntry, Controller
+from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.communication_thread import Worker
-from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
-from qsync_fx.communication.error_feedback import CPU, finite, scale_of
+from qsync_fx.communication.compressor_state import (
+    CompressorHandle,
+    CompressorState,
+    finite,
+    is_scaled,
+    scale_of,
+)
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.hierarchical import Hierarchy, NodeGroups
+from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError, PlanError, shown
 
 
@@ -63,15 +67,11 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
 
     By default, the threshold is the largest that codes more than 99% of all values.
     """
-    least = threshold(sizes) if least is None else least
+    if least is None:
+        least = threshold(sizes)
     coded = tuple(size >= least for size in sizes)
-    return Assigned(
-        codec.name,
-        repr(codec),
-        repr(codec),
-        tuple(codec if item else PLAIN for item in coded),
-        coded,
-    )
+    codecs = tuple(codec if item else PLAIN for item in coded)
+    return Assigned(codec.name, repr(codec), repr(codec), codecs, coded)
 
 
 def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
@@ -85,31 +85,23 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
                 do="use a plan of this model, whose parameters have other names",
             )
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
+    coded = tuple(codec != PLAIN for codec in codecs)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
     text = "\n".join(f"{name} {codec!r}" for name, codec in zip(names, codecs, strict=True))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    identity = f"the codecs of a plan ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
     called = f"a plan's {kinds}" if kinds else "a plan without codecs"
-    return Assigned(
-        called,
-        called,
-        f"the codecs of a plan ({digest})",
-        codecs,
-        tuple(codec != PLAIN for codec in codecs),
-    )
+    return Assigned(called, called, identity, codecs, coded)
 
 
 class DdpCompressor(CompressorHandle):
     """Compressor of a DistributedDataParallel.
 
     Args:
-        scaler: GradScaler of the loss, or None.
         nodes: ranks of each node, which reduce in FP32 among themselves; None for a codec between
             all ranks.
 
     Attributes:
-        assigned: codec of each parameter.
         pieces: slice of each parameter, in model order.
-        nodes: as given.
         controller: controller of AQGB's levels; None for other codecs.
     """
 
@@ -128,27 +120,29 @@ class DdpCompressor(CompressorHandle):
         scaler: Any = None,
         nodes: NodeGroups | None = None,
     ) -> None:
-        self.assigned = assigned
-        self._named = tuple(named)
+        self.assigned, self.nodes = assigned, nodes
+        self.names = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
-        self._places = {id(p): index for index, (_, p) in enumerate(named)}
-        self._parameters = [p for _, p in named]
-        self.nodes = nodes
-        # AQGB adapts its levels to the link during encoding. It codes on the host, where the
-        # progress of the bytes is known.
-        lies = self._parameters[0].device if self._parameters else CPU
-        self._state = CompressorState(
-            rank, world, self._text(assigned), seed, CPU if assigned.adaptive is not None else lies
-        )
-        self._reducer = Reducer(group, self._state, () if nodes is None else nodes.across(rank))
+        device = coding_device = next((p.device for p in self._parameters), CPU)
+        adaptive, text, members = assigned.adaptive, assigned.text, tuple[int, ...]()
+        if adaptive is not None:
+            # AQGB adapts its levels to the link during encoding. It codes on the host, where the
+            # progress of the bytes is known.
+            coding_device = CPU
+        if nodes is not None:
+            text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
+        self._state = CompressorState(rank, world, text, seed, coding_device)
+        self._reducer = Reducer(group, self._state, members)
         self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
-        if (adaptive := assigned.adaptive) is not None:
+        if adaptive is not None:
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
-        self._worker = Worker("qsync communication", lies)
+        self._worker = Worker("qsync communication", device)
         self._check_every = check_every
         self._watched = -1
         self._loss_scaler, self._scale = scaler, 1.0
@@ -156,26 +150,22 @@ class DdpCompressor(CompressorHandle):
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket asynchronously; DDP calls it in the same bucket order on all ranks."""
         buffer: Tensor = bucket.buffer()
-        step, last = self._state.step, bool(bucket.is_last())
+        step, last, index = self._state.step, bool(bucket.is_last()), int(bucket.index())
         self._watch(step)
         self._state.step += last
         if last:
-            self._buckets = int(bucket.index()) + 1
+            self._buckets = index + 1
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
-        gradients, index, inputs, scale = (
-            bucket.gradients(),
-            int(bucket.index()),
-            time.perf_counter(),
-            self._scale,
-        )
+        gradients, submitted, scale = bucket.gradients(), time.perf_counter(), self._scale
         if self.controller is not None and self._state.world > 1:
             self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
         def work() -> Tensor:
-            self._reducer.tally.wait += time.perf_counter() - inputs
+            self._reducer.tally.wait += time.perf_counter() - submitted
             self._state.begin(scale)
             with torch.no_grad():
-                self._reduce(index, step, buffer, pieces, gradients)
+                if self._state.world > 1:
+                    self._reduce(index, step, buffer, pieces, gradients)
                 if last:
                     self._reducer.settle(step, compared=self._checks(step))
             return buffer
@@ -191,12 +181,7 @@ class DdpCompressor(CompressorHandle):
         for codec in dict.fromkeys(piece.codec for piece in self.pieces):
             codec.prepare(self._state.device)
         self._register = register
-        self._registered()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters, in model order."""
-        return [name for name, _ in self._named]
+        self._register_if_coded()
 
     def change(self, assigned: Assigned) -> None:
         """Change the codecs between two steps, at the same step on all ranks.
@@ -225,34 +210,21 @@ class DdpCompressor(CompressorHandle):
             if old != new:
                 self._state.recode(old, new, parameter.detach().float())
         self.assigned, self.pieces, self._state.codec = assigned, pieces, assigned.text
-        self._registered()
+        self._register_if_coded()
 
-    def _registered(self) -> None:
+    def _register_if_coded(self) -> None:
         if self._register is not None and any(self.assigned.coded):
             register, self._register = self._register, None
             register()
 
-    def _text(self, assigned: Assigned) -> str:
-        return (
-            assigned.text
-            if self.nodes is None
-            else f"{assigned.text} between nodes of {self.nodes.size} ranks"
-        )
-
     def _pieces(self, assigned: Assigned, world: int) -> tuple[bucket.ParameterSlice, ...]:
+        parameters = zip(self.names, self._parameters, assigned.codecs, strict=True)
         return tuple(
             bucket.piece(name, index, p.shape, codec, world, self._unit)
-            for index, ((name, p), codec) in enumerate(
-                zip(self._named, assigned.codecs, strict=True)
-            )
+            for index, (name, p, codec) in enumerate(parameters)
         )
 
     def wait(self) -> None:
-        """Return once all submitted buckets are reduced.
-
-        Raises:
-            RankError: a rank is gone, or a message could not be read.
-        """
         if self.controller is not None:
             self.controller.needed()
         self._worker.wait()
@@ -268,39 +240,33 @@ class DdpCompressor(CompressorHandle):
         return self._state.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from this rank's `state_dict`.
-
-        Raises:
-            OptionError: the state is of another codec or another model.
-        """
         self.wait()
-        pieces = (
-            self.pieces
-            if self._hierarchy is None
-            else [self._hierarchy.share(piece) for piece in self.pieces]
-        )
+        pieces: Sequence[bucket.ParameterSlice] = self.pieces
+        if self._hierarchy is not None:
+            pieces = [self._hierarchy.share(piece) for piece in pieces]
         self._state.load(state, pieces)
         if self.controller is not None:
             self.controller.load(self._state.control)
 
-    def report(self) -> statistics.Report:
-        coded = sum(
-            piece.size for piece, item in zip(self.pieces, self.assigned.coded, strict=True) if item
-        )
-        plain = sum(piece.size for piece in self.pieces) - coded
-        state = self._state
-        adapted = None if self.controller is None else self.controller.adapted()
-        return statistics.report(
-            self.assigned.name, state.rank, state.world, coded, plain, self._reducer.tally, adapted
+    def report(self) -> Report:
+        sizes = [piece.size for piece in self.pieces]
+        coded = sum(size for size, item in zip(sizes, self.assigned.coded, strict=True) if item)
+        return Report(
+            codec=self.assigned.name,
+            rank=self._state.rank,
+            world=self._state.world,
+            coded=coded,
+            plain=sum(sizes) - coded,
+            tally=replace(self._reducer.tally),
+            adapted=None if self.controller is None else self.controller.adapted(),
         )
 
     def statement(self) -> dict[str, list[str]]:
+        codec = [self.assigned.said, f"compared every {self._check_every} steps"]
+        if self._loss_scaler is not None:
+            codec.append("with the scale of a GradScaler")
         return {
-            "gradient codec": [
-                self.assigned.said,
-                f"compared every {self._check_every} steps",
-                *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
-            ],
+            "gradient codec": codec,
             "node layout": ["none" if self.nodes is None else str(self.nodes)],
             "gradient seed": [str(self._state.seed)],
             "tensor codec": [
@@ -314,10 +280,8 @@ class DdpCompressor(CompressorHandle):
             return
         self._watched, self._scale = step, scale_of(self._loss_scaler)
         # Only error feedback depends on whether the optimizer step is skipped.
-        leaves = bool(self._state.sent.values) or any(piece.codec.residual for piece in self.pieces)
-        self._state.undone = (
-            leaves and self._loss_scaler is not None and self._loss_scaler.is_enabled()
-        )
+        feedback = bool(self._state.sent.values) or any(p.codec.residual for p in self.pieces)
+        self._state.undone = feedback and is_scaled(self._loss_scaler)
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         except RuntimeError:
@@ -332,16 +296,13 @@ class DdpCompressor(CompressorHandle):
         pieces: Sequence[bucket.ParameterSlice],
         gradients: Sequence[Tensor],
     ) -> None:
-        state = self._state
-        if state.world == 1:
-            return
-        values = buffer.to(state.device, torch.float32)
+        values = buffer.to(self._state.device, torch.float32)
         views = bucket.views(values, buffer, gradients)
         self._average(Bucket(index, step, values, pieces, views, self._checks(step)))
         if values is not buffer:
             buffer.copy_(values)
-        if state.undone:
-            self._reducer.finite &= finite(buffer)
+        if self._state.undone:
+            self._reducer.outcome.finite &= finite(buffer)
 
     def _average(self, bucket: Bucket) -> None:
         (self._gatherer or self._hierarchy or self._reducer).reduce(bucket)

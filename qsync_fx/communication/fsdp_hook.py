@@ -1,12 +1,9 @@
 """Compressed reduce-scatter of FSDP2.
 
 FSDP passes the gradients of one unit as one row for each rank, which concatenates that rank's
-shards of all parameters. Rows are coded without knowledge of parameters: codec units may cross the
-ends of parameters, but not of rows. A rank sends each other rank its row; it sums the received rows
-and its own, which is not coded, in rank order.
-
-Invariant: the result of a step depends on the gradients, the codec, the error feedback, the seed
-and the step. A shard has one owner, so there are no replicas to compare.
+shards of all parameters. Codec units may cross the ends of parameters, but not of rows. A rank
+sends each other rank its row; it sums the received rows and its own, which is not coded, in rank
+order. A shard has one owner, so there are no replicas to compare.
 """
 
 from __future__ import annotations
@@ -19,12 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication import point_to_point, statistics
+from qsync_fx.communication import point_to_point
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
-from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
-from qsync_fx.communication.error_feedback import CPU, finite, scale_of
-from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
+from qsync_fx.communication.compressor_state import (
+    CompressorHandle,
+    CompressorState,
+    finite,
+    is_scaled,
+    scale_of,
+)
+from qsync_fx.communication.control_group import CPU
+from qsync_fx.communication.point_to_point import HEADER, MessageHeader, StepOutcome, exchange
+from qsync_fx.communication.statistics import CommunicationStatistics, Report
 from qsync_fx.errors import QSyncError
 
 
@@ -44,19 +48,31 @@ class FsdpUnit:
     row: int
     rows: tuple[ParameterSlice, ...]
 
+    @classmethod
+    def of(cls, name: str, index: int, row: int, codec: Codec, world: int) -> FsdpUnit:
+        # Each row has its own random stream, since its values differ.
+        rows = (
+            ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row))
+            for peer in range(world)
+        )
+        return cls(name, index, row, tuple(rows))
+
+    @property
+    def codec(self) -> Codec:
+        return self.rows[0].codec
+
+    @property
+    def length(self) -> int:
+        """Bytes of a message, header included."""
+        return HEADER + self.codec.nbytes(self.row)
+
 
 class ShardedCompression(CompressorHandle):
     """Compressor of a model that FSDP2 shards.
 
     Args:
-        group: process group that no other code uses.
         sizes: values of a row by unit name.
         least: units with fewer values in all rows stay in FP32.
-        scaler: GradScaler of the loss, or None.
-
-    Attributes:
-        codec: codec of gradients.
-        units: units in model order.
     """
 
     def __init__(
@@ -73,21 +89,16 @@ class ShardedCompression(CompressorHandle):
         device: torch.device = CPU,
     ) -> None:
         self.codec = codec
+        codecs = [codec if row * world >= least else PLAIN for row in sizes.values()]
         self.units = tuple(
-            FsdpUnit(
-                name,
-                index,
-                row,
-                _rows(name, index, row, codec if row * world >= least else PLAIN, world),
-            )
+            FsdpUnit.of(name, index, row, codecs[index], world)
             for index, (name, row) in enumerate(sizes.items())
         )
         self._buckets = len(self.units)
         self._group, self._check_every = group, check_every
         self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
-        self._tally = statistics.CommunicationStatistics()
-        self._faults: list[str] = []
-        self._begun, self._finite = False, True
+        self._tally = CommunicationStatistics()
+        self._begun, self._outcome = False, StepOutcome()
         self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
@@ -97,32 +108,22 @@ class ShardedCompression(CompressorHandle):
         return self._state.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from this rank's `state_dict`.
-
-        Raises:
-            OptionError: the state is of another codec or another model.
-        """
         self._state.load(state, [piece for unit in self.units for piece in unit.rows])
 
-    def report(self) -> statistics.Report:
+    def report(self) -> Report:
         rank, world = self._state.rank, self._state.world
-        coded = sum(unit.row * world for unit in self.units if unit.rows[0].codec == self.codec)
+        coded = sum(unit.row * world for unit in self.units if unit.codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
-        result = statistics.report(self.codec.name, rank, world, coded, plain, self._tally)
-        return replace(result, replicated=False)
+        tally = replace(self._tally)
+        return Report(self.codec.name, rank, world, coded, plain, tally, replicated=False)
 
     def statement(self) -> dict[str, list[str]]:
-        return {
-            "gradient codec": [
-                repr(self.codec),
-                f"measured every {self._check_every} steps",
-                *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
-            ],
-            "gradient seed": [str(self._state.seed)],
-            "tensor codec": [
-                f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units
-            ],
-        }
+        codec = [repr(self.codec), f"measured every {self._check_every} steps"]
+        if self._loss_scaler is not None:
+            codec.append("with the scale of a GradScaler")
+        rows = [f"{unit.name}: rows of {unit.row} by {unit.codec!r}" for unit in self.units]
+        seed = [str(self._state.seed)]
+        return {"gradient codec": codec, "gradient seed": seed, "tensor codec": rows}
 
     def scatter(self, unit: FsdpUnit) -> Scatter:
         return Scatter(self, unit)
@@ -139,64 +140,66 @@ class ShardedCompression(CompressorHandle):
             RankError: a rank is gone.
             QSyncError: `op` is another reduction, or a gradient is missing for error feedback.
         """
-        state, step, row = self._state, self._state.step, output.numel()
-        mean = _is_mean(op)
+        state, row, tally = self._state, output.numel(), self._tally
+        divisor = _divisor(op, state.world)
         self._watch()
         if row != unit.row:
-            unit = self._smaller(unit, row)
+            unit = self._without_unused(unit, row)
+        about = f"{unit.name or 'the model'} in step {state.step}"
         with torch.no_grad():
             rows = value.to(torch.float32).view(state.world, row)
             begin = time.perf_counter()
-            mine = {
-                peer: self._encoded(unit, peer, rows[peer])
-                for peer in range(state.world)
-                if peer != state.rank
-            }
+            peers = [peer for peer in range(state.world) if peer != state.rank]
+            outgoing = {peer: self._encoded(unit, peer, rows[peer]) for peer in peers}
             encoded = time.perf_counter()
-            theirs = {peer: buffers.host(self._length(unit), rows.device) for peer in mine}
-            about = f"{unit.name or 'the model'} in step {step}"
-            exchange(self._group, mine, theirs, about)
+            incoming = {peer: buffers.host(unit.length, rows.device) for peer in peers}
+            exchange(self._group, outgoing, incoming, about)
             received = time.perf_counter()
             total = torch.zeros(row, dtype=torch.float32, device=rows.device)
             for sender in range(state.world):
                 if sender == state.rank:
                     total += rows[sender]
-                elif (fault := self._head(unit, sender).fault(theirs[sender])) is not None:
-                    self._faults.append(point_to_point.unread(state.rank, sender, about, fault))
                 else:
-                    unit.rows[state.rank].codec.decode(
-                        buffers.taken_to(theirs[sender][HEADER:], total), total, add=True
-                    )
-            output.copy_(total.div_(state.world) if mean else total)
+                    self._add(unit, sender, incoming[sender], total, about)
+            output.copy_(total.div_(divisor))
             if state.undone:
-                self._finite &= finite(output)
-        sums = self._tally
-        sums.encode, sums.transfer = (
-            sums.encode + encoded - begin,
-            sums.transfer + received - encoded,
-        )
-        sums.decode += time.perf_counter() - received
-        sums.buckets += 1
-        sums.wire += sum(message.numel() for message in mine.values())
-        sums.raw += 4 * row * len(mine)
-        sums.theory += unit.rows[0].codec.theory(row) * len(mine)
+                self._outcome.finite &= finite(output)
+        tally.encode += encoded - begin
+        tally.transfer += received - encoded
+        tally.decode += time.perf_counter() - received
+        tally.buckets += 1
+        tally.wire += unit.length * len(peers)
+        tally.raw += 4 * row * len(peers)
+        tally.theory += unit.codec.theory(row) * len(peers)
 
     def _encoded(self, unit: FsdpUnit, peer: int, values: Tensor) -> Tensor:
         piece, state = unit.rows[peer], self._state
-        message = buffers.host(self._length(unit), values.device)
-        near = buffers.beside(message[HEADER:], values)
-        self._head(unit, state.rank).write(message)
+        message = buffers.host(unit.length, values.device)
+        near = buffers.device_buffer(message[HEADER:], values)
+        self._header(unit, state.rank).write(message)
         residual = state.residual(piece, slice(0, piece.size), summed=False)
         measured = self._check_every > 0 and state.step % self._check_every == 0
-        wanted = values + residual if measured and residual is not None else values
-        piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
+        full = values
+        if measured and residual is not None:
+            full = values + residual
+        draw = state.draw(piece, state.step, 0, summed=False)
+        piece.codec.encode(values, near, draw, residual)
         if measured:
-            self._tally.measure(wanted, piece.codec, near)
+            self._tally.measure(full, piece.codec, near)
         if not buffers.native(values):
             message[HEADER:].copy_(near)
         return message
 
-    def _smaller(self, unit: FsdpUnit, row: int) -> FsdpUnit:
+    def _add(self, unit: FsdpUnit, sender: int, message: Tensor, total: Tensor, about: str) -> None:
+        """Add a received row to `total`, or record why it cannot be read."""
+        rank = self._state.rank
+        if (fault := self._header(unit, sender).fault(message)) is not None:
+            self._outcome.faults.append(point_to_point.unread(rank, sender, about, fault))
+            return
+        wire = buffers.on_device_of(message[HEADER:], total)
+        unit.rows[rank].codec.decode(wire, total, add=True)
+
+    def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
@@ -207,40 +210,26 @@ class ShardedCompression(CompressorHandle):
                 do="call model.set_reduce_scatter_unused_params(True), or use a codec without "
                 "error feedback, such as qsgd4",
             )
-        return FsdpUnit(
-            unit.name,
-            unit.index,
-            row,
-            _rows(unit.name, unit.index, row, unit.rows[0].codec, self._state.world),
-        )
+        return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
-    def _head(self, unit: FsdpUnit, sender: int) -> MessageHeader:
-        subject = point_to_point.hash_of(self._state.codec)
-        return MessageHeader(
-            subject, sender, unit.index, self._state.step, self._length(unit) - HEADER
-        )
-
-    def _length(self, unit: FsdpUnit) -> int:
-        return HEADER + unit.rows[0].codec.nbytes(unit.row)
+    def _header(self, unit: FsdpUnit, sender: int) -> MessageHeader:
+        state, length = self._state, unit.length - HEADER
+        return MessageHeader(state.codec, sender, unit.index, state.step, length)
 
     def _watch(self) -> None:
         """Start a step, and queue its end after the backward pass."""
         if not self._begun:
             self._begun = True
             self._state.begin(scale_of(self._loss_scaler))
-            self._state.undone = self._loss_scaler is not None and self._loss_scaler.is_enabled()
+            self._state.undone = is_scaled(self._loss_scaler)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        state, faults = self._state, self._faults
-        saved = self._finite
-        self._begun, self._faults, self._finite = False, [], True
-        state.settle(
-            point_to_point.settle(
-                self._group, state.rank, state.world, state.step, faults, 0, saved
-            )
-        )
+        state, outcome = self._state, self._outcome
+        self._begun, self._outcome = False, StepOutcome()
+        used = point_to_point.settle(self._group, state.rank, state.world, state.step, outcome)
+        state.settle(used)
         state.step += 1
         self._tally.steps += 1
 
@@ -265,17 +254,12 @@ class Scatter:
         self._compression.reduce(self._unit, output_tensor, input_tensor, op)
 
 
-def _rows(name: str, index: int, row: int, codec: Codec, world: int) -> tuple[ParameterSlice, ...]:
-    # Each row has its own random stream, since its values differ.
-    return tuple(
-        ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row))
-        for peer in range(world)
-    )
-
-
-def _is_mean(op: Any) -> bool:
-    if op in (distributed.ReduceOp.AVG, distributed.ReduceOp.SUM):
-        return bool(op == distributed.ReduceOp.AVG)
+def _divisor(op: Any, world: int) -> int:
+    """Return the divisor of the sum of all ranks' rows."""
+    if op == distributed.ReduceOp.SUM:
+        return 1
+    if op == distributed.ReduceOp.AVG:
+        return world
     raise QSyncError(
         "compressed gradients can only be summed or averaged, but FSDP divides them by a custom "
         "factor",

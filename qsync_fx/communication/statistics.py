@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from qsync_fx.communication.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """Summary of a controller's decisions so far.
+class BitLevelSummary:
+    """Summary of the decisions of AQGB's controller so far.
 
     Attributes:
         decisions: their number.
@@ -26,14 +26,11 @@ class Adapted:
     rate: float | None
 
     def __str__(self) -> str:
-        shares = ", ".join(
-            f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
-        )
-        rate = (
-            "link bandwidth not measured yet"
-            if self.rate is None
-            else f"link bandwidth {self.rate / 1e6:.1f} MB/s"
-        )
+        levels = sorted(self.levels.items())
+        shares = ", ".join(f"{share:.1%} in {bits} bits" for bits, share in levels)
+        rate = "link bandwidth not measured yet"
+        if self.rate is not None:
+            rate = f"link bandwidth {self.rate / 1e6:.1f} MB/s"
         return f"{self.decisions} decisions: {shares or 'no data sent'}; {rate}"
 
 
@@ -42,7 +39,6 @@ class CommunicationStatistics:
     """Sums over all buckets so far, on this rank.
 
     Attributes:
-        buckets, steps: counts.
         raw: bytes that the same exchanges would send in FP32.
         wire, theory: bytes sent, and bytes according to the papers.
         inside: bytes sent in FP32 within the node by `Hierarchy`; not part of the others.
@@ -82,15 +78,16 @@ class CommunicationStatistics:
             self.power += power
 
 
+_UNCOMPRESSED = "DistributedDataParallel sends all gradients uncompressed"
+
+
 @dataclass(frozen=True)
 class Report:
     """Report of a compressor; `str` formats it.
 
     Attributes:
-        codec: name of the codec.
         rank, world: rank and world size.
         coded, plain: parameter values that are coded, and values in FP32.
-        tally: statistics.
         adapted: AQGB's choices; None for other codecs.
         replicated: whether every rank has all parameters.
     """
@@ -101,7 +98,7 @@ class Report:
     coded: int
     plain: int
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
-    adapted: Adapted | None = None
+    adapted: BitLevelSummary | None = None
     replicated: bool = True
 
     @property
@@ -116,25 +113,27 @@ class Report:
 
     def line(self, buckets: int) -> str:
         """Return codec, buckets of the last step and mean bytes per step of this rank in a line."""
-        start = f"{self.codec} over gloo, rank {self.rank} of {self.world}: "
+        who = f"rank {self.rank} of {self.world}"
+        start = f"{self.codec} over gloo, {who}: "
         if self.world == 1:
             return f"{start}one rank, no communication"
-        if not self.coded and not self.tally.buckets:
-            return (
-                f"{self.codec}, rank {self.rank} of {self.world}: "
-                "DistributedDataParallel sends all gradients uncompressed"
-            )
+        if self._is_unused:
+            return f"{self.codec}, {who}: {_UNCOMPRESSED}"
         if not self.tally.steps:
             return f"{start}no step yet, {self.coded} values encoded and {self.plain} in FP32"
         return f"{start}{buckets} bucket{'s' * (buckets != 1)}, {self._bytes_of_step()}"
 
+    @property
+    def _is_unused(self) -> bool:
+        return not self.coded and not self.tally.buckets
+
     def _bytes_of_step(self) -> str:
         sums = self.tally
         wire, raw = round(sums.wire / sums.steps), round(sums.raw / sums.steps)
-        inside = (
-            f", {round(sums.inside / sums.steps)} within the node in FP32" if sums.inside else ""
-        )
-        return f"{wire} bytes per step instead of {raw} in FP32{inside}"
+        text = f"{wire} bytes per step instead of {raw} in FP32"
+        if sums.inside:
+            text += f", {round(sums.inside / sums.steps)} within the node in FP32"
+        return text
 
     def __str__(self) -> str:
         sums = self.tally
@@ -145,8 +144,8 @@ class Report:
         ]
         if self.world == 1:
             return "\n".join([*lines, "  one rank: no communication, gradients are unchanged"])
-        if not self.coded and not sums.buckets:
-            return "\n".join([*lines, "  DistributedDataParallel sends all gradients uncompressed"])
+        if self._is_unused:
+            return "\n".join([*lines, f"  {_UNCOMPRESSED}"])
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
             f"ratio {self.ratio:.4f}",
@@ -158,31 +157,20 @@ class Report:
                 f"  sent {sums.inside / 1e6:.3f} MB in FP32 within the node; the lines above "
                 "are for traffic between nodes"
             )
-        if self.replicated:
-            lines.append(
-                f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, bit-identical"
-                if sums.checks
-                else "  replicas not compared yet"
-            )
+        if self.replicated and sums.checks:
+            lines.append(f"  replicas compared {_times(sums.checks)}, bit-identical")
+        elif self.replicated:
+            lines.append("  replicas not compared yet")
         if self.adapted is not None:
             lines.append(f"  {self.adapted}")
         if self.variance is not None:
-            lines.append(
-                f"  added variance: {self.variance:.3g} of the squared norm of a rank's gradient"
-            )
+            share = f"{self.variance:.3g} of the squared norm of a rank's gradient"
+            lines.append(f"  added variance: {share}")
         return "\n".join(lines)
 
 
-def report(
-    codec: str,
-    rank: int,
-    world: int,
-    coded: int,
-    plain: int,
-    tally: CommunicationStatistics,
-    adapted: Adapted | None = None,
-) -> Report:
-    return Report(codec, rank, world, coded, plain, replace(tally), adapted)
+def _times(count: int) -> str:
+    return f"{count} time{'s' * (count != 1)}"
 
 
 @dataclass
@@ -206,7 +194,6 @@ class DuoReport(Report):
 
     Attributes:
         slow: statistics of the slow reduction.
-        ahead: counts of steps.
         outstanding: whether gradients are pending that were not yet applied in full precision.
         parameters: statistics of parameter exchange; None if the optimizer is not sharded.
         held: bytes of the optimizer's state and of the parameter copies.
@@ -239,8 +226,7 @@ class DuoReport(Report):
         if (sent := self.parameters) is not None:
             lines.append(
                 f"  parameters: sent {sent.wire / 1e6:.3f} MB instead of {sent.raw / 1e6:.3f} MB, "
-                f"transfer {sent.transfer:.3f} s, compared {sent.checks} "
-                f"time{'s' * (sent.checks != 1)}, bit-identical; memory of this rank's optimizer "
-                f"{self.held / 1e6:.3f} MB"
+                f"transfer {sent.transfer:.3f} s, compared {_times(sent.checks)}, bit-identical; "
+                f"memory of this rank's optimizer {self.held / 1e6:.3f} MB"
             )
         return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""Data-parallel training over unequal ranks.
+"""Data-parallel training over unequal ranks. Start with guard_training.py.
 
-`guard` (guard_training.py) wraps training: ranks agree before the first step (consensus/) and an
-error on one rank ends training on every rank. `measure_and_plan` (fleet_plan.py) profiles each rank
-and returns the plan of the cluster; `Replanning` (replan.py) solves again when monitoring/ detects
-drift in speed, memory or links. `compress` compresses gradients, `average_by_batch` weights them by
-batch size, and `check_replicas` compares parameters bit by bit. Start with guard_training.py.
+`guard` wraps training: ranks agree before the first step (consensus/) and an error on one rank ends
+training on every rank. `measure_and_plan` profiles each rank and returns the plan of the cluster;
+`Replanning` solves again when monitoring/ detects drift in speed, memory or links. `compress`
+compresses gradients, `average_by_batch` weights them, `check_replicas` compares parameters.
 """
 
 from qsync_fx.distributed.compress_gradients import compress

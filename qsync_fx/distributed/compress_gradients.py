@@ -1,10 +1,9 @@
 """Gradient compression for DistributedDataParallel and FSDP2.
 
 `compress` validates its arguments on each rank without communication, has all ranks agree on codec,
-seed and model, and installs a DDP communication hook or a custom FSDP2 reduce-scatter.
-
-Invariant: no rank sends gradients before all ranks agree; an error of one rank raises on every
-rank. This is the only file that reads private attributes of torch's FSDP.
+seed and model, and installs a DDP communication hook or a custom FSDP2 reduce-scatter. Invariant:
+no rank sends gradients before all ranks agree; an error of one rank raises on every rank. This is
+the only file that reads private attributes of torch's FSDP.
 """
 
 from __future__ import annotations
@@ -67,13 +66,14 @@ class CompressRequest:
 
     def tell(self, nodes: NodeGroups | None) -> None:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
+        size = 1 if nodes is None else nodes.size
         if nodes is not None and len(nodes.ranks) == 1:
             warnings.warn(
                 "all ranks share one node, so gradients are sent in FP32 and not compressed. Set "
                 "hierarchical=False to compress gradients between all ranks",
                 stacklevel=3,
             )
-        elif self.planned and self.planned != (size := 1 if nodes is None else nodes.size):
+        elif self.planned and self.planned != size:
             warnings.warn(
                 f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these nodes "
                 f"have {size}: the predicted step time does not apply. Find a plan for these nodes",
@@ -97,41 +97,40 @@ def checked(
         PlanError: the plan cannot be read.
     """
     plan = _plan(codec)
-    planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
-    chosen = planned if planned is not None else _made(codec)
-    if optimizer is not None and not isinstance(chosen, Duo):
-        raise OptionError(
-            "only DUO uses an optimizer; with a codec, the training loop calls optimizer.step()",
-            where="compress(..., optimizer=...)",
-            do='remove optimizer=..., or use "duo4" instead of the codec',
+    planned: Mapping[str, str] | None = None
+    if plan is not None:
+        planned = plan.codecs if isinstance(plan, ClusterPlan) else {}
+    chosen = _made(codec) if planned is None else planned
+    description, is_duo = None, isinstance(chosen, Duo)
+    if optimizer is not None and not is_duo:
+        name = "optimizer"
+        description = (
+            "only DUO uses an optimizer; with a codec, the training loop calls optimizer.step()"
         )
-    if sharded and not isinstance(chosen, Duo):
-        raise OptionError(
-            "only DUO shards the optimizer over ranks",
-            where="compress(..., sharded=...)",
-            do='remove sharded=..., use "duo4" with an optimizer, or shard the model with '
-            "fully_shard(model)",
+        do = 'remove optimizer=..., or use "duo4" instead of the codec'
+    elif sharded and not is_duo:
+        name, description = "sharded", "only DUO shards the optimizer over ranks"
+        do = (
+            'remove sharded=..., use "duo4" with an optimizer, or shard the model with '
+            "fully_shard(model)"
         )
-    if planned is not None and least is not None:
-        raise OptionError(
-            "a plan defines which tensors are sent in FP32",
-            where="compress(..., least=...)",
-            do="remove least=...",
-        )
-    if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
-        raise OptionError(
-            f"a scaler must have get_scale and is_enabled, but {type(scaler).__name__} does not",
-            where="compress(..., scaler=...)",
-            do="pass the torch.amp.GradScaler",
-        )
-    if hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
-        raise OptionError(
-            "hierarchical compression does not support FSDP, DUO and AQGB",
-            where="compress(..., hierarchical=...)",
-            do="remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel",
-        )
-    noted = nodes_noted(plan.notes) if planned and plan is not None else None
-    if noted is None:
+    elif planned is not None and least is not None:
+        name, description = "least", "a plan defines which tensors are sent in FP32"
+        do = "remove least=..."
+    elif scaler is not None and not (
+        hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")
+    ):
+        kind = type(scaler).__name__
+        name = "scaler"
+        description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
+        do = "pass the torch.amp.GradScaler"
+    elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
+        name = "hierarchical"
+        description = "hierarchical compression does not support FSDP, DUO and AQGB"
+        do = "remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel"
+    if description is not None:
+        raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
+    if not planned or plan is None or (noted := nodes_noted(plan.notes)) is None:
         return CompressRequest(chosen, hierarchical or False)
     size, in_a_row = noted
     if hierarchical is False:
@@ -142,31 +141,26 @@ def checked(
             stacklevel=3,
         )
         return CompressRequest(chosen)
-    return CompressRequest(
-        chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size
-    )
+    if hierarchical is None:
+        hierarchical = size if in_a_row else True
+    return CompressRequest(chosen, hierarchical, size)
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
     """Return the seed modulo 2**64; raise `OptionError` if a number is out of its range."""
-    _number("seed", seed, "an integer", "use an integer", None)
+    _number("seed", seed, "an integer", "use an integer", -math.inf)
     if least is not None:
         _number("least", least, "a number of values", "use 0 or more, or remove least=...", 0)
     _number("check_every", check_every, "a number of steps", "use 0 to disable the check", 0)
     return seed % 2**64
 
 
-def _number(name: str, value: object, description: str, do: str, smallest: int | None) -> None:
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and (smallest is None or value >= smallest)
-    ):
+def _number(name: str, value: object, expected: str, do: str, smallest: float) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= smallest:
         return
     reported = shown(value) if isinstance(value, str) else value
-    raise OptionError(
-        f"{name} must be {description}, not {reported}", where=f"compress(..., {name}=...)", do=do
-    )
+    description = f"{name} must be {expected}, not {reported}"
+    raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
@@ -232,30 +226,32 @@ def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
 
 def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
-    if not isinstance(chosen, Codec):
-        raise OptionError(
+    if isinstance(chosen, Duo):
+        description = (
             "DUO requires a DistributedDataParallel: with FSDP, a rank does not have the "
             "parameters that DUO must store"
-            if isinstance(chosen, Duo)
-            else "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
-            "parameters as one row",
-            where="compress",
-            do='use DistributedDataParallel, or a codec such as "qsgd8"',
         )
-    if isinstance(chosen, Adaptive):
-        raise OptionError(
-            "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units",
-            where="compress",
-            do='use one level, such as "aqgb16", or another codec',
+        do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
+    elif not isinstance(chosen, Codec):
+        description = (
+            "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
+            "parameters as one row"
         )
-    if chosen.fitted((3, 5)) != chosen:
-        raise OptionError(
+        do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
+    elif isinstance(chosen, Adaptive):
+        description = (
+            "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
+        )
+        do = 'use one level, such as "aqgb16", or another codec'
+    elif chosen.fitted((3, 5)) != chosen:
+        description = (
             f"{chosen.name} encodes columns of parameters, but FSDP reduces the gradients of many "
-            "parameters as one row",
-            where="compress",
-            do='use a codec of consecutive values, such as "1bit*"',
+            "parameters as one row"
         )
-    return chosen
+        do = 'use a codec of consecutive values, such as "1bit*"'
+    else:
+        return chosen
+    raise OptionError(description, where="compress", do=do)
 
 
 def assignment(
@@ -264,22 +260,22 @@ def assignment(
     """Return the codec of each parameter; raise `PlanError` if the plan is of another model."""
     if isinstance(chosen, Duo):
         return chosen.assigned(sizes, least)
-    return (
-        ddp_hook.to_all(chosen, sizes, least)
-        if isinstance(chosen, Codec)
-        else ddp_hook.by_plan(chosen, names)
-    )
+    if isinstance(chosen, Codec):
+        return ddp_hook.to_all(chosen, sizes, least)
+    return ddp_hook.by_plan(chosen, names)
 
 
 def weight_codecs(
     duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: int | None
 ) -> Sequence[Codec] | None:
     """Return the codec of each parameter's updates; None if the optimizer is not sharded."""
-    if sharded is False:
-        return None
-    return ddp_hook.to_all(
-        weights_codec(duo, None if sharded is True else sharded), sizes, least
-    ).codecs
+    if isinstance(sharded, bool):
+        if not sharded:
+            return None
+        codec = weights_codec(duo, None)
+    else:
+        codec = weights_codec(duo, sharded)
+    return ddp_hook.to_all(codec, sizes, least).codecs
 
 
 def _plan(result: object) -> Plan | ClusterPlan | None:
@@ -318,33 +314,30 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
     """
     result: dict[str, int] = {}
     for name, module in _units(model).items():
-        groups = _groups(module)
+        where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
             raise OptionError(
                 "FSDP shards the parameters of one module over several meshes, which compression "
                 "does not support",
-                where=name or "the model",
+                where=where,
                 do="shard the module over one mesh",
             )
         if any(type(group._reduce_scatter_comm).__name__ != _TORCHS for group in groups):
             raise OptionError(
                 "the model already has a custom reduce-scatter, and FSDP supports one",
-                where=name or "the model",
+                where=where,
                 do="shard a new model, and call compress once",
             )
-        trained = [p for group in groups for p in _parameters(group) if p.requires_grad]
-        if trained:
-            result[name] = sum(_row(name, p) for p in trained)
-    if full := [
-        name
-        for name, p in unwrapped(model).named_parameters()
-        if p.requires_grad and not isinstance(p, DTensor)
-    ]:
-        raise OptionError(
-            "FSDP does not shard the parameter, so its gradients are not averaged",
-            where=full[0],
-            do="call fully_shard(model) on the root module",
-        )
+        parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
+        if trained := [p for p in parameters if p.requires_grad]:
+            result[name] = sum(_row(where, p) for p in trained)
+    for name, p in unwrapped(model).named_parameters():
+        if p.requires_grad and not isinstance(p, DTensor):
+            raise OptionError(
+                "FSDP does not shard the parameter, so its gradients are not averaged",
+                where=name,
+                do="call fully_shard(model) on the root module",
+            )
     return result
 
 
@@ -366,31 +359,28 @@ def _units(model: nn.Module) -> dict[str, Any]:
 
 def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    # Versions of torch differ: one group, or a list.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
-def _parameters(group: Any) -> list[nn.Parameter]:
-    return [parameter.sharded_param for parameter in group.fsdp_params]
-
-
-def _row(name: str, parameter: Any) -> int:
-    mesh, placement = parameter.device_mesh, parameter.placements[0]
-    if (
-        mesh.ndim != 1
-        or mesh.size() != distributed.get_world_size()
-        or not isinstance(placement, Shard)
-    ):
+def _row(where: str, parameter: Any) -> int:
+    """Return the values of a parameter's padded shard."""
+    mesh, placement, world = (
+        parameter.device_mesh,
+        parameter.placements[0],
+        distributed.get_world_size(),
+    )
+    if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
         raise OptionError(
             f"the parameter is sharded by {parameter.placements} over {mesh}, but compression "
             "requires one shard on each rank",
-            where=name or "the model",
+            where=where,
             do="shard over a one-dimensional mesh of all ranks",
         )
-    compressible(name or "the model", parameter, "train this model in FP32, or without compress")
-    world: int = mesh.size()
+    compressible(where, parameter, "train this model in FP32, or without compress")
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:
         return -(-shape[0] // world) * math.prod(shape[1:])
@@ -485,91 +475,51 @@ def compress(
         PlanError: the plan cannot be read, or is of another model.
         RankError: the ranks do not agree; raised on all of them.
     """
-    rank = distributed.get_rank() if several_ranks() else 0
     with told_to_all():
         seed = checked_numbers(seed, least, check_every)
         fsdp = is_sharded(model)
-        wanted = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
-        chosen = wanted.way
+        request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
+        chosen = request.way
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
         else:
             parallel, named = trained(model)
-            names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
-            subject = assignment(chosen, names, sizes, least)
-            weights = (
-                weight_codecs(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
-            )
-            stepped = (
-                functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
-            )
+            sizes = [p.numel() for _, p in named]
+            assigned = assignment(chosen, [name for name, _ in named], sizes, least)
+            if isinstance(chosen, Duo):
+                weights = weight_codecs(chosen, sharded, sizes, least)
+                stepped = functional_optimizer.checked(optimizer, named)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
     nodes = None
     if several_ranks():
-        nodes = nodes_of_ranks(wanted.hierarchical, rendezvous.patience())
-        wanted.tell(nodes)
+        nodes = nodes_of_ranks(request.hierarchical, rendezvous.patience())
+        request.tell(nodes)
+    rank, world, group = distributed.get_rank(), distributed.get_world_size(), _group_of_our_own()
     if fsdp:
-        return _sharded(model, rows, units, seed, least, check_every, scaler)
-    world, owned = distributed.get_world_size(parallel.process_group), _group_of_our_own()
-    if stepped is not None and isinstance(chosen, Duo):
+        device = next(p.device for p in model.parameters() if p.requires_grad)
+        if least is None:
+            least = threshold([row * world for row in rows.values()])
+        compression = ShardedCompression(
+            group, rank, world, rows, units, seed, least, check_every, scaler, device
+        )
+        _agree(compression)
+        reduce_by(model, compression)
+        return compression
+    common = group, rank, world, named, assigned, seed, check_every
+    if isinstance(chosen, Duo):
 
         def joins() -> bool:
             return bool(parallel._join_config.enable)
 
-        ahead = DuoCompressor(
-            owned,
-            rank,
-            world,
-            named,
-            subject,
-            seed,
-            check_every,
-            chosen.ahead,
-            stepped,
-            scaler,
-            joins,
-            weights,
-        )
-        _agree(ahead)
-        ahead.follow()
-        parallel.register_comm_hook(None, ahead.hook)
-        return ahead
-    result = DdpCompressor(owned, rank, world, named, subject, seed, check_every, scaler, nodes)
+        duo = DuoCompressor(*common, chosen.ahead, stepped, scaler, joins, weights)
+        _agree(duo)
+        duo.follow()
+        parallel.register_comm_hook(None, duo.hook)
+        return duo
+    result = DdpCompressor(*common, scaler, nodes)
     _agree(result)
     result.attach(lambda: parallel.register_comm_hook(None, result.hook))
-    return result
-
-
-def _sharded(
-    model: nn.Module,
-    rows: Mapping[str, int],
-    codec: Codec,
-    seed: int,
-    least: int | None,
-    check_every: int,
-    scaler: object,
-) -> ShardedCompression:
-    world, device = (
-        distributed.get_world_size(),
-        next(p.device for p in model.parameters() if p.requires_grad),
-    )
-    if least is None:
-        least = threshold([row * world for row in rows.values()])
-    result = ShardedCompression(
-        _group_of_our_own(),
-        distributed.get_rank(),
-        world,
-        rows,
-        codec,
-        seed,
-        least,
-        check_every,
-        scaler,
-        device,
-    )
-    _agree(result)
-    reduce_by(model, result)
     return result
 
 

@@ -1,10 +1,9 @@
 """Plan of a running cluster: ranks profile themselves, rank 0 solves and broadcasts.
 
-`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later from slowdowns
-and memory limits without measuring again. `FleetPlan` is the cluster plan together with its survey.
-
-Invariant: all ranks return the same plan, with the device class of every rank, or all raise. While
-a rank measures or rank 0 solves, no other rank waits in a collective, so errors propagate at once.
+`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later without
+measuring again; `FleetPlan` is the cluster plan with its survey. Invariant: all ranks return the
+same plan, or all raise. While a rank measures or rank 0 solves, no other rank waits in a
+collective, so errors propagate at once.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ class PlanSurvey:
     """Measurements of all ranks, from which plans are solved; an immutable value.
 
     Attributes:
-        ranks: device class of each rank.
         profiles: profile of the slowest rank of each class.
         wishes: planning request of the user: keyword arguments of `qsync_fx.find_plan`.
         batches: samples per step on that slowest rank, by class, if known.
-        links: node topology and link measurements.
     """
 
     ranks: tuple[str, ...]
@@ -108,21 +105,19 @@ class PlanSurvey:
             QSyncError: no plan satisfies the limits.
         """
         counts = Counter(self.ranks)
-        devices = {
-            name: ClusterDevice(
-                counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name)
-            )
-            for name in self.profiles
-        }
-        wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
+        devices = {}
+        for name in self.profiles:
+            slowdown, batch = slowdowns.get(name, 1.0), self.batches.get(name)
+            devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch)
+        wishes = dict(self.wishes)
+        if memory is not None:
+            wishes["memory"] = memory
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # The link measurements of the cluster are in the profiles.
         result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
-        return (
-            replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
-            if self.links.uneven
-            else result
-        )
+        if self.links.uneven:
+            return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
+        return result
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -161,10 +156,8 @@ class FleetPlan(ClusterPlan):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ClusterPlan):
             return NotImplemented
-        mine, theirs = (
-            (item.classes, item.devices, item.ranks, item.codecs) for item in (self, other)
-        )
-        return mine == theirs
+        names = ("classes", "devices", "ranks", "codecs")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     __hash__ = ClusterPlan.__hash__
 
@@ -178,9 +171,8 @@ def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
     """Return a profile with other all-reduce measurements, if there are any."""
     if not links:
         return profile
-    return replace(
-        profile, collectives=[replace(item, seconds=list(links)) for item in profile.collectives]
-    )
+    collectives = [replace(item, seconds=list(links)) for item in profile.collectives]
+    return replace(profile, collectives=collectives)
 
 
 def _seconds(profile: Profile) -> float:
@@ -265,16 +257,12 @@ def measure_and_plan(
             model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring
         )
         alone = _Choosing([mine], [profile], wishes, [samples_in(first)], max_replans)
+        measuring |= {"optimizer": optimizer, "progress": progress}
         while (plan := alone.next) is not None:
-            ran = {
-                **measuring,
-                "optimizer": optimizer,
-                "progress": progress,
-                "plan": plan.classes[mine],
-            }
-            profile = measure(model, step, [first], profile=profile, **ran)
+            part = plan.classes[mine]
+            profile = measure(model, step, [first], profile=profile, plan=part, **measuring)
             alone.learn([profile])
-        return alone.taken(save)
+        return alone.final(save)
     with Meeting(compiling, silence, collectives=False) as meeting:
         check_arguments()
         if save is not None and meeting.rank == 0:
@@ -288,25 +276,20 @@ def measure_and_plan(
         meeting.put("class", mine)
         meeting.agree("models", agreement.of_model(model), agreement.REMEDIES)
         if meeting.rank == 0:
-            _check_classes(
-                memory, [meeting.get("class", rank, compiling) for rank in range(meeting.world)]
-            )
+            _check_classes(memory, meeting.get_all("class", compiling))
         if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
             in_a_row(hierarchical, meeting.world)
         meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
-        settings: dict[str, Any] = {
-            "optimizer": optimizer,
-            "progress": progress and meeting.rank == 0,
-        }
+        measuring |= {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
         if (path := measuring.get("path")) is not None:
-            settings["path"] = _of_rank(path, meeting.rank)
+            measuring["path"] = _of_rank(path, meeting.rank)
 
         def current() -> None:
             # All ranks arrive here before any of them waits for another in a collective.
             meeting.agree("measurements", {}, {}, patient=True)
 
         profile = measure(
-            model, watched, batches, precisions, **{**measuring, **settings, "all_reduce": current}
+            model, watched, batches, precisions, **{**measuring, "all_reduce": current}
         )
         device = next((parameter.device for parameter in model.parameters()), CPU)
         links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
@@ -314,30 +297,23 @@ def measure_and_plan(
         meeting.put("profile", profile.to_json())
         choosing: _Choosing | None = None
         if meeting.rank == 0:
-            classes, samples = (
-                [meeting.get(key, rank, compiling) for rank in range(meeting.world)]
-                for key in ("class", "batch")
-            )
+            classes = meeting.get_all("class", compiling)
+            samples = [int(item) for item in meeting.get_all("batch", compiling)]
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(
-                classes, profiles, wishes, [int(item) for item in samples], max_replans, links
-            )
+            choosing = _Choosing(classes, profiles, wishes, samples, max_replans, links)
         for index in itertools.count():
             if choosing is not None:
-                meeting.put(
-                    f"plan {index} to run", "" if choosing.next is None else choosing.next.to_json()
-                )
+                following = choosing.next
+                meeting.put(f"plan {index} to run", following.to_json() if following else "")
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
-            profile = measure(
-                model, watched, [first], profile=profile, **{**measuring, **settings, "plan": part}
-            )
+            profile = measure(model, watched, [first], profile=profile, plan=part, **measuring)
             meeting.put(f"profile {index}", profile.to_json())
             if choosing is not None:
                 choosing.learn(_profiles(meeting, f"profile {index}", compiling))
         if choosing is not None:
-            chosen = choosing.taken(save)
+            chosen = choosing.final(save)
             meeting.put("plan", chosen.to_json())
         result = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
         meeting.agree("plans", {"plan": [result.to_json()]}, {})
@@ -345,11 +321,7 @@ def measure_and_plan(
 
 
 class _Choosing:
-    """Solver loop of rank 0: from the profiles of all ranks to the final plan.
-
-    Attributes:
-        next: the plan to run next; None at the end of the loop.
-    """
+    """Solver loop of rank 0: from the profiles of all ranks to the final plan."""
 
     def __init__(
         self,
@@ -362,23 +334,22 @@ class _Choosing:
     ) -> None:
         self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
         self._samples = samples
-        self._rounds = ReplanLoop(
-            self._survey.answer(), lambda _: self._survey.answer(), max_replans
-        )
+        first = self._survey.answer()
+        self._rounds = ReplanLoop(first, lambda _: self._survey.answer(), max_replans)
 
     @property
     def next(self) -> FleetPlan | None:
+        """The plan to run next; None at the end of the loop."""
         return self._found() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Solve again from the profiles that ranks corrected by running the last plan."""
         before = self._survey
-        self._survey = PlanSurvey.of(
-            before.ranks, profiles, before.wishes, self._samples, before.links
-        )
+        ranks, wishes, links = before.ranks, before.wishes, before.links
+        self._survey = PlanSurvey.of(ranks, profiles, wishes, self._samples, links)
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
-    def taken(self, save: Path | None) -> FleetPlan:
+    def final(self, save: Path | None) -> FleetPlan:
         """Return the final plan; write it to a file if one is given."""
         result = self._found()
         if save is not None:
@@ -410,22 +381,24 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
 
 def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:
     """Raise `PlanError` if `memory` names a class of devices that no rank has."""
-    for name in memory if isinstance(memory, Mapping) else ():
+    if not isinstance(memory, Mapping):
+        return
+    for name in memory:
         if name not in classes:
-            raise PlanError(
+            description, do = (
                 f"no rank has the device class {shown(name)}",
-                where="memory",
-                do=nearest(name, set(classes)),
+                nearest(name, set(classes)),
             )
+            raise PlanError(description, where="memory", do=do)
 
 
 def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
-    return [PROFILE.decode(meeting.get(key, rank, limit)) for rank in range(meeting.world)]
+    return [PROFILE.decode(text) for text in meeting.get_all(key, limit)]
 
 
 def _of_rank(path: Path, rank: int) -> pathlib.Path:
-    result = pathlib.Path(path)
-    return result.with_name(f"{result.stem}.{rank}{result.suffix}")
+    path = pathlib.Path(path)
+    return path.with_stem(f"{path.stem}.{rank}")
 
 
 def _class_of(device: str) -> str:

@@ -1,8 +1,5 @@
 """`guard`: context that synchronizes errors of data-parallel training over ranks.
 
-The user opens it explicitly, because a rank cannot know the state of the others: it may compile for
-evaluation on its own.
-
 Invariant: under a guard, an error on any rank ends training on every rank with an error that names
 the rank and its reason, unless the process is killed before it can report. The guard changes no
 tensor, gradient or random state.
@@ -75,8 +72,8 @@ def guard(
             f"guard requires a torch.nn.Module, not {type(model).__name__}",
             do="pass the model that is trained",
         )
-    for name, value in (("compiling", compiling), ("silence", 1 if silence is None else silence)):
-        if not value > 0:
+    for name, value in (("compiling", compiling), ("silence", silence)):
+        if value is not None and not value > 0:
             raise OptionError(
                 f"{name} must be a positive number of seconds, not {value}",
                 where=f"guard(..., {name}=...)",
@@ -144,10 +141,9 @@ class Guard:
                 stack.callback(handle.remove)
             self._watch(meeting, stack)
             if self._check_every or self._peaks is not None or self._replanner is not None:
-                before = register_optimizer_step_pre_hook(agreement.uncompiled(self._before_step))
-                stack.callback(before.remove)
-                after = register_optimizer_step_post_hook(agreement.uncompiled(self._after_step))
-                stack.callback(after.remove)
+                before, after = map(agreement.uncompiled, (self._before_step, self._after_step))
+                stack.callback(register_optimizer_step_pre_hook(before).remove)
+                stack.callback(register_optimizer_step_post_hook(after).remove)
             self._stack = stack.pop_all()
         return self
 
@@ -171,27 +167,20 @@ class Guard:
     def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
         """Measure peak memory if a plan limits it, and step time if the ranks replan."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
-        foreseen = next(
-            (
-                result
-                for plan in plans
-                if (result := PredictedCost.noted(plan.notes)).memory is not None
-            ),
-            None,
-        )
-        if foreseen is None and self._replan is None:
+        costs = [PredictedCost.noted(plan.notes) for plan in plans]
+        limited = [cost for cost in costs if cost.memory is not None]
+        if not limited and self._replan is None:
             return
-        name = next(
-            (plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes), None
-        )
-        who = f"rank {meeting.rank}{'' if name is None else f' ({name})'}"
+        names = [plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes]
+        who = " ".join([f"rank {meeting.rank}", *(f"({name})" for name in names[:1])])
         self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
-        self._peaks.follow(foreseen or PredictedCost())
+        self._peaks.follow(limited[0] if limited else PredictedCost())
         stack.callback(self._peaks.close)
         stack.callback(when_called(self._model, self._peaks.called))
         if self._replan is not None:
-            of = self._model, self._replan, meeting, self._peaks
-            self._replanner = Replanner(*of, lambda: self._optimizers)
+            self._replanner = Replanner(
+                self._model, self._replan, meeting, self._peaks, lambda: self._optimizers
+            )
             stack.enter_context(self._replanner.pace)
 
     def _first_call(self, meeting: Meeting) -> Any:
@@ -202,16 +191,13 @@ class Guard:
             if called or not (module.training and torch.is_grad_enabled()):
                 return
             called = True
-            mine = agreement.of_batch(
-                args, kwargs, self._same_batch and not averages_by_batch(self._model)
-            )
+            sizes = self._same_batch and not averages_by_batch(self._model)
+            mine = agreement.of_batch(args, kwargs, sizes)
             meeting.agree("batches", mine, agreement.REMEDIES, patient=True)
 
         return agreement.uncompiled(compare)
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Compare parameters that previous steps produced.
 
         During a step of a sharded optimizer, parameters may be updated on one rank only.
@@ -227,9 +213,7 @@ class Guard:
             self._steps += 1
         self._within += 1
 
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._trains(optimizer):
             return
         self._within -= 1

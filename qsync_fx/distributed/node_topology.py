@@ -44,7 +44,7 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
         if hierarchical is False:
             return None
         if hierarchical is True:
-            return grouped(_names(meeting, limit))
+            return grouped(_node_names(meeting, limit))
         return grouped(in_a_row(hierarchical, meeting.world))
 
 
@@ -70,33 +70,31 @@ FLAT: Final = NodeLinks()
 def nodes_to_plan_for(
     meeting: Meeting, hierarchical: bool | int | None, limit: float
 ) -> tuple[NodeGroups | None, bool]:
-    """Return the nodes that a plan is solved for, and whether they are uneven.
+    """Return the nodes that a plan is solved for, and whether they have different sizes.
+
+    The nodes are None if ranks are not grouped, as with nodes of different sizes.
 
     Args:
         hierarchical: as of `nodes_of_ranks`; None groups ranks if there are several nodes, each
             with the same number of ranks. Rank 0's value is used.
         limit: seconds to wait for another rank.
 
-    Returns:
-        nodes: None if ranks are not grouped.
-        uneven: whether this is because nodes have different numbers of ranks.
-
     Raises:
-        OptionError: on rank 0: nodes have different numbers of ranks.
+        OptionError: on rank 0, nodes have different numbers of ranks.
         RankError: on the other ranks, for the same reason.
     """
-    names = _names(meeting, limit)
+    names = _node_names(meeting, limit)
     if meeting.rank == 0:
         uneven = hierarchical is None and len({names.count(name) for name in names}) > 1
-        if hierarchical is False or uneven or (hierarchical is None and len(set(names)) == 1):
-            nodes = None
-        else:
-            nodes = grouped(
-                names if hierarchical in (None, True) else in_a_row(hierarchical, meeting.world)
-            )
-        meeting.put("nodes", json.dumps([None if nodes is None else nodes.ranks, uneven]))
+        one_node = hierarchical is None and len(set(names)) == 1
+        nodes = None
+        if not (hierarchical is False or uneven or one_node):
+            if not isinstance(hierarchical, bool | None):
+                names = in_a_row(hierarchical, meeting.world)
+            nodes = grouped(names)
+        meeting.put("nodes", json.dumps([nodes and nodes.ranks, uneven]))
     ranks, uneven = json.loads(meeting.get("nodes", 0, limit))
-    return None if ranks is None else NodeGroups(tuple(map(tuple, ranks))), uneven
+    return ranks and NodeGroups(tuple(map(tuple, ranks))), uneven
 
 
 def links_between_nodes(
@@ -104,9 +102,7 @@ def links_between_nodes(
 ) -> NodeLinks:
     """Return the topology of the running ranks, with all-reduces measured by all of them.
 
-    Args:
-        meeting, hierarchical, limit: as of `nodes_to_plan_for`, which raises the same errors.
-        device: device of the gradients.
+    Arguments and errors are as of `nodes_to_plan_for`; `device` is that of the gradients.
     """
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
@@ -116,11 +112,10 @@ def links_between_nodes(
 
 def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup:
     """Measure all-reduces inside and between nodes; call it on all ranks."""
-    size, count = nodes.size, len(nodes.ranks)
+    size, count, across = nodes.size, len(nodes.ranks), []
     inside = all_reduces(nodes.ranks, device)
-    across = (
-        all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device) if count > 1 else []
-    )
+    if count > 1:
+        across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device)
     return cluster.NodeGroup(
         size,
         ring=distributed.get_backend(carrying(device)) == "gloo",
@@ -146,31 +141,23 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
     result: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         result.setdefault(name, []).append(rank)
-    sizes = {name: len(ranks) for name, ranks in result.items()}
-    if len(set(sizes.values())) > 1:
-        most, fewest = (
-            max(sizes, key=lambda name: sizes[name]),
-            min(sizes, key=lambda name: sizes[name]),
-        )
+    most, fewest = (pick(result, key=lambda name: len(result[name])) for pick in (max, min))
+    if len(result[most]) != len(result[fewest]):
         raise OptionError(
-            f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}",
+            f"the node {most} has {len(result[most])} ranks, but {fewest} has "
+            f"{len(result[fewest])}",
             where="hierarchical",
             do="start the same number of ranks on each node, or set hierarchical=False",
         )
-    return (
-        None
-        if len(result) == len(names)
-        else NodeGroups(tuple(tuple(ranks) for ranks in result.values()))
-    )
+    if len(result) == len(names):
+        return None
+    return NodeGroups(tuple(map(tuple, result.values())))
 
 
-def _names(meeting: Meeting, limit: float) -> list[str]:
-    meeting.put("node", _own())
-    return [meeting.get("node", rank, limit) for rank in range(meeting.world)]
-
-
-def _own() -> str:
-    """Return this rank's node name: torchrun's group rank, or else the host name."""
+def _node_names(meeting: Meeting, limit: float) -> list[str]:
+    """Return the node name of each rank: torchrun's group rank, or else the host name."""
+    name = socket.gethostname()
     if (node := environment.text("GROUP_RANK")) and environment.text("LOCAL_WORLD_SIZE"):
-        return json.dumps(["torchrun's", node])
-    return socket.gethostname()
+        name = json.dumps(["torchrun's", node])
+    meeting.put("node", name)
+    return meeting.get_all("node", limit)

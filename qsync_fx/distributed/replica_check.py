@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from itertools import compress
+from operator import ne
 
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from qsync_fx.communication.control_group import control
+from qsync_fx.distributed.consensus.agreement import first_of
+from qsync_fx.distributed.consensus.rendezvous import several_ranks
+from qsync_fx.distributed.consensus.store_channel import Failure
 from qsync_fx.errors import RankError
 from qsync_fx.module_paths import unwrapped
 
@@ -28,22 +33,13 @@ def check_replicas(model: nn.Module) -> None:
     Raises:
         RankError: on every rank, with the rank and the parameters that differ.
     """
-    if (
-        not (distributed.is_available() and distributed.is_initialized())
-        or distributed.get_world_size() == 1
-    ):
-        return
-    result = digests(model)
-    if not result:
+    if not several_ranks() or not (result := digests(model)):
         return
     least = torch.tensor(list(result.values()), dtype=torch.int64)
     most = least.clone()
     distributed.all_reduce(least, distributed.ReduceOp.MIN, group=control())
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=control())
-    unequal = [
-        name for name, differs in zip(result, (least != most).tolist(), strict=True) if differs
-    ]
-    if unequal:
+    if unequal := list(compress(result, (least != most).tolist())):
         raise _differ(unequal, [result[name] for name in unequal])
 
 
@@ -52,38 +48,31 @@ def _differ(names: list[str], mine: list[int]) -> RankError:
     distributed.all_gather_object(everyones, mine, group=control())
     usual = list(Counter(map(tuple, everyones)).most_common(1)[0][0])
     others = [rank for rank, values in enumerate(everyones) if values != usual]
-    differing = [
-        name
-        for name, value, expected in zip(names, everyones[others[0]], usual, strict=True)
-        if value != expected
-    ]
-    more = f", ... ({len(differing)} in total)" if len(differing) > _SHOWN else ""
-    error = RankError(
+    differing = list(compress(names, map(ne, everyones[others[0]], usual)))
+    where = first_of(differing, _SHOWN)
+    if others[1:]:
+        where += f"; ranks {', '.join(map(str, others))}"
+    description = (
         f"the parameters of rank {others[0]} differ from those of rank {everyones.index(usual)}; "
-        "they must be bit-identical",
-        where=f"{', '.join(differing[:_SHOWN])}{more}"
-        + (f"; ranks {', '.join(map(str, others))}" if others[1:] else ""),
-        do="check that all ranks start with the same parameters, use the same optimizer settings, "
-        "and do not change averaged gradients",
+        "they must be bit-identical"
     )
-    error.rank = others[0]
-    return error
+    do = (
+        "check that all ranks start with the same parameters, use the same optimizer settings, "
+        "and do not change averaged gradients"
+    )
+    return Failure(others[0], description, where, do).error()
 
 
 def digests(model: nn.Module) -> dict[str, int]:
     """Return a 64-bit hash of the bits of each parameter that is not a DTensor, by name."""
-    named = [
-        (name, p) for name, p in unwrapped(model).named_parameters() if not isinstance(p, DTensor)
-    ]
-    if not named:
-        return {}
-    result = torch.stack([_digest(p.detach()) for _, p in named]).tolist()
-    return {name: digest for (name, _), digest in zip(named, result, strict=True)}
+    named = unwrapped(model).named_parameters()
+    result = {name: _digest(p.detach()) for name, p in named if not isinstance(p, DTensor)}
+    return {name: int(digest) for name, digest in result.items()}
 
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit polynomial hash of a tensor: int64 scalar on the CPU.
+    """Return a 64-bit polynomial hash of a tensor: int64 scalar on its device.
 
     Chunks of 2**20 bytes are summed with odd weights modulo 2**64 and combined with factor 31.
     """
@@ -92,7 +81,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     for index in range(0, values.numel(), _CHUNK):
         part = values[index : index + _CHUNK].to(torch.int64) + 1
         total = total * 31 + (part * _weights(tensor.device)[: part.numel()]).sum()
-    return total.cpu()
+    return total
 
 
 @functools.lru_cache(maxsize=8)

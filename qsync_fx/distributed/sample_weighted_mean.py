@@ -4,9 +4,6 @@ DistributedDataParallel averages over ranks the means over samples of each rank.
 samples, the mean over all samples weights its gradient by b(r) * ranks / sum(b). The sample counts
 are reduced with the first bucket of each step, so batch sizes may change between steps, and a rank
 without data (`join`) has weight 0.
-
-Invariant: for a loss that is a mean over samples, the gradient equals the gradient of one process
-with the full batch, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     def weigh(value: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         gradients: torch.Tensor = bucket.buffer()
         if bucket.index() == 0:
-            total = torch.tensor(
-                float(counted.samples), dtype=torch.float64, device=gradients.device
-            )
+            total = gradients.new_tensor(counted.samples, dtype=torch.float64)
             distributed.all_reduce(total, group=group)
             share = counted.samples * distributed.get_world_size(group)
             counted.weight, counted.samples = share / total.clamp(min=1), 0

@@ -13,19 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from qsync_fx.communication.codec_cost_model import (
-    COPY,
     Rates,
     by_bucket,
-    of_copy,
-    of_gpu,
-    of_speeds,
+    of_device,
     slowed,
     slowest,
     uniform,
 )
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.devices.device_catalog import get, names
-from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.replayer.cluster import Cluster, Network
@@ -81,31 +77,15 @@ def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
     )
 
 
-def of_catalog(device: Device) -> Rates:
-    """Return rates predicted from memory bandwidth; a copy reads and writes each byte."""
-    copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
-    if host:
-        return of_gpu(
-            copy,
-            host,
-            f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory, "
-            f"{host / 1e9:.3g} GB/s to the host",
-        )
-    return of_copy(
-        copy, f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory"
-    )
-
-
 def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
-    if speeds := getattr(profile, "codecs", ()):
-        return of_speeds(speeds, f"measured on {name}")
     called = fleet.devices[name].device
     stem = pathlib.PurePath(graph_of(name, profile).device).stem
+    device = None
     if isinstance(profile, DeviceTimes):
-        return of_catalog(profile.device)
-    if called is not None or stem in names():
-        return of_catalog(get(called or stem))
-    return of_copy(COPY, f"predicted for {name}: {COPY / 1e9:.3g} GB/s for copies by one core")
+        device = profile.device
+    elif called is not None or stem in names():
+        device = get(called or stem)
+    return of_device(device, name, getattr(profile, "codecs", ()))
 
 
 _LOWEST: Final = 1e4

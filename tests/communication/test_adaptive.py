@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from qsync_fx.communication.aqgb.bit_allocation import Block, broadcast, mixed
+from benchmarks.paper.support.aqgb_simulation import Block, broadcast
+from qsync_fx.communication.aqgb import mixed
 from qsync_fx.communication.codecs.truncation import LEVELS
 
 BLOCKS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qsync_fx.communication.aqgb.controller import Controller
+from qsync_fx.communication.aqgb import Controller
 
 MB = 1e6
 COMINGS = [(40, 0.27), (20, 0.41), (30, 0.61), (10, 0.68)]

@@ -116,7 +116,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
     assert "for nodes of 4 ranks, but these nodes have 2" in larger
     holds_of_plans(*(rank["planned"] for rank in (first, *others)))
     for name, text in {
-        "unequal": "has 3 ranks, and",
+        "unequal": "has 3 ranks, but",
         "number": "4 ranks cannot be divided into nodes of 3",
         "differ": "another hierarchy than",
         "aqgb": "does not support FSDP, DUO and AQGB",
@@ -166,7 +166,7 @@ def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: P
 def test_nodes_hold_each_rank_once(names: list[str]) -> None:
     sizes = {names.count(name) for name in names}
     if len(sizes) > 1:
-        with pytest.raises(OptionError, match="ranks, and"):
+        with pytest.raises(OptionError, match="ranks, but"):
             grouped(names)
         return
     found = grouped(names)
@@ -174,7 +174,7 @@ def test_nodes_hold_each_rank_once(names: list[str]) -> None:
     if found is not None:
         assert sorted(rank for node in found.ranks for rank in node) == list(range(len(names)))
         for rank in range(len(names)):
-            assert {names[other] for other in found.beside(rank)} == {names[rank]}
+            assert {names[other] for other in found.node_of(rank)} == {names[rank]}
             across = found.across(rank)
             assert len({names[other] for other in across}) == len(across) == len(set(names))
             assert {found.across(other) for other in across} == {across}
@@ -183,5 +183,5 @@ def test_nodes_hold_each_rank_once(names: list[str]) -> None:
 def test_ranks_in_a_row() -> None:
     assert in_a_row(2, 6) == ["0", "0", "1", "1", "2", "2"]
     for size in (0, -1, 4):
-        with pytest.raises(OptionError, match="do not make nodes"):
+        with pytest.raises(OptionError, match="cannot be divided into nodes"):
             in_a_row(size, 6)

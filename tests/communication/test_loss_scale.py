@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from qsync_fx.communication.error_feedback import Residuals, finite
+from qsync_fx.communication.compressor_state import Residuals, finite
 from tests.support import tiers
 from tests.support.processes import ranks
 

@@ -65,7 +65,7 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_p
     if world == 2:
         for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
             assert len(found["warned"]) == 1
-            assert "of 2, and this is rank" in found["warned"][0]
+            assert "of 2, but this is rank" in found["warned"][0]
 
 
 @tiers.ALL

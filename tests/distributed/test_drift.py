@@ -12,11 +12,9 @@ from qsync_fx.distributed.monitoring.drift import (
     Drift,
     Hysteresis,
     Room,
-    Stated,
     StepWindow,
-    after_step,
+    WindowSummary,
     drift,
-    stated,
     wins,
 )
 
@@ -29,8 +27,8 @@ def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = No
     """Returns the steps after which a rank that is alone would be planned for anew, with a cool-down after each."""
     seen, decided = StepWindow(), []
     for step, pace in enumerate(paces):
-        seen = after_step(seen, pace, rooms[step] if rooms else None, how)
-        if drift([stated(seen, how)], ["device"]) is not None:
+        seen = seen.after_step(pace, rooms[step] if rooms else None, how.patience)
+        if drift([seen.summary(how)], ["device"]) is not None:
             decided.append(step)
             seen = StepWindow(resting=how.cooldown)
     return decided
@@ -91,7 +89,7 @@ def test_a_device_that_has_become_slower_is_seen_after_patience_and_once(
 @given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))
 def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) -> None:
     everyones = [
-        Stated(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace, _ in ranks
+        WindowSummary(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace, _ in ranks
     ]  # fmt: skip
     classes = [name for _, name in ranks]
     found = drift(everyones, classes) or Drift()
@@ -120,9 +118,11 @@ def test_memory_that_is_back_counts_where_the_plan_was_made_for_less() -> None:
 
 
 def test_a_rank_that_has_seen_too_little_states_nothing() -> None:
-    assert stated(StepWindow((9.0,) * 7, (None,) * 7), HOW) == Stated()
-    assert drift([Stated(), Stated(1.0)], ["a", "b"]) is None
-    assert drift([Stated(), Stated(2.0, slower=True)], ["a", "b"]) == Drift({"b": 2.0}, slower=(1,))
+    assert StepWindow((9.0,) * 7, (None,) * 7).summary(HOW) == WindowSummary()
+    assert drift([WindowSummary(), WindowSummary(1.0)], ["a", "b"]) is None
+    assert drift([WindowSummary(), WindowSummary(2.0, slower=True)], ["a", "b"]) == Drift(
+        {"b": 2.0}, slower=(1,)
+    )
 
 
 @given(ANY, ANY, ANY, ANY)

@@ -28,7 +28,7 @@ def test_what_goes_wrong_on_one_is_told_on_both(tmp_path: Path) -> None:
     assert ours["twice"] == theirs["twice"]
 
     for fault, error, what in (
-        ("class", "PlanError", "there are no devices 'v100'"),
+        ("class", "PlanError", "no rank has the device class 'v100'"),
         ("weights", "PlanError", "allow"),
         ("disk", "QSyncError", "cannot be written"),
     ):

@@ -20,7 +20,7 @@ import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
-from qsync_fx.distributed.consensus.rank_liveness import gone, identity
+from qsync_fx.distributed.consensus.rank_liveness import has_ended, identity
 from qsync_fx.distributed.consensus.rendezvous import (
     Meeting,
     at_least,
@@ -93,31 +93,33 @@ def test_it_is_known_when_a_rank_compiles(group: None) -> None:
 
     @qsync_fx.graph_pass(after="lower")
     def look(graph: qsync_fx.PrecisionGraph) -> None:
-        seen.append(meeting.watcher._compiles.is_set())
+        seen.append(meeting.watcher._is_compiling)
 
     options = {"precision": "fp32", "inner_backend": "aot_eager", "passes": [look]}
     with compiles_told(meeting):
         torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync", options=options)(
             torch.ones(2, 4)
         )
-        assert not meeting.watcher._compiles.is_set()
+        assert not meeting.watcher._is_compiling
     assert seen == [True]
 
 
 def test_a_process_that_has_ended_is_known() -> None:
     mine = identity()
     assert mine
-    assert not gone(mine)
+    assert not has_ended(mine)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
         theirs = " ".join([*mine.split()[:2], str(other.pid), started])
-        assert not gone(theirs)
-        assert gone(" ".join([*theirs.split()[:3], "1"])), "its number is another process's by now"
+        assert not has_ended(theirs)
+        assert has_ended(" ".join([*theirs.split()[:3], "1"])), (
+            "its number is another process's by now"
+        )
         other.kill()
         other.wait()
-        assert gone(theirs)
-        assert not gone(theirs.replace(mine.split()[0], "elsewhere"))
-    assert not gone("")
+        assert has_ended(theirs)
+        assert not has_ended(theirs.replace(mine.split()[0], "elsewhere"))
+    assert not has_ended("")
 
 
 @tiers.ALL

@@ -1,10 +1,8 @@
 """Codecs of gradients, by name: `codec_named` returns one, `NAMES` lists them.
 
 `Codec` (codec.py) is the interface. Each module that implements codecs defines `CODECS`, a tuple of
-them; a new codec is a new module (docs/howto-codec.md). Implementations are casts (casts.py), QSGD
-(qsgd.py), 1bitSGD (onebit.py) and AQGB's truncation (truncation.py). Their kernels are in
-cpp/codecs/kernels.cpp, with equal bits on AVX-512, AVX2 and any other processor; torch_kernels.py
-has the same codecs for GPUs.
+them; a new codec is a new module (docs/howto-codec.md). Their kernels are in
+cpp/codecs/kernels.cpp, with equal bits on all processors; torch_kernels.py has them for GPUs.
 """
 
 from __future__ import annotations
@@ -25,13 +23,7 @@ NAMES: Final = tuple(_CODECS)
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec of this name.
-
-    Unit sizes are from the study of low-precision communication (see `qsgd`).
-
-    Raises:
-        OptionError: the name is unknown.
-    """
+    """Return the codec of this name; raise `OptionError` if it is unknown."""
     if name not in _CODECS:
         raise OptionError(f"unknown gradient codec {name!r}", do=nearest(name, NAMES))
     return _CODECS[name]

@@ -41,17 +41,17 @@ def host(nbytes: int, device: torch.device) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def beside(wire: Tensor, values: Tensor) -> Tensor:
+def device_buffer(wire: Tensor, values: Tensor) -> Tensor:
     """Return `wire` itself for values on the CPU, else an uninitialized buffer on their device."""
     return wire if native(values) else torch.empty_like(wire, device=values.device)
 
 
-def taken_to(wire: Tensor, values: Tensor) -> Tensor:
+def on_device_of(wire: Tensor, values: Tensor) -> Tensor:
     """Return host bytes on the device of `values`, valid for work queued from now on."""
     return wire if native(values) else wire.to(values.device, non_blocking=True, copy=True)
 
 
-def finished(values: Tensor) -> None:
+def synchronize(values: Tensor) -> None:
     """Wait for the current stream, so that host bytes in use by copies may be overwritten."""
     if values.device.type == "cuda":
         torch.cuda.current_stream(values.device).synchronize()
@@ -66,27 +66,12 @@ def put(result: Tensor, values: Tensor, add: bool) -> None:
 
 def floats(values: Tensor) -> int:
     """Return the address of contiguous FP32 values on the CPU."""
-    if values.dtype != torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
+    if values.dtype != torch.float32 or not native(values) or not values.is_contiguous():
         raise QSyncError(
             "codecs require contiguous FP32 values on the CPU, "
             f"not {values.dtype} on {values.device}"
         )
     return values.data_ptr()
-
-
-def bytes_of(wire: Tensor, least: int) -> int:
-    """Return the address of at least `least` contiguous bytes on the CPU."""
-    if (
-        wire.dtype != torch.uint8
-        or wire.device.type != "cpu"
-        or not wire.is_contiguous()
-        or wire.numel() < least
-    ):
-        raise QSyncError(
-            f"the buffer needs {least} contiguous bytes on the CPU, but has {wire.numel()} values "
-            f"of {wire.dtype} on {wire.device}"
-        )
-    return wire.data_ptr()
 
 
 def long_enough(wire: Tensor, least: int) -> None:
@@ -98,6 +83,14 @@ def long_enough(wire: Tensor, least: int) -> None:
         )
 
 
+def bytes_of(wire: Tensor, least: int) -> int:
+    """Return the address of at least `least` contiguous bytes on the CPU."""
+    long_enough(wire, least)
+    if not native(wire):
+        raise QSyncError(f"the buffer must be on the CPU, not on {wire.device}")
+    return wire.data_ptr()
+
+
 def same_size(values: Tensor, residual: Tensor | None) -> int:
     """Return the address of the error feedback; 0 for None."""
     if residual is None:
@@ -107,7 +100,3 @@ def same_size(values: Tensor, residual: Tensor | None) -> int:
             f"the error feedback has {residual.numel()} values for {values.numel()} gradients"
         )
     return floats(residual)
-
-
-def threads() -> int:
-    return torch.get_num_threads()

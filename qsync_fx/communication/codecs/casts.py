@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import buffers
@@ -31,7 +30,7 @@ class CastCodec(Codec):
         return 2
 
     def nbytes(self, n: int) -> int:
-        return -(-n * self._dtype.itemsize // 4) * 4
+        return -(-n * self.format.dtype.itemsize // 4) * 4
 
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
@@ -39,22 +38,14 @@ class CastCodec(Codec):
         self._sent(wire, values.numel()).copy_(values)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        sent = self._sent(wire, values.numel())
-        if add:
-            values += sent
-        else:
-            values.copy_(sent)
+        buffers.put(self._sent(wire, values.numel()), values, add)
 
     def settle(self, values: Tensor) -> Tensor:
-        return values if self._dtype == values.dtype else values.copy_(values.to(self._dtype))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.format.dtype
+        return values.copy_(values.to(self.format.dtype))
 
     def _sent(self, wire: Tensor, n: int) -> Tensor:
         buffers.long_enough(wire, self.nbytes(n))
-        return wire[: n * self._dtype.itemsize].view(self._dtype)
+        return wire[: n * self.format.dtype.itemsize].view(self.format.dtype)
 
 
 PLAIN: Final = CastCodec(FORMATS["fp32"])

@@ -1,12 +1,9 @@
 """Interface of gradient codecs.
 
-A codec converts n values to bytes and back. It codes units of values, each with a scale or two
-means. A tensor may be cut between units: the parts have the same bytes as the whole.
-
-Invariant: a codec has no state. Random numbers follow from seed, stream and value index; the caller
-stores the error feedback. NaN and infinity stay non-finite, or make their unit NaN, and leave the
-error feedback unchanged: such a gradient is not used. Values, error feedback and bytes are on one
-device: native kernels code on the CPU, torch operators on other devices.
+A codec converts n values to bytes and back, in units that each have a scale or two means. A tensor
+may be cut between units: the parts have the same bytes as the whole. Invariant: a codec has no
+state. NaN and infinity stay non-finite, or make their unit NaN, and leave the error feedback
+unchanged. Values, error feedback and bytes are on one device.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ class Codec(ABC):
     """Codec of gradients; a subclass is a frozen dataclass.
 
     Attributes:
-        name: name for users.
         residual: whether it has error feedback, to be added to the next gradient.
         gathered: whether all ranks receive full gradients and sum them themselves, because coding
             the mean again would bias it.
@@ -64,9 +60,7 @@ class Codec(ABC):
         """Encode values into `wire`.
 
         Args:
-            values: 1-D, FP32.
             wire: output, uint8, at least `nbytes` long.
-            draw: position in the random streams.
             residual: error feedback, FP32; it is added to the values, and replaced by the coding
                 error.
         """
@@ -76,7 +70,6 @@ class Codec(ABC):
         """Decode `wire` into FP32 `values`.
 
         Args:
-            wire: uint8, at least `nbytes` long.
             values: output, 1-D, FP32.
             add: whether to add to the values, or to replace them.
             last: whether the values are not read soon, so that stores may bypass the caches.
@@ -100,20 +93,20 @@ class Codec(ABC):
         For stochastic rounding this is the variance. With error feedback it is the part that the
         next gradient makes up for.
         """
+        return float((self._coded(values) - values).double().square().sum())
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile the kernels for a device ahead of the first step; without effect on the CPU."""
+        if device.type != "cpu":
+            self._coded(torch.zeros(3 * self.unit, dtype=torch.float32, device=device))
+
+    def _coded(self, values: Tensor) -> Tensor:
+        """Return values after encoding and decoding, with zeros as error feedback."""
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         result = torch.empty_like(values)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
         self.decode(wire, result)
-        return float((result - values).double().square().sum())
-
-    def prepare(self, device: torch.device) -> None:
-        """Compile the kernels for a device ahead of the first step; without effect on the CPU."""
-        if device.type == "cpu":
-            return
-        values = torch.zeros(3 * self.unit, dtype=torch.float32, device=device)
-        wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=device)
-        self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
-        self.decode(wire, values)
+        return result
 
     def theory(self, n: int) -> float:
         """Return the number of bytes for n values according to the paper."""

@@ -1,11 +1,9 @@
 """1bitSGD (F. Seide et al., 2014): signs, two means for each unit, and error feedback.
 
-Within a unit, each value >= 0 becomes the mean of all values >= 0, each other value the mean of
-the others. A unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*). Both follow
-the study of low-precision communication, sections 2.2 and 3.2.
-
-Invariant: decoded values plus error feedback equal the input; the error feedback of a unit sums to
-zero up to rounding.
+Within a unit, each value >= 0 becomes the mean of all values >= 0, each other value the mean of the
+others. A unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*), as in the
+study of low-precision communication, sections 2.2 and 3.2. Invariant: decoded values plus error
+feedback equal the input; the error feedback of a unit sums to zero up to rounding.
 """
 
 from __future__ import annotations
@@ -46,28 +44,25 @@ class Reshaped(Codec):
     ) -> None:
         n = values.numel()
         if not buffers.native(values):
-            saved = torch.zeros_like(values) if residual is None else residual
-            made, left = torch_kernels.onebit_encode(values, saved, self.size)
-            wire[: made.numel()].copy_(made)
-            if residual is not None:
-                residual.copy_(left)
+            feedback = torch.zeros_like(values) if residual is None else residual
+            coded, error = torch_kernels.onebit_encode(values, feedback, self.size)
+            wire[: coded.numel()].copy_(coded)
+            feedback.copy_(error)
             return
-        where = (
-            buffers.floats(values),
-            buffers.same_size(values, residual),
-            buffers.bytes_of(wire, self.nbytes(n)),
-        )
-        buffers.kernels().onebit_encode(*where, n, self.size, buffers.threads())
+        source, feedback_of = buffers.floats(values), buffers.same_size(values, residual)
+        target = buffers.bytes_of(wire, self.nbytes(n))
+        threads = torch.get_num_threads()
+        buffers.kernels().onebit_encode(source, feedback_of, target, n, self.size, threads)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not buffers.native(values):
-            buffers.put(
-                torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add
-            )
+            decoded = torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size)
+            buffers.put(decoded, values, add)
             return
-        where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
-        buffers.kernels().onebit_decode(*where, n, self.size, add, buffers.threads(), last=last)
+        source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
+        threads = torch.get_num_threads()
+        buffers.kernels().onebit_decode(source, target, n, self.size, add, threads, last=last)
 
 
 @dataclass(frozen=True)
@@ -75,16 +70,16 @@ class Columns(Codec):
     """1bitSGD: units are columns, by the shape of the parameter.
 
     A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
-    of a vector. CNTK calls the first dimension a column and stores tensors with reversed
-    dimensions.
+    of a vector, as in CNTK, which stores tensors with reversed dimensions.
     """
 
     name: str = "1bit"
     residual: ClassVar[bool] = True
 
     def fitted(self, shape: Sequence[int]) -> Codec:
-        last = shape[0] if len(shape) == 2 else shape[-1] if shape else 1
-        return _Column(max(last, 1), self.name)
+        if not shape:
+            return _Column(1, self.name)
+        return _Column(max(shape[0 if len(shape) == 2 else -1], 1), self.name)
 
     @property
     def unit(self) -> int:

@@ -2,14 +2,13 @@
 
 A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With layout
 "sign", a value is its sign and one of 2**(bits - 1) magnitudes from zero to the scale; with
-"endpoints", one of 2**bits points from -scale to scale. It follows the study of low-precision
-communication, section 2.3.
-
-Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
+"endpoints", one of 2**bits points from -scale to scale (study of low-precision communication,
+section 2.3). Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -43,7 +42,8 @@ class Qsgd(Codec):
     @property
     def levels(self) -> int:
         """Number of steps from zero to the scale, or with "endpoints" from -scale to scale."""
-        return (1 << (self.bits - 1)) - 1 if self.layout == "sign" else (1 << self.bits) - 1
+        bits = {"sign": self.bits - 1, "endpoints": self.bits}[self.layout]
+        return (1 << bits) - 1
 
     def nbytes(self, n: int) -> int:
         result: int = buffers.kernels().qsgd_bytes(n, self.bits, self.size)
@@ -53,19 +53,15 @@ class Qsgd(Codec):
         return n * (self.bits + 32 / self.size) / 8
 
     def variance(self, values: Tensor) -> float:
-        padded = (
-            torch.nn.functional.pad(values, (0, -values.numel() % self.size))
-            .view(-1, self.size)
-            .double()
-        )
-        scale = padded.norm(dim=1) if self.norm == "two" else padded.abs().amax(1)
-        scale = scale.unsqueeze(1).expand_as(padded).flatten()[: values.numel()]
-        # Stochastic rounding of a value u steps above a level has a variance of u(1 - u) steps
-        # squared.
-        span, inputs = (
-            (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
-        )
+        padded = torch.nn.functional.pad(values, (0, -values.numel() % self.size))
+        units = padded.view(-1, self.size).double()
+        scale = units.norm(p={"max": math.inf, "two": 2}[self.norm], dim=1, keepdim=True)
+        scale = scale.expand_as(units).flatten()[: values.numel()]
+        span, inputs = scale, values.abs()
+        if self.layout == "endpoints":
+            span, inputs = 2 * scale, values + scale
         step = span / self.levels
+        # Stochastic rounding of a value u steps above a level has the variance u(1 - u) steps².
         u = torch.where(step > 0, inputs / step, 0.0).frac()
         return float((step.square() * u * (1 - u)).sum())
 
@@ -73,38 +69,26 @@ class Qsgd(Codec):
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
         n = values.numel()
+        settings = self.bits, self.size, self.norm, self.layout
         if not buffers.native(values):
-            made = torch_kernels.qsgd_encode(
-                values, self.bits, self.size, self.norm, self.layout, draw
-            )
-            wire[: made.numel()].copy_(made)
+            coded = torch_kernels.qsgd_encode(values, *settings, draw)
+            wire[: coded.numel()].copy_(coded)
             return
-        buffers.kernels().qsgd_encode(
-            buffers.floats(values),
-            buffers.bytes_of(wire, self.nbytes(n)),
-            n,
-            self.bits,
-            self.size,
-            self.norm,
-            self.layout,
-            draw.seed,
-            draw.stream,
-            draw.first,
-            buffers.threads(),
-        )
+        source, target = buffers.floats(values), buffers.bytes_of(wire, self.nbytes(n))
+        position = draw.seed, draw.stream, draw.first
+        threads = torch.get_num_threads()
+        buffers.kernels().qsgd_encode(source, target, n, *settings, *position, threads)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
+        settings = self.bits, self.size, self.layout
         if not buffers.native(values):
-            sent = wire[: self.nbytes(n)]
-            buffers.put(
-                torch_kernels.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add
-            )
+            decoded = torch_kernels.qsgd_decode(wire[: self.nbytes(n)], n, *settings)
+            buffers.put(decoded, values, add)
             return
-        where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
-        buffers.kernels().qsgd_decode(
-            *where, n, self.bits, self.size, self.layout, add, buffers.threads(), last=last
-        )
+        source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
+        threads = torch.get_num_threads()
+        buffers.kernels().qsgd_decode(source, target, n, *settings, add, threads, last=last)
 
 
 CODECS: Final = tuple(Qsgd(bits, size) for bits, size in UNITS.items())

@@ -1,12 +1,9 @@
 """Gradient codecs as torch operators, for devices without native kernels.
 
 A tensor is coded as rows, one for each unit; the last row is padded with zeros that are not sent.
-Inductor fuses the operators on a GPU, compiled once for any number of rows. If compilation fails,
-as without Triton, they run eagerly with the same bytes, several times slower, with one warning.
-
-Invariant: the same bytes and values as the kernels in cpp/codecs/kernels.cpp, even if a compiler
-contracts multiply and add (FMA) or divides FP32 inexactly. Shapes follow from the number of values
-alone, so that the host never waits for the device.
+Inductor fuses the operators on a GPU, once for any number of rows. Invariant: the same bytes and
+values as the kernels in cpp/codecs/kernels.cpp, even if a compiler contracts multiply and add (FMA)
+or divides FP32 inexactly. Shapes follow from the number of values: the host never waits.
 """
 
 from __future__ import annotations
@@ -29,13 +26,8 @@ _failed: Final[list[str]] = []
 def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Callable[..., Any]:
     """Return `function`, compiled if `rows` is on a GPU; its first arguments have as many rows."""
     # A single row is little work, and Dynamo would specialize for it.
-    if (
-        rows.device.type != "cuda"
-        or not wanted
-        or _failed
-        or rows.shape[0] == 1
-        or torch.compiler.is_compiling()
-    ):
+    is_worthwhile = rows.device.type == "cuda" and wanted and rows.shape[0] > 1
+    if not is_worthwhile or _failed or torch.compiler.is_compiling():
         return function
     return functools.partial(run, function)
 
@@ -121,7 +113,7 @@ def qsgd_rows(
     """
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
     finite = scale.isfinite()
-    last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
+    last = _largest_code(bits, layout)
     before, _, moved = _moved(scale)
     inverse = torch.where(moved > 0, _over(torch.full_like(moved, last), moved), 0.0)
     if layout == "endpoints":
@@ -141,10 +133,7 @@ def qsgd_decode(
     if not n:
         return wire[:0].view(torch.float32)
     units, wide = -(-n // size), _groups(size, bits) * bits // 8
-    scale, packed = wire[: 4 * units].view(torch.float32), wire[4 * units :]
-    if missing := units * wide - packed.numel():
-        packed = torch.nn.functional.pad(packed, (0, missing))
-    packed = packed.view(units, wide)
+    scale, packed = wire[: 4 * units].view(torch.float32), _padded(wire[4 * units :], units, wide)
     result: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
     return result.reshape(-1)[:n]
 
@@ -154,7 +143,7 @@ def qsgd_values(
 ) -> Tensor:
     """Return the values of units, [units, size], FP32, from scales [units] and codes."""
     code = _unpacked(packed, bits, size)
-    last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
+    last = _largest_code(bits, layout)
     _, after, moved = _moved(scale)
     step = _over(moved, last)
     # A step that was rounded up would overflow FP32 at the largest code.
@@ -166,14 +155,17 @@ def qsgd_values(
     return torch.where(code >> (bits - 1) != 0, -result, result)
 
 
+def _largest_code(bits: int, layout: str) -> int:
+    return (1 << {"sign": bits - 1, "endpoints": bits}[layout]) - 1
+
+
 def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the bytes of `values + residual`, and the new error feedback."""
     if not (n := values.numel()):
         return _bytes(values), residual
     rows, old = _rows(values, size), _rows(residual, size)
-    means, packed, left = fused(onebit_rows, rows, size <= _FOLDED)(
-        rows, old, torch.full((1,), n, device=values.device)
-    )
+    count = torch.full((1,), n, device=values.device)
+    means, packed, left = fused(onebit_rows, rows, size <= _FOLDED)(rows, old, count)
     sent = n // size * (-(-size // 32) * 4) + -(-(n % size) // 32) * 4
     return torch.cat([_bytes(means.view(-1)), packed.reshape(-1)[:sent]]), left.reshape(-1)[:n]
 
@@ -201,11 +193,8 @@ def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, 
     means = torch.where(finite, torch.stack([high, low], 1), torch.nan)
     left = torch.where(finite, rows - torch.where(up, high[:, None], low[:, None]), old)
     words = _fill(up.to(torch.uint8), 32).view(rows.shape[0], -1, 8)
-    return (
-        means,
-        (words << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8),
-        left,
-    )
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    return means, (words << shifts).sum(2, dtype=torch.uint8), left
 
 
 def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
@@ -213,10 +202,8 @@ def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
     if not n:
         return wire[:0].view(torch.float32)
     units, words = -(-n // size), -(-size // 32) * 4
-    means, packed = wire[: 8 * units].view(torch.float32).view(units, 2), wire[8 * units :]
-    if missing := units * words - packed.numel():
-        packed = torch.nn.functional.pad(packed, (0, missing))
-    packed = packed.view(units, words)
+    means = wire[: 8 * units].view(torch.float32).view(units, 2)
+    packed = _padded(wire[8 * units :], units, words)
     result: Tensor = fused(onebit_values, packed, size <= _FOLDED)(means, packed, size)
     return result.reshape(-1)[:n]
 
@@ -240,10 +227,8 @@ def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
     full = values.numel() // per * per
     parts = [values[:full].view(-1, per)] if full else []
     parts += [values[full:].view(1, -1)] if full < values.numel() else []
-    return torch.cat(
-        [_planes(truncated(part, bits).view(torch.int32), bits) for part in parts]
-        or [_bytes(values)]
-    )
+    planes = [_planes(truncated(part, bits).view(torch.int32), bits) for part in parts]
+    return torch.cat(planes or [_bytes(values)])
 
 
 def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
@@ -261,6 +246,12 @@ def _rows(values: Tensor, size: int) -> Tensor:
     return _fill(values.view(1, -1), size).view(-1, size)
 
 
+def _padded(packed: Tensor, units: int, nbytes: int) -> Tensor:
+    """Return the codes of units as rows of `nbytes`, with zeros for those that are not sent."""
+    missing = units * nbytes - packed.numel()
+    return torch.nn.functional.pad(packed, (0, missing)).view(units, nbytes)
+
+
 def _fill(rows: Tensor, by: int) -> Tensor:
     """Return rows padded with zeros to a multiple of `by` columns."""
     return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
@@ -271,10 +262,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _moved(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return factors to apply before encoding and after decoding, and the scale between them.
-
-    Neither that scale nor its inverse is denormal.
-    """
+    """Return factors before encoding and after decoding, and a scale that is not denormal."""
     small, large = scale < 2.0**-64, scale > 2.0**64
     before = torch.where(small, 2.0**64, torch.where(large, 2.0**-64, 1.0))
     after = torch.where(small, 2.0**-64, torch.where(large, 2.0**64, 1.0))
@@ -282,13 +270,8 @@ def _moved(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _two_norm(rows: Tensor) -> Tensor:
-    return (
-        _folded(rows.double().square())
-        .sqrt()
-        .clamp(max=_LARGEST)
-        .float()
-        .where(rows.isfinite().all(1), torch.nan)
-    )
+    norm = _folded(rows.double().square()).sqrt().clamp(max=_LARGEST).float()
+    return norm.where(rows.isfinite().all(1), torch.nan)
 
 
 def _folded(rows: Tensor) -> Tensor:
@@ -318,12 +301,9 @@ def _start(draw: Draw, device: torch.device) -> Tensor:
 
 
 def _rounded(u: Tensor, start: Tensor) -> Tensor:
-    """Round `u` stochastically by the index of each value, equally on all devices.
-
-    A value rounds up if its 24-bit random number is below its fraction. The comparison uses
-    integers, because a compiler may or may not contract a float difference with the product before
-    it.
-    """
+    """Round `u` stochastically by the index of each value, equally on all devices."""
+    # A value rounds up if its 24-bit random number is below its fraction. The comparison uses
+    # integers, because a compiler may contract a float difference with the product before it.
     index = torch.arange(u.numel(), device=u.device).view(u.shape) + start[0, 1]
     word = _mix((index & _LOW) * 0x9E3779B1 + _mix(index >> 32 ^ start[0, 0]) & _LOW)
     rounded: Tensor = (u * 2.0**24).ceil().long() + 0xFFFFFF - (word >> 8) >> 24
@@ -331,11 +311,7 @@ def _rounded(u: Tensor, start: Tensor) -> Tensor:
 
 
 def _over(x: Tensor, y: Tensor | float) -> Tensor:
-    """Return FP32 quotients with IEEE rounding.
-
-    An FP64 quotient rounded to FP32 is correctly rounded; compilers for GPUs divide FP32
-    differently.
-    """
+    """Return FP32 quotients with IEEE rounding, unlike those of compilers for GPUs."""
     return (x.double() / y).float()
 
 
@@ -351,12 +327,8 @@ def _packed(code: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return _bytes(code.to(torch.int16))
     shifts = torch.arange(8 // bits, device=code.device)[:, None] * bits
-    return (
-        (code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts)
-        .sum(2)
-        .to(torch.uint8)
-        .view(code.shape[0], -1)
-    )
+    words = code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts
+    return words.sum(2).to(torch.uint8).view(code.shape[0], -1)
 
 
 def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
@@ -374,19 +346,12 @@ def _partition_bytes(per: int, bits: int) -> int:
 def _planes(words: Tensor, bits: int) -> Tensor:
     """Return the bytes of partitions, given as rows."""
     rows, per = words.shape
-    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device).view(
-        torch.uint8
-    )
-    planes = [
-        head.expand(rows, 4),
-        *((words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8)),
-    ]
+    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device)
+    planes = [head.view(torch.uint8).expand(rows, 4)]
+    planes += [(words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8)]
     if bits % 8:
-        half = words >> 28 - bits // 8 * 8 & 15
-        low, high = (
-            half[:, : -(-per // 2)],
-            torch.nn.functional.pad(half[:, -(-per // 2) :], (0, per % 2)),
-        )
+        half, middle = words >> 28 - bits // 8 * 8 & 15, -(-per // 2)
+        low, high = half[:, :middle], torch.nn.functional.pad(half[:, middle:], (0, per % 2))
         planes.append((low | high << 4).to(torch.uint8))
     return _fill(torch.cat(planes, 1), 4).view(-1)
 

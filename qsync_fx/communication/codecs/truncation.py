@@ -1,10 +1,8 @@
-"""AQGB's truncation codec (X. Liu et al., 2022).
+"""AQGB's truncation codec (X. Liu et al., 2022): the highest 12 to 32 bits of each FP32 value.
 
-Truncation sends the highest 12, 16, 20, 24, 28 or 32 bits of each FP32 value, in partitions of
-equal bytes at every level, except for the last of a tensor. A partition contains its level, so that
-a reader need not know it.
-
-Invariant: truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN.
+Partitions have equal bytes at every level, except for the last of a tensor, and contain their
+level, so that a reader need not know it. Invariant: truncation moves a value towards zero by less
+than 2**-(bits - 9) of it; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -57,21 +55,16 @@ class Truncated(Codec):
         n = values.numel()
         if not buffers.native(values):
             full = values if residual is None else values + residual
-            made = torch_kernels.truncate_encode(full, self.bits, self.partition)
-            wire[: made.numel()].copy_(made)
+            coded = torch_kernels.truncate_encode(full, self.bits, self.partition)
+            wire[: coded.numel()].copy_(coded)
             if residual is not None:
-                residual.copy_(
-                    torch.where(
-                        full.isfinite(), full - torch_kernels.truncated(full, self.bits), residual
-                    )
-                )
+                error = full - torch_kernels.truncated(full, self.bits)
+                residual.copy_(torch.where(full.isfinite(), error, residual))
             return
-        where = (
-            buffers.floats(values),
-            buffers.same_size(values, residual),
-            buffers.bytes_of(wire, self.nbytes(n)),
-        )
-        buffers.kernels().truncate_encode(*where, n, self.bits, self.partition, buffers.threads())
+        source, feedback_of = buffers.floats(values), buffers.same_size(values, residual)
+        target = buffers.bytes_of(wire, self.nbytes(n))
+        settings = self.bits, self.partition, torch.get_num_threads()
+        buffers.kernels().truncate_encode(source, feedback_of, target, n, *settings)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         """Decode values of any levels; on a device other than the CPU, of this level only.
@@ -79,16 +72,15 @@ class Truncated(Codec):
         Raises:
             ValueError: on the CPU, levels and counts in `wire` do not match the number of values.
         """
+        n = values.numel()
         if not buffers.native(values):
-            n = values.numel()
-            buffers.put(
-                torch_kernels.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition),
-                values,
-                add,
-            )
+            coded = wire[: self.nbytes(n)]
+            decoded = torch_kernels.truncate_decode(coded, n, self.bits, self.partition)
+            buffers.put(decoded, values, add)
             return
-        where = buffers.bytes_of(wire, 0), wire.numel(), buffers.floats(values)
-        buffers.kernels().truncate_decode(*where, values.numel(), add, buffers.threads())
+        source, target = buffers.bytes_of(wire, 0), buffers.floats(values)
+        threads = torch.get_num_threads()
+        buffers.kernels().truncate_decode(source, wire.numel(), target, n, add, threads)
 
 
 @dataclass(frozen=True)

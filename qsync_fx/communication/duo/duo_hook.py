@@ -2,9 +2,7 @@
 
 The hook copies each bucket, then reduces it in few bits. After the optimizer's lookahead step, the
 copies are reduced in FP32 during the next forward and backward pass. `Steps` runs the optimizer.
-
-Invariant: the model's parameters are one step ahead of the committed ones, or equal after a flush.
-At most one slow reduction is in flight, on the single communication thread.
+Invariant: at most one slow reduction is in flight, on the single communication thread.
 """
 
 from __future__ import annotations
@@ -23,12 +21,11 @@ from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Codec
-from qsync_fx.communication.compressor_state import CompressorState
+from qsync_fx.communication.compressor_state import CompressorState, is_scaled
 from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
-from qsync_fx.communication.duo import functional_optimizer, pending_step
+from qsync_fx.communication.duo import functional_optimizer, optimizer_steps
 from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters, ShardedParameters
-from qsync_fx.communication.duo.optimizer_steps import Outstanding, Steps
-from qsync_fx.communication.duo.pending_step import PendingStep, SavedBucket, versions
+from qsync_fx.communication.duo.optimizer_steps import Outstanding, PendingStep, Steps, versions
 from qsync_fx.communication.statistics import DuoReport
 from qsync_fx.errors import OptionError
 
@@ -40,8 +37,6 @@ class DuoCompressor(DdpCompressor):
 
     Args:
         ahead: whether parameters take a lookahead step with the fast means.
-        optimizer: the user's optimizer.
-        scaler: GradScaler of the loss, or None.
         joins: returns whether the model trains under `join`.
         weights: with a sharded optimizer, the codec of each parameter's differences; else None.
     """
@@ -61,21 +56,26 @@ class DuoCompressor(DdpCompressor):
         joins: Callable[[], bool],
         weights: Sequence[Codec] | None = None,
     ) -> None:
-        self._weights = None if weights is None else tuple(weights)
-        # With shards, gradients and parameters of all codecs need the same cuts.
-        self._unit = 1 if weights is None else _unit(named, assigned, weights)
+        self._weight_codecs = weights
+        self._weight_kinds = "no"
+        if weights is not None:
+            self._weight_kinds = ", ".join(sorted({repr(codec) for codec in weights}))
+            # Gradients and parameters of all codecs need the same shards.
+            units = [codec.unit for codec in {*assigned.codecs, *weights}]
+            self._unit = math.lcm(functional_optimizer.ALIGNED, *units)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(
-            group,
-            CompressorState(rank, world, f"in full: {assigned.text}", seed, self._state.device),
-        )
+        self._slow = Reducer(group, self._new_state(f"in full: {assigned.text}"))
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
-        self._optimized = self._optimized_parameters(group, seed)
+        self._optimized = self._optimized_parameters(group)
         self._outstanding = Outstanding(self, rank)
         self._steps = Steps(
             optimizer, self._optimized, ahead, self._outstanding, self.wait, self._after_lookahead
         )
+
+    def _new_state(self, codec: str) -> CompressorState:
+        state = self._state
+        return CompressorState(state.rank, state.world, codec, state.seed, state.device)
 
     def follow(self) -> None:
         """Hook into the optimizer's steps; call it once, after all ranks have agreed.
@@ -154,14 +154,11 @@ class DuoCompressor(DdpCompressor):
         """
         result = super().state_dict()
         self._steps.drop_unused()
-        pending = self._steps.pending
-        if pending is None or pending.use is None:
+        if (pending := self._steps.pending) is None:
             return {**result, _SAVED: None}
         self._outstanding.step = None
-        return {
-            **result,
-            _SAVED: pending_step.saved(pending, pending.use, self._optimized.kept, self.pieces),
-        }
+        saved = optimizer_steps.saved(pending, self._optimized.committed, self.pieces)
+        return {**result, _SAVED: saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`, after the model and the optimizer have loaded their states.
@@ -171,37 +168,33 @@ class DuoCompressor(DdpCompressor):
                 another rank.
         """
         if self._optimized.sharded:
-            pending_step.check_rank(state, self._state.rank, self._state.world)
+            optimizer_steps.check_rank(state, self._state.rank, self._state.world)
         super().load_state_dict(state)
-        self._steps.averaged, self._steps.pending = None, None
+        self._steps.restore(None)
         if self._state.world == 1:
             return
-        if state[_SAVED] is None:
+        if (saved := state[_SAVED]) is None:
             self._optimized.reload()
-            return
-        self._steps.pending = pending_step.load(state[_SAVED], self._optimized.kept, self.pieces)
-        self._outstanding.step = self._steps.pending.step
+        else:
+            committed = self._optimized.committed
+            self._steps.restore(optimizer_steps.load(saved, committed, self.pieces))
 
     def report(self) -> DuoReport:
         """Return the traffic of both reductions on this rank, their duration, and step counts."""
+        parameters = self._optimized.tally
         return DuoReport(
             **vars(replace(super().report(), replicated=not self._optimized.sharded)),
             slow=replace(self._slow.tally),
             ahead=replace(self._steps.statistics),
             outstanding=self._steps.pending is not None,
-            parameters=None if (sent := self._optimized.tally) is None else replace(sent),
+            parameters=parameters and replace(parameters),
             held=self._optimized.nbytes(self._optimizer),
         )
 
     def statement(self) -> dict[str, list[str]]:
-        return {
-            **super().statement(),
-            "optimizer": [
-                *functional_optimizer.described(self._optimizer),
-                f"scaler: {self._scaler is not None}",
-                f"sharded: {'no' if self._weights is None else _kinds(self._weights)}",
-            ],
-        }
+        optimizer = functional_optimizer.described(self._optimizer)
+        scaler, sharded = f"scaler: {self._scaler is not None}", f"sharded: {self._weight_kinds}"
+        return {**super().statement(), "optimizer": [*optimizer, scaler, sharded]}
 
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
@@ -211,12 +204,11 @@ class DuoCompressor(DdpCompressor):
                 where="ddp.join()",
                 do="use the same number of batches on all ranks, or a codec instead of DUO",
             )
-        self._steps.drop_unused()
-        averaged = self._steps.averaged = PendingStep(step)
+        averaged = self._steps.begin(step)
 
         def record_versions() -> None:
             self._worker.wait()  # closes the fast reduction
-            self._optimized.arrived(averaged.finite or averaged.factor is None)
+            self._optimized.pass_gradients(averaged.finite or averaged.factor is None)
             averaged.versions = versions(p.grad for p in self._optimized.stepped)
             averaged.aside = versions(self._optimized.aside())
 
@@ -227,29 +219,21 @@ class DuoCompressor(DdpCompressor):
 
     def _copy(self, averaged: PendingStep, bucket: Any) -> None:
         buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
-        values = self._steps.buffers.take(buffer).copy_(buffer)
+        values = self._steps.copy(buffer)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
-        averaged.buckets.append(
-            SavedBucket(index, values, [self._plain[place] for place in places], views)
-        )
-        owned = self._optimized.own
-        averaged.gradients |= {
-            place: owned(place, view) for place, view in zip(places, views, strict=True)
-        }
-        averaged.means |= {
-            place: owned(place, gradient) for place, gradient in zip(places, gradients, strict=True)
-        }
+        pieces, checks = [self._plain[place] for place in places], self._checks(averaged.step)
+        averaged.buckets.append(Bucket(index, averaged.step, values, pieces, views, checks))
+        for place, view, gradient in zip(places, views, gradients, strict=True):
+            averaged.gradients[place] = self._optimized.own(place, view)
+            averaged.means[place] = self._optimized.own(place, gradient)
 
     def _close(self, averaged: PendingStep) -> Tensor:
-        scales = self._scaler is not None and self._scaler.is_enabled()
-        # Rounded like the inverse scale of a GradScaler.
-        scale = (
-            float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float())
-            if scales
-            else None
-        )
-        averaged.close(scale, self._reducer.used)
+        factor = None
+        if is_scaled(self._scaler):
+            # Rounded like the inverse scale of a GradScaler.
+            factor = float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float())
+        averaged.close(factor, self._reducer.used)
         return torch.empty(0)
 
     def _after_lookahead(self, pending: PendingStep) -> None:
@@ -258,60 +242,29 @@ class DuoCompressor(DdpCompressor):
         self._worker.submit(lambda: self._reduce_in_fp32(pending))
 
     def _reduce_in_fp32(self, pending: PendingStep) -> Tensor:
-        slow, checks = self._slow, self._checks(pending.step)
         with torch.no_grad():
             for bucket in pending.buckets:
-                self._optimized.reduce(
-                    slow,
-                    Bucket(
-                        bucket.index,
-                        pending.step,
-                        bucket.values,
-                        bucket.pieces,
-                        bucket.gradients,
-                        checks,
-                    ),
-                )
-        slow.settle(pending.step)
-        pending.known = time.perf_counter()
+                self._optimized.reduce(self._slow, bucket)
+        self._slow.settle(pending.step)
+        pending.reduced_at = time.perf_counter()
         return torch.empty(0)
 
     def _average(self, bucket: Bucket) -> None:
         self._optimized.reduce(self._reducer, bucket)
 
-    def _optimized_parameters(self, group: Any, seed: int) -> ReplicatedParameters:
-        rank, world = self._state.rank, self._state.world
-        if self._weights is None or world == 1:
+    def _optimized_parameters(self, group: Any) -> ReplicatedParameters:
+        world, weights = self._state.world, self._weight_codecs
+        if weights is None or world == 1:
             return ReplicatedParameters(self._parameters, keeps=world > 1)
         functional_optimizer.check(self._optimizer)
         pieces = [
-            replace(piece, codec=codec)
-            for piece, codec in zip(self.pieces, self._weights, strict=True)
+            replace(piece, codec=codec) for piece, codec in zip(self.pieces, weights, strict=True)
         ]
-        text = f"parameters in {_kinds(self._weights)}"
-        return ShardedParameters(
-            group,
-            self._parameters,
-            pieces,
-            CompressorState(rank, world, text, seed, self._state.device),
-            self._now,
-        )
+        state = self._new_state(f"parameters in {self._weight_kinds}")
+        return ShardedParameters(group, self._parameters, pieces, state, self._run_now)
 
-    def _now(self, work: Callable[[], Tensor]) -> Tensor:
+    def _run_now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)
         self._worker.wait()
         result: Tensor = done.value()
         return result
-
-
-def _unit(
-    named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]
-) -> int:
-    """Return the unit of cuts for all codecs and for the optimizer's step, in values."""
-    return math.lcm(
-        functional_optimizer.ALIGNED, *(codec.unit for codec in {*assigned.codecs, *weights})
-    )
-
-
-def _kinds(weights: Sequence[Codec]) -> str:
-    return ", ".join(sorted({repr(codec) for codec in weights}))

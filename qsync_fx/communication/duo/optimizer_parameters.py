@@ -1,20 +1,14 @@
 """Parameters that a rank's optimizer steps under DUO: replicated, or sharded.
 
-With a sharded optimizer each rank steps its shard of each parameter. The optimizer's parameters are
-replaced by this rank's shards, so its state is sharded too. After each step, ranks all-gather the
-low-bit differences of their shards from the model's parameters (the paper's weight differences).
-The next difference includes the coding error of this one.
-
-Invariant: the models of all ranks are bit-identical, as all add the same bytes to the same values.
-They differ from the optimizer's parameters only by the coding error of the last difference, which
-is zero in FP32 or after a flush. Values are in memory order, so that a step on a shard is the shard
-of a full step.
+With a sharded optimizer each rank steps its shard of each parameter. After each step, ranks
+all-gather the low-bit differences of their shards from the model's parameters (the paper's weight
+differences); the next difference includes the coding error of this one. Invariant: the models of
+all ranks are bit-identical. Values are in memory order, so a step on a shard is part of a full one.
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -27,9 +21,8 @@ from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.communication.compressor_state import CompressorState
+from qsync_fx.communication.compressor_state import CompressorState, finite
 from qsync_fx.communication.duo import functional_optimizer
-from qsync_fx.communication.duo.pending_step import finite
 from qsync_fx.communication.statistics import CommunicationStatistics
 from qsync_fx.errors import OptionError
 
@@ -47,16 +40,18 @@ class ReplicatedParameters:
 
     Attributes:
         stepped: parameters of the optimizer, by parameter index.
-        kept: committed values, before the lookahead step.
+        committed: values before the lookahead step.
         tally: statistics of parameter exchange; None without exchange.
     """
 
     tally: CommunicationStatistics | None = None
     sharded = False
+    clip_advice = "clip_grad_norm_ and returns nothing"
+    """Function that clips gradients in a step hook of the optimizer."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], keeps: bool = True) -> None:
         self.stepped: Sequence[nn.Parameter] = parameters
-        self.kept = [p.detach().clone() for p in parameters] if keeps else []
+        self.committed = [p.detach().clone() for p in parameters] if keeps else []
 
     def take(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by `stepped`."""
@@ -69,7 +64,7 @@ class ReplicatedParameters:
         """Average a bucket in place, at least the part for this rank's optimizer."""
         reducer.reduce(bucket)
 
-    def arrived(self, used: bool) -> None:
+    def pass_gradients(self, used: bool) -> None:
         """Pass the gradients of a backward pass to the optimizer; skip its step unless `used`."""
 
     def aside(self) -> Sequence[Tensor | None]:
@@ -78,7 +73,7 @@ class ReplicatedParameters:
 
     def finite(self, step: int) -> bool:
         """Return whether the optimizer's gradients are finite; the same on all ranks."""
-        return finite(p.grad for p in self.stepped if p.grad is not None)
+        return all(finite(p.grad) for p in self.stepped if p.grad is not None)
 
     def show(self, step: int, compared: bool) -> None:
         """Write the optimizer's parameters into the model of every rank."""
@@ -88,13 +83,9 @@ class ReplicatedParameters:
 
     def nbytes(self, optimizer: Optimizer) -> int:
         """Return the bytes of the optimizer's state and of the parameter copies."""
-        state = [
-            value
-            for values in optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, Tensor)
-        ]
-        return sum(tensor.nbytes for tensor in [*state, *self.kept])
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [value for value in [*values, *self.committed] if isinstance(value, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def clip(self, limit: float, step: int) -> Tensor:
         """Scale the gradients to a 2-norm of at most `limit`; return the norm before."""
@@ -112,12 +103,12 @@ class ShardedParameters(ReplicatedParameters):
     """This rank's shard of each parameter.
 
     Args:
-        group: process group that no other code uses.
         pieces: codec and shards of each parameter.
         now: runs a function on the communication thread and returns its result.
     """
 
     sharded = True
+    clip_advice = "handle.clip_grad_norm_(1.0)"
 
     def __init__(
         self,
@@ -127,14 +118,11 @@ class ShardedParameters(ReplicatedParameters):
         state: CompressorState,
         now: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
-        self._parameters, self._pieces, self._now, self._state = (
-            parameters,
-            tuple(pieces),
-            now,
-            state,
-        )
+        self._parameters, self._pieces, self._state = parameters, tuple(pieces), state
+        self._now = now
         for piece, p in zip(pieces, parameters, strict=True):
-            if not _dense(p):
+            # `empty_like` has the same strides if and only if the tensor is dense in memory.
+            if torch.empty_like(p, device="meta").stride() != p.stride():
                 raise OptionError(
                     "the parameter is not dense in memory, so it cannot be sharded",
                     where=piece.name,
@@ -145,10 +133,9 @@ class ShardedParameters(ReplicatedParameters):
         self.stepped = [
             nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)
         ]
-        self.kept = [p.detach().clone() for p in self.stepped]
+        self.committed = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
-        """Replace the optimizer's parameters by this rank's shards, and shard its state."""
         places = {id(p): place for place, p in enumerate(self._parameters)}
         before = {places[id(p)]: values for p, values in optimizer.state.items() if id(p) in places}
         cut = {
@@ -181,20 +168,17 @@ class ShardedParameters(ReplicatedParameters):
     def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
         reducer.scatter(bucket)
         rank = self._state.rank
-        parts = [
-            geometry.flat(p, g)[p.part(rank)]
-            for p, g in zip(bucket.pieces, bucket.gradients, strict=True)
-        ]
-        reducer.finite &= finite(parts)
+        for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
+            reducer.outcome.finite &= finite(geometry.flat(piece, gradient)[piece.part(rank)])
 
-    def arrived(self, used: bool) -> None:
+    def pass_gradients(self, used: bool) -> None:
         for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
             if p.grad is None:
                 part.grad = None
                 continue
-            gradient = (
-                p.grad if p.grad.stride() == p.stride() else torch.empty_like(p).copy_(p.grad)
-            )
+            gradient = p.grad
+            if gradient.stride() != p.stride():
+                gradient = torch.empty_like(p).copy_(gradient)
             part.grad = self.own(place, gradient).clone()
             if not used:
                 part.grad.fill_(torch.nan)  # skips the step on this rank, too
@@ -209,7 +193,6 @@ class ShardedParameters(ReplicatedParameters):
         return super().nbytes(optimizer) + sum(part.nbytes for part in self.stepped)
 
     def clip(self, limit: float, step: int) -> Tensor:
-        """Scale gradients to a 2-norm over all ranks of at most `limit`; return the norm before."""
         gradients = [p.grad for p in self.stepped if p.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
         norm = torch.tensor(self._total(squares, step) ** 0.5)
@@ -221,47 +204,35 @@ class ShardedParameters(ReplicatedParameters):
         self._show(self._reducer, self._pieces, step, compared)
 
     def show_exactly(self, step: int) -> None:
-        state = self._state
-        exact = Reducer(
-            self._reducer.group,
-            CompressorState(
-                state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device
-            ),
-            (),
-            self._reducer.tally,
-        )
-        self._show(
-            exact, [replace(piece, codec=PLAIN) for piece in self._pieces], step, compared=True
-        )
+        rank, world = self._state.rank, self._state.world
+        codec, seed, device = f"exactly, {self._state.codec}", self._state.seed, self._state.device
+        state = CompressorState(rank, world, codec, seed, device)
+        exact = Reducer(self._reducer.group, state, tally=self._reducer.tally)
+        pieces = [replace(piece, codec=PLAIN) for piece in self._pieces]
+        self._show(exact, pieces, step, compared=True)
 
     def whole_state(self, optimizer: Optimizer, step: int) -> dict[str, Any]:
         result = super().whole_state(optimizer, step)
-        result["state"] = {
-            index: dict(values) for index, values in result["state"].items()
-        }  # copies, as the dicts are the optimizer's own
+        # The dicts of values are the optimizer's own, so they are copied.
+        result["state"] = {index: dict(values) for index, values in result["state"].items()}
         order = [p for group in optimizer.param_groups for p in group["params"]]
         places = {id(part): place for place, part in enumerate(self.stepped)}
-        cut = [
+        entries = [
             (values, name, places[id(order[index])])
             for index, values in result["state"].items()
             for name, value in values.items()
-            if isinstance(value, Tensor) and name not in _COUNTERS and value.dim()
+            if _is_sharded(name, value)
         ]
-        pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in cut]
-        full = [
-            torch.zeros(piece.size, dtype=torch.float32, device=values[name].device)
-            for piece, (values, name, _) in zip(pieces, cut, strict=True)
-        ]
-        owned = [values[name].detach().float() for values, name, _ in cut]
+        pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in entries]
+        shards = [values[name].detach().float() for values, name, _ in entries]
+        full = [shard.new_zeros(piece.size) for piece, shard in zip(pieces, shards, strict=True)]
 
         def work() -> Tensor:
-            self._reducer.give(
-                Bucket(_STATE, step, torch.empty(0), pieces, ()), owned, full, [False] * len(cut)
-            )
+            self._reducer.give(Bucket(_STATE, step, torch.empty(0), pieces, ()), shards, full)
             return torch.empty(0)
 
         self._now(work)
-        for (values, name, place), flat in zip(cut, full, strict=True):
+        for (values, name, place), flat in zip(entries, full, strict=True):
             like = torch.empty_like(self._parameters[place], dtype=values[name].dtype)
             geometry.flat(self._pieces[place], like).copy_(flat)
             values[name] = like.detach()
@@ -280,24 +251,19 @@ class ShardedParameters(ReplicatedParameters):
                     geometry.flat(piece, p.detach())
                     for piece, p in zip(pieces, self._parameters, strict=True)
                 ]
-                shown = [flat.float() for flat in flats]
-                onto = [piece.codec != PLAIN for piece in pieces]
-                owned = [
-                    part.float() - flat[piece.part(self._state.rank)] if is_added else part.float()
-                    for part, flat, piece, is_added in zip(
-                        self.stepped, shown, pieces, onto, strict=True
-                    )
-                ]
-                reducer.give(
-                    Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), owned, shown, onto
-                )
+                shown, shards = [flat.float() for flat in flats], []
+                for part, flat, piece in zip(self.stepped, shown, pieces, strict=True):
+                    shard = part.float()
+                    if piece.codec != PLAIN:
+                        shard = shard - flat[piece.part(self._state.rank)]
+                    shards.append(shard)
+                bucket = Bucket(_PARAMETERS, step, torch.empty(0), pieces, ())
+                reducer.give(bucket, shards, shown, add=True)
                 for p, flat, result in zip(self._parameters, flats, shown, strict=True):
-                    if result is not flat:
-                        flat.copy_(result)
+                    flat.copy_(result)
                     torch.autograd.graph.increment_version(p)
                     if compared:
-                        made = torch.where(result.isnan(), torch.nan, result)
-                        reducer.digest = zlib.crc32(made.cpu().numpy().tobytes(), reducer.digest)
+                        reducer.add_to_digest(result)
             reducer.settle(step, compared, _DIFFERENT_PARAMETERS)
             return torch.empty(0)
 
@@ -305,7 +271,7 @@ class ShardedParameters(ReplicatedParameters):
 
     def _state_of(self, place: int, name: str, value: Any) -> Any:
         p = self._parameters[place]
-        if not isinstance(value, Tensor) or name in _COUNTERS or value.dim() == 0:
+        if not _is_sharded(name, value):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
             raise OptionError(
@@ -318,30 +284,19 @@ class ShardedParameters(ReplicatedParameters):
 
     def _total(self, value: float, step: int) -> float:
         """Return the sum of `value` over ranks, in rank order."""
-        world = self._state.world
-        place = ParameterSlice(
-            "a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2))
-        )
-        owned, every = (
-            torch.tensor([value], dtype=torch.float64),
-            torch.zeros(world, dtype=torch.float64),
-        )
+        size = 2 * self._state.world  # an FP64 value is sent as two FP32 values
+        place = ParameterSlice("a sum over ranks", 0, size, PLAIN, tuple(range(0, size + 1, 2)))
+        shard = torch.tensor([value], dtype=torch.float64).view(torch.float32)
+        every = torch.zeros(self._state.world, dtype=torch.float64)
         bucket = Bucket(_SUM, step, torch.empty(0), [place], ())
 
         def work() -> Tensor:
-            self._reducer.give(
-                bucket, [owned.view(torch.float32)], [every.view(torch.float32)], [False]
-            )
+            self._reducer.give(bucket, [shard], [every.view(torch.float32)])
             return every
 
         return float(sum(self._now(work).tolist()))
 
 
-def _dense(p: Tensor) -> bool:
-    """Return whether a tensor is dense in memory, with its dimensions in any order."""
-    expected = 1
-    for stride, extent in sorted((s, e) for s, e in zip(p.stride(), p.shape, strict=True) if e > 1):
-        if stride != expected:
-            return False
-        expected *= extent
-    return True
+def _is_sharded(name: str, value: Any) -> bool:
+    """Return whether an entry of the optimizer's state is sharded like its parameter."""
+    return isinstance(value, Tensor) and name not in _COUNTERS and value.dim() > 0

@@ -2,22 +2,23 @@
 
 The commit applies the FP32 mean of the previous gradients, which was reduced during this forward
 and backward pass, to the parameters and state from before the previous step. The user's own call
-then takes a lookahead step with the fast mean, and its change of the optimizer's state is rolled
-back. States (`Steps.state`) and transitions:
+then takes a lookahead step with the fast mean; its change of the optimizer's state is rolled back.
 
-    IDLE --backward--> AVERAGED --step--> AHEAD --backward--> AVERAGED_AHEAD --step--> AHEAD
+                BACKWARD
+      IDLE    ------------>   AVERAGED
+       ^      <------------    |    ^
+       |          DROP         |    |
+COMMIT |                       |    | COMMIT
+       |          LOOKAHEAD    |    |
+       |      +----------------+    |
+       |      v   BACKWARD          |
+      AHEAD   ------------>   AVERAGED_AHEAD
+              <------------
+                  DROP
 
-    state            event                               next state
-    IDLE             backward pass, fast reduction       AVERAGED
-    AVERAGED         optimizer.step(): lookahead         AHEAD
-    AHEAD            backward pass, fast reduction       AVERAGED_AHEAD
-    AVERAGED_AHEAD   optimizer.step(): commit, lookahead AHEAD
-    AHEAD            flush(): commit                     IDLE
-    AVERAGED         skip(), or a mean is not finite     IDLE
-    AVERAGED_AHEAD   skip(), or a mean is not finite     AHEAD
-
-The FP32 reduction starts with AHEAD and ends before the next commit. `_before` and `_after` run
-around the user's call of the optimizer.
+A backward pass ends with BACKWARD, `optimizer.step()` is COMMIT (if steps are AHEAD) and LOOKAHEAD,
+`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. `Steps` allows no other
+transition. The FP32 reduction starts with AHEAD and ends before COMMIT.
 
 Invariant: between steps, the optimizer's state and the committed parameters are those of a training
 with FP32 gradients, computed on parameters one lookahead step ahead.
@@ -26,21 +27,181 @@ with FP32 gradients, computed on parameters one lookahead step ahead.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
+from qsync_fx.communication.compressor_state import finite
 from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.functional_optimizer import Settings, copied
 from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters
-from qsync_fx.communication.duo.pending_step import BufferPool, PendingStep, Use
 from qsync_fx.communication.statistics import LookaheadStatistics
 from qsync_fx.errors import OptionError
+
+_INTEGERS = {integer.itemsize: integer for integer in (torch.int16, torch.int32)}
+
+
+@dataclass(frozen=True)
+class Use:
+    """Inputs of an optimizer step apart from parameters, state and gradients.
+
+    Attributes:
+        used: for each parameter, whether it had a gradient.
+        factor: factor applied to the gradients after the backward pass; 1 for none.
+        scale: scale that the optimizer removes itself; None for none.
+    """
+
+    groups: Settings
+    used: Sequence[bool]
+    factor: float = 1.0
+    scale: Tensor | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler would skip the step for an infinity."""
+        return self.factor != 1.0 or self.scale is not None
+
+
+@dataclass
+class PendingStep:
+    """Gradients of one step, copied before the fast reduction, that await their FP32 mean.
+
+    Attributes:
+        begun: time of its first bucket, in seconds of `time.perf_counter`.
+        buckets: copies of the gradients, reduced in place.
+        gradients: this rank's optimizer gradients in `buckets`, by parameter index.
+        means: the same of the fast reduction.
+        versions: identity and version counter of the optimizer's gradients after the backward pass;
+            None without a gradient.
+        aside: the same for gradients that the optimizer does not use.
+        finite: whether all fast means are finite.
+        plain, unscaled: digests of the fast means, and of their product with `factor`.
+        factor: inverse scale of the GradScaler; None without one.
+        use: inputs of the optimizer step; None before the optimizer's call.
+        reduced_at: time when the FP32 mean was complete.
+    """
+
+    step: int
+    begun: float = field(default_factory=time.perf_counter)
+    buckets: list[Bucket] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    means: dict[int, Tensor] = field(default_factory=dict)
+    versions: list[tuple[int, int] | None] = field(default_factory=list)
+    aside: list[tuple[int, int] | None] = field(default_factory=list)
+    finite: bool = True
+    plain: int = 0
+    unscaled: int = 0
+    factor: float | None = None
+    use: Use | None = None
+    reduced_at: float = 0.0
+
+    def close(self, factor: float | None, used: bool) -> None:
+        """Record digests of the fast means, to detect changes of gradients before the step.
+
+        Args:
+            factor: inverse scale of the GradScaler; None without one.
+            used: whether the fast means are finite on all ranks.
+        """
+        means, self.factor = list(self.means.values()), factor
+        self.finite = used and all(map(finite, means))
+        self.plain = self.unscaled = _digest(means)
+        if factor is not None:
+            self.unscaled = _digest(mean * factor for mean in means)
+        self.means = {}
+
+    def factor_found(
+        self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None]
+    ) -> float | None:
+        """Return the factor applied to the gradients since the backward pass.
+
+        Return None if they, or the gradients `aside`, were changed in another way.
+        """
+        if not self.finite:
+            return 1.0
+        if versions(aside) != self.aside:
+            return None
+        digest = _digest(g for g in gradients if g is not None)
+        if self.factor is not None and digest == self.unscaled:
+            return self.factor
+        # A write without effect, as by clipping below its limit, may have an effect in the next
+        # step. With a GradScaler, the means are unchanged if the optimizer unscales them itself.
+        is_unchanged = self.factor is not None or versions(gradients) == self.versions
+        return 1.0 if digest == self.plain and is_unchanged else None
+
+
+def versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return identity and version counter of each tensor."""
+    return [None if g is None else (id(g), g._version) for g in gradients]
+
+
+def _digest(tensors: Iterable[Tensor]) -> int:
+    """Return the sum of the bit patterns as integers, which changes with scaling or addition."""
+    words = (tensor.view(_INTEGERS[tensor.itemsize]) for tensor in tensors)
+    return sum(int(item.sum(dtype=torch.int64)) for item in words) % 2**64
+
+
+def saved(
+    pending: PendingStep, committed: Sequence[Tensor], pieces: Sequence[ParameterSlice]
+) -> dict[str, Any]:
+    """Return a copy of a pending step and the committed parameters, for `load`.
+
+    It is equal on all ranks, so any rank can load it with any world size, except with a sharded
+    optimizer.
+    """
+    assert pending.use is not None
+    names = [piece.name for piece in pieces]
+    return {
+        "step": pending.step,
+        "weights": {name: weight.clone() for name, weight in zip(names, committed, strict=True)},
+        "gradients": {names[place]: g.clone() for place, g in pending.gradients.items()},
+        "use": copied(vars(pending.use)),
+    }
+
+
+def load(
+    state: Mapping[str, Any], committed: Sequence[Tensor], pieces: Sequence[ParameterSlice]
+) -> PendingStep:
+    """Write the parameters into `committed`, and return the pending step.
+
+    Raises:
+        OptionError: the state is of another model.
+    """
+    weights, gradients = state["weights"], state["gradients"]
+    for piece, weight in zip(pieces, committed, strict=True):
+        if piece.name not in weights or weights[piece.name].shape != weight.shape:
+            raise OptionError(
+                "the state of DUO belongs to another model",
+                where=f"{piece.name}, {list(weight.shape)}",
+                do="load the state of the same model",
+            )
+    for piece, weight in zip(pieces, committed, strict=True):
+        weight.copy_(weights[piece.name])
+    places = {piece.name: place for place, piece in enumerate(pieces)}
+    pending = PendingStep(state["step"], use=Use(**copied(state["use"])))
+    pending.gradients = {places[name]: gradient.clone() for name, gradient in gradients.items()}
+    return pending
+
+
+def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
+    """Raise `OptionError` for a state of another rank or world size, which has other shards."""
+    if (state.get("rank"), state.get("world")) != (rank, world):
+        raise OptionError(
+            f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
+            f"optimizer has other shards than rank {rank} of {world}",
+            where="the sharded state of DUO",
+            do="resume with the same number of ranks, each with its own state. To resume with "
+            "another number, call handle.flush() before saving parameters, and start with a new "
+            "optimizer or one that has loaded handle.whole_optimizer_state() before compress",
+        )
 
 
 class Outstanding:
@@ -48,7 +209,6 @@ class Outstanding:
 
     Args:
         training: object whose finalization, at process exit at the latest, ends the training.
-        rank: rank for the warning.
 
     Attributes:
         step: number of the pending step, from the optimizer's call to its commit; None without.
@@ -64,7 +224,8 @@ class Outstanding:
             warnings.warn(
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
                 f"of step {self.step} were applied, so the parameters are those of a lookahead "
-                "step. Call handle.flush() before evaluation, before saving and at the end of training",
+                "step. Call handle.flush() before evaluation, before saving and at the end of "
+                "training",
                 stacklevel=2,
             )
 
@@ -78,22 +239,36 @@ class StepState(Enum):
     AVERAGED_AHEAD = "gradients of a lookahead step, and those of the next backward pass"
 
 
+class StepEvent(Enum):
+    BACKWARD = auto()
+    LOOKAHEAD = auto()
+    COMMIT = auto()
+    DROP = auto()
+
+
+_NEXT: Final = {
+    (StepState.IDLE, StepEvent.BACKWARD): StepState.AVERAGED,
+    (StepState.AVERAGED, StepEvent.LOOKAHEAD): StepState.AHEAD,
+    (StepState.AVERAGED, StepEvent.DROP): StepState.IDLE,
+    (StepState.AHEAD, StepEvent.BACKWARD): StepState.AVERAGED_AHEAD,
+    (StepState.AHEAD, StepEvent.COMMIT): StepState.IDLE,
+    (StepState.AVERAGED_AHEAD, StepEvent.COMMIT): StepState.AVERAGED,
+    (StepState.AVERAGED_AHEAD, StepEvent.DROP): StepState.AHEAD,
+}
+
+
 class Steps:
     """Commit and lookahead steps of an optimizer.
 
     Args:
-        optimizer: the user's optimizer.
-        live: parameters that it steps.
         has_lookahead: whether parameters take a step with the fast means.
         outstanding: updated with the pending step.
         wait: returns once the communication thread is idle.
         after_lookahead: called with each pending step after its lookahead step.
 
     Attributes:
-        averaged: gradients of a backward pass that no step has used yet.
-        pending: gradients of the lookahead step, which await their commit.
-        statistics: counts of steps.
-        buffers: pool of buffers for gradient copies.
+        averaged: gradients of a backward pass that no step has used yet; None without.
+        pending: gradients of the lookahead step, which await their commit; None without.
     """
 
     def __init__(
@@ -107,24 +282,33 @@ class Steps:
     ) -> None:
         self._optimizer, self._parameters, self._has_lookahead = optimizer, live, has_lookahead
         self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
+        self.state = StepState.IDLE
         self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
-        self.statistics, self.buffers = LookaheadStatistics(), BufferPool()
+        self.statistics = LookaheadStatistics()
+        self._free_buffers: dict[int, list[Tensor]] = {}
         self._saved_state: dict[Any, Any] | None = None
         self._unused_gradients: list[Tensor | None] | None = None
         self._in_own_step = False
-
-    @property
-    def state(self) -> StepState:
-        if self.averaged is None:
-            return StepState.IDLE if self.pending is None else StepState.AHEAD
-        return StepState.AVERAGED if self.pending is None else StepState.AVERAGED_AHEAD
 
     def follow(self) -> None:
         """Register the commit and lookahead step as step hooks of the optimizer."""
         uncompiled: Any = torch.compiler.disable
         self._optimizer.register_step_pre_hook(uncompiled(self._before))
         self._optimizer.register_step_post_hook(uncompiled(self._after))
+
+    def restore(self, pending: PendingStep | None) -> None:
+        """Continue from a loaded pending step, or without one."""
+        self.averaged, self.pending, self.state = None, pending, StepState.IDLE
+        if pending is not None:
+            self.state, self._outstanding.step = StepState.AHEAD, pending.step
+
+    def begin(self, step: int) -> PendingStep:
+        """Start to record the gradients of a backward pass."""
+        self.drop_unused()
+        self._move(StepEvent.BACKWARD)
+        self.averaged = PendingStep(step)
+        return self.averaged
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used, as for a GradScaler that found an infinity."""
@@ -137,8 +321,9 @@ class Steps:
                 do="accumulate gradients under ddp.no_sync(), because DUO stores the gradients of "
                 "one backward pass; call handle.skip() to discard gradients",
             )
+        self._move(StepEvent.DROP)
         self.statistics.skipped += 1
-        self.buffers.give(self.averaged)
+        self._release(self.averaged)
         self.averaged = None
 
     def commit(self, since: float) -> bool:
@@ -147,19 +332,18 @@ class Steps:
         Args:
             since: time from which the caller waited for them, for the statistics.
         """
-        pending = self.pending
-        if pending is None or pending.use is None:
+        pending, live = self.pending, self._parameters
+        if pending is None or (use := pending.use) is None:
             return False
-        use, live = pending.use, self._parameters
-        self.statistics.waited += max(0.0, pending.known - since)
+        self.statistics.waited += max(0.0, pending.reduced_at - since)
         present = [p.grad for p in live.stepped]
         with torch.no_grad():
-            for place, (p, saved) in enumerate(zip(live.stepped, live.kept, strict=True)):
+            for place, (p, saved) in enumerate(zip(live.stepped, live.committed, strict=True)):
                 p.copy_(saved)
-                p.grad = (
-                    _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
-                )
-        if use.scaled and not live.finite(pending.step):
+                p.grad = None
+                if use.used[place]:
+                    p.grad = _gradient(p, pending.gradients[place], use.factor)
+        if use.is_scaled and not live.finite(pending.step):
             self.statistics.skipped += 1
             warnings.warn(
                 f"the full-precision gradients of step {pending.step} are not finite, although the "
@@ -176,9 +360,25 @@ class Steps:
             self.statistics.committed += 1
         for p, gradient in zip(live.stepped, present, strict=True):
             p.grad = gradient
-        self.buffers.give(pending)
-        self.pending, self._outstanding.step = None, None
+        self._release(pending)
+        self._move(StepEvent.COMMIT)
+        self.pending = self._outstanding.step = None
         return True
+
+    def copy(self, values: Tensor) -> Tensor:
+        """Return an FP32 copy in a reused buffer; allocation costs more than a copy."""
+        free = self._free_buffers.get(values.numel()) or [
+            torch.empty_like(values, dtype=torch.float32)
+        ]
+        return free.pop().copy_(values)
+
+    def _release(self, step: PendingStep) -> None:
+        for bucket in step.buckets:
+            self._free_buffers.setdefault(bucket.values.numel(), []).append(bucket.values)
+        step.buckets, step.gradients = [], {}
+
+    def _move(self, event: StepEvent) -> None:
+        self.state = _NEXT[self.state, event]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._in_own_step:
@@ -200,15 +400,16 @@ class Steps:
                     do="call optimizer.step() once after each backward pass outside ddp.no_sync()",
                 )
             return
-        use, infinite = self._use(averaged)
+        averaged.use, infinite = self._use(averaged)
         if infinite:
             averaged.finite = False
             self.drop_unused()
             return
         self.commit(averaged.begun)
-        for saved, p in zip(live.kept, live.stepped, strict=True):
+        for saved, p in zip(live.committed, live.stepped, strict=True):
             saved.copy_(p.detach())
-        averaged.use, self.averaged, self.pending = use, None, averaged
+        self._move(StepEvent.LOOKAHEAD)
+        self.averaged, self.pending = None, averaged
         self._outstanding.step = averaged.step
         self._saved_state = functional_optimizer.state(optimizer)
         if not self._has_lookahead:
@@ -232,28 +433,18 @@ class Steps:
         gradients = [p.grad for p in self._parameters.stepped]
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
-            clips = (
-                "handle.clip_grad_norm_(1.0)"
-                if self._parameters.sharded
-                else "clip_grad_norm_ and returns nothing"
-            )
             raise OptionError(
                 "gradients were changed between the backward pass and the step, and DUO cannot "
                 "apply the same change to the full-precision gradients",
                 where=f"step {averaged.step} of DUO",
                 do="change them in a hook of the optimizer, which runs for both: after "
                 "compress(...), call optimizer.register_step_pre_hook(clip) with a function "
-                f"clip(*_) that calls {clips}; pass a GradScaler as compress(..., scaler=scaler)",
+                f"clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler as "
+                "compress(..., scaler=scaler)",
             )
         used = [g is not None for g in gradients]
-        use = Use(
-            functional_optimizer.settings(self._optimizer),
-            used,
-            factor,
-            scale,
-            factor != 1.0 or scale is not None,
-        )
-        return use, infinite
+        settings = functional_optimizer.settings(self._optimizer)
+        return Use(settings, used, factor, scale), infinite
 
     @contextlib.contextmanager
     def _own_step(self) -> Iterator[None]:
@@ -265,5 +456,5 @@ class Steps:
 
 
 def _gradient(p: Tensor, mean: Tensor, factor: float) -> Tensor:
-    result = mean if p.dtype == mean.dtype else mean.to(p.dtype)
+    result = mean.to(p.dtype)
     return result if factor == 1.0 else result.mul_(factor)

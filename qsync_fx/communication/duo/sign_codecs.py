@@ -1,10 +1,8 @@
 """Codecs of DUO's fast reduction, with 0, 1, 2, 4 or 8 bits for each value.
 
 They have no error feedback: the slow reduction corrects their errors, which feedback would count
-twice.
-
-Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks, also
-with 0 bits.
+twice. Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks,
+also with 0 bits.
 """
 
 from __future__ import annotations
@@ -46,15 +44,12 @@ class ZeroBit(Codec):
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
-        wire[:_FLAG].view(torch.float32).fill_(0.0 if bool(values.isfinite().all()) else torch.nan)
+        is_finite = bool(values.isfinite().all())
+        wire[:_FLAG].view(torch.float32).fill_(0.0 if is_finite else torch.nan)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
-        flag = wire[:_FLAG].view(torch.float32)
-        if add:
-            values += flag
-        else:
-            values.copy_(flag.expand_as(values))
+        buffers.put(wire[:_FLAG].view(torch.float32).expand_as(values), values, add)
 
 
 _FLAG: Final = 4
@@ -73,7 +68,6 @@ class Duo:
 
     Attributes:
         fast: codec of the fast reduction, without error feedback.
-        name: name for users.
         ahead: whether parameters take a lookahead step with the fast mean. If not, they are the
             committed ones, one gradient behind. With 0 bits, the lookahead step has a gradient of
             zero and still applies momentum.
@@ -95,9 +89,9 @@ class Duo:
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Return the fast codec of each parameter; with 0 bits, small parameters have it too."""
-        result = to_all(
-            self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least
-        )
+        if least is None and isinstance(self.fast, ZeroBit):
+            least = 0
+        result = to_all(self.fast, sizes, least)
         return replace(result, name=self.name, said=repr(self), text=repr(self))
 
 
@@ -125,8 +119,10 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
         OptionError: the requested codec has error feedback, is AQGB, or sends no values.
     """
     if requested is None:
+        if duo.fast == PLAIN:
+            return PLAIN
         bits = max(duo.fast.bits, 4) if isinstance(duo.fast, Qsgd) else 4
-        return PLAIN if duo.fast == PLAIN else Qsgd(bits, UNITS[bits])
+        return Qsgd(bits, UNITS[bits])
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
         raise OptionError(

@@ -2,12 +2,8 @@
 
 Each rank publishes a statement: sections of lines on versions, tensors of the model, DDP settings,
 plan and batch. Rank 0 compares digests of the sections; a section that a rank omits is not compared
-for that rank. Ranks that state the same reduce the same gradients in the same collectives.
-Properties that may differ between ranks are not stated: per-class plans, formats, devices and
-padding.
-
-Invariant: either all ranks continue, or all raise the same error, which names a rank that differs
-from the majority and its differences. A rank that does not arrive within the limit is named.
+for that rank. Plans per class, formats, devices and padding may differ, and are not stated.
+Invariant: either all ranks continue, or all raise the same error, which names a differing rank.
 """
 
 from __future__ import annotations
@@ -16,8 +12,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -50,9 +45,7 @@ def agree(
     """Return once all ranks have stated the same.
 
     Args:
-        channel, watcher: of the guard.
         about: name of this agreement; each name is used once.
-        mine: statement of this rank.
         limit: seconds to wait for another rank.
         do: remedy for each section that may differ.
 
@@ -63,33 +56,25 @@ def agree(
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in mine.items()
     }
     try:
-        channel.put(
-            f"{about}/lines/{channel.rank}",
-            json.dumps({name: list(lines) for name, lines in mine.items()}),
-        )
+        lines = json.dumps({name: list(lines) for name, lines in mine.items()})
+        channel.put(f"{about}/lines/{channel.rank}", lines)
         channel.put(f"{about}/digests/{channel.rank}", json.dumps(digests))
         if channel.rank == 0:
             stated = {}
             until = time.monotonic() + limit
             for rank in range(channel.world):
-                text = awaited(
-                    channel,
-                    watcher,
-                    f"{about}/digests/{rank}",
-                    rank,
-                    until - time.monotonic(),
-                    about,
-                )
-                stated[rank] = json.loads(text)
-            result = _difference(channel, about, stated, do)
-            channel.put(f"{about}/verdict", _GOOD if result is None else json.dumps(asdict(result)))
+                key, rest = f"{about}/digests/{rank}", until - time.monotonic()
+                stated[rank] = json.loads(awaited(channel, watcher, key, rank, rest, about))
+            difference = _difference(channel, about, stated, do)
+            channel.put(f"{about}/verdict", _GOOD if difference is None else difference.to_json())
         # Rank 0 waits for each rank and reports a missing one, so the others wait 5 s longer.
         verdict = awaited(channel, watcher, f"{about}/verdict", 0, limit + 5, about)
     except StoreLost:
         raise lost(channel.rank) from None
     if verdict != _GOOD:
-        watcher.learn(Failure(**json.loads(verdict)))
-        raise Failure(**json.loads(verdict)).error()
+        failure = Failure.from_json(verdict)
+        watcher.learn(failure)
+        raise failure.error()
 
 
 def awaited(
@@ -123,30 +108,29 @@ def _difference(
             continue
         usual = next(rank for rank, digest in digests.items() if digest == most)
         others = [rank for rank, digest in digests.items() if digest != most]
-        current, existing = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
-        only_there = [line for line in existing if line not in set(current)] or [
-            "the same lines in another order"
-        ]
-        only_here = [line for line in current if line not in set(existing)] or [
-            "the same lines in another order"
-        ]
-        more = f" ({len(others)} ranks differ from rank {usual})" if len(others) > 1 else ""
-        where = f"rank {others[0]}: {_some(only_there)}; rank {usual}: {_some(only_here)}{more}"
-        message = f"rank {others[0]} has another {section} than rank {usual}"
-        return Failure(
-            others[0], message, where, do.get(section, f"use the same {section} on all ranks")
+        lines = {}
+        for rank in (others[0], usual):
+            text = channel.get(f"{about}/lines/{rank}") or "{}"
+            lines[rank] = json.loads(text).get(section, [])
+        common = set(lines[usual]) & set(lines[others[0]])
+        where = "; ".join(
+            f"rank {rank}: {first_of([line for line in stated if line not in common], _SHOWN)}"
+            for rank, stated in lines.items()
         )
+        if len(others) > 1:
+            where += f" ({len(others)} ranks differ from rank {usual})"
+        message = f"rank {others[0]} has another {section} than rank {usual}"
+        remedy = do.get(section, f"use the same {section} on all ranks")
+        return Failure(others[0], message, where, remedy)
     return None
 
 
-def _lines(channel: Channel, about: str, section: str, rank: int) -> list[str]:
-    result: list[str] = json.loads(channel.get(f"{about}/lines/{rank}") or "{}").get(section, [])
-    return result
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = f", ... ({len(lines)} in total)" if len(lines) > _SHOWN else ""
-    return ", ".join(lines[:_SHOWN]) + more
+def first_of(lines: Sequence[str], most: int) -> str:
+    """Return the first lines as text, with the number of all if there are more than `most`."""
+    if not lines:
+        return "the same lines in another order"
+    more = f", ... ({len(lines)} in total)" if len(lines) > most else ""
+    return ", ".join(lines[:most]) + more
 
 
 def lost(rank: int) -> RankError:
@@ -173,35 +157,26 @@ REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def of_model(model: nn.Module) -> Statement:
-    inner = unwrapped(model)
-    tensors = [
-        *(
-            f"{name} {_tensor(p)}{'' if p.requires_grad else ' frozen'}"
-            for name, p in inner.named_parameters()
-        ),
-        *(f"buffer {name} {_tensor(b)}" for name, b in inner.named_buffers()),
-    ]
+    tensors = []
+    for name, p in unwrapped(model).named_parameters():
+        tensors.append(f"{name} {_tensor(p)}{'' if p.requires_grad else ' frozen'}")
+    for name, buffer in unwrapped(model).named_buffers():
+        tensors.append(f"buffer {name} {_tensor(buffer)}")
     stated = {
         "version": [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"],
         "model": tensors,
     }
     if (parallel := parallel_in(model)) is not None:
-        stated["DDP"] = list(_buckets(parallel))
-    clusters = {
-        o.plan.notes[CLUSTER]
-        for o in options_of(model)
-        if o.plan is not None and CLUSTER in o.plan.notes
-    }
-    return {**stated, "plan for the cluster": sorted(clusters)} if clusters else stated
+        stated["DDP"] = [f"{name}={getattr(parallel, name)}" for name in _DDP_SETTINGS]
+    plans = [options.plan for options in options_of(model) if options.plan is not None]
+    if clusters := {plan.notes[CLUSTER] for plan in plans if CLUSTER in plan.notes}:
+        stated["plan for the cluster"] = sorted(clusters)
+    return stated
 
 
 def of_replanning(settings: object) -> Statement:
     """Return the statement about replanning: its thresholds, or "none"."""
-    return {
-        "replanning": [
-            "none" if settings is None else str(getattr(settings, "hysteresis", settings))
-        ]
-    }
+    return {"replanning": [str(getattr(settings, "hysteresis", settings or "none"))]}
 
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
@@ -211,39 +186,34 @@ def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> S
         sizes: whether to state the number of samples, too.
     """
     leaves, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
-    lines = [
-        f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')} of {leaf.dim()} dimensions"
-        + (f", {leaf.shape[0]} samples" if sizes and leaf.dim() else "")
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    lines = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            samples = f", {leaf.shape[0]} samples" if sizes and leaf.dim() else ""
+            lines.append(f"{pytree.keystr(path)} {dtype} of {leaf.dim()} dimensions{samples}")
     return {"batch": lines}
 
 
 def parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel that a model is or contains; None without one."""
-    return next(
-        (part for part in model.modules() if isinstance(part, DistributedDataParallel)), None
-    )
+    parts = (part for part in model.modules() if isinstance(part, DistributedDataParallel))
+    return next(parts, None)
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that Dynamo calls without tracing it."""
     disable: Any = torch.compiler.disable
-    result: Callable[..., Any] = disable(hook)
-    return result
+    return disable(hook)  # type: ignore[no-any-return]
 
 
-def _buckets(parallel: DistributedDataParallel) -> Iterator[str]:
-    names = (
-        "bucket_bytes_cap",
-        "find_unused_parameters",
-        "static_graph",
-        "gradient_as_bucket_view",
-        "broadcast_buffers",
-    )
-    for name in names:
-        yield f"{name}={getattr(parallel, name)}"
+_DDP_SETTINGS: Final = (
+    "bucket_bytes_cap",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+)
 
 
 def _tensor(tensor: torch.Tensor) -> str:

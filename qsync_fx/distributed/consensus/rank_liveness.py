@@ -1,12 +1,9 @@
 """Heartbeat thread that detects failed ranks while the main thread is blocked.
 
 Every rank writes a heartbeat to the store. Rank 0 reads all heartbeats, the others only rank 0's
-and the first reported failure, so their load does not grow with the number of ranks. A rank that is
-silent or compiles for too long is reported by its observer. The neighbours of a rank on the same
-machine also detect that its process has ended, from /proc.
-
-Invariant: a reported failure is known and logged on every rank within about a second, unless code
-blocks the GIL. A rank whose own thread was suspended does not blame others for the silence.
+and the first reported failure. A rank that is silent or compiles for too long is reported by its
+observer. The neighbours of a rank on the same machine also detect that its process has ended, from
+/proc. A reported failure is known and logged on every rank within about a second.
 """
 
 from __future__ import annotations
@@ -29,12 +26,13 @@ def identity() -> str:
     """Return a unique identity of this process; "" if /proc does not provide one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
+        namespace, pid = os.readlink("/proc/self/ns/pid"), os.getpid()
+        return f"{boot} {namespace} {pid} {_stat(pid)[_STARTED]}"
     except OSError:
         return ""
 
 
-def gone(other: str) -> bool:
+def has_ended(other: str) -> bool:
     """Return whether a process on this machine with this identity has ended.
 
     False if its state is unknown: on another machine, or in another PID namespace.
@@ -60,7 +58,7 @@ _PERIOD: Final = 0.25
 _HURRIED: Final = 3.0
 """Limit of silence in seconds after a failed collective, which implies that a rank is gone."""
 _LINGERS: Final = 5.0
-_GONE: Final = "done"
+_DONE: Final = "done"
 _REMEDY: Final = (
     "check whether its process was killed or stopped, or its machine ran out of memory; then "
     "restart all ranks"
@@ -71,15 +69,10 @@ class Watcher:
     """Heartbeat thread of one rank, from `start` to `stop`.
 
     Args:
-        channel: of the guard.
         silence: seconds without a heartbeat until a rank counts as failed.
         compiling: seconds that a rank may compile.
         ends: seconds after a failure until this process is terminated, if it stays blocked; None
             for never.
-
-    Attributes:
-        failure: the first known failure.
-        lost: whether the store is lost.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class Watcher:
         self.lost = False
         self._known, self._lock = threading.Event(), threading.Lock()
         self._stop = threading.Event()
-        self._compiles = threading.Event()
+        self._is_compiling = False
         self._seen: dict[int, tuple[str, float]] = {}
         self._since: dict[int, float] = {}
         self._thread: threading.Thread | None = None
@@ -106,16 +99,13 @@ class Watcher:
             self._thread.join(5)
         if done and not self.lost:
             try:
-                self.channel.put(f"beat/{self.channel.rank}", _GONE)
+                self.channel.put(f"beat/{self.channel.rank}", _DONE)
             except StoreLost:
                 self.lost = True
 
     def compiles(self, begins: bool) -> None:
         """Record that this rank begins or ends to compile."""
-        if begins:
-            self._compiles.set()
-        else:
-            self._compiles.clear()
+        self._is_compiling = begins
 
     def wait(self, seconds: float) -> Failure | None:
         """Return the failure as soon as one is known; None after `seconds`."""
@@ -158,9 +148,8 @@ class Watcher:
             beats += 1
             now = time.monotonic()
             if (stood := now - before) > 4 * period:
-                self._seen = {
-                    rank: (text, index + stood) for rank, (text, index) in self._seen.items()
-                }
+                # A suspended thread does not blame others for its own silence.
+                self._seen = {r: (text, since + stood) for r, (text, since) in self._seen.items()}
             try:
                 self._turn(beats, now)
             except StoreLost:
@@ -169,7 +158,7 @@ class Watcher:
             before = time.monotonic()
 
     def _turn(self, beats: int, now: float) -> None:
-        state = "compiles" if self._compiles.is_set() else "runs"
+        state = "compiles" if self._is_compiling else "runs"
         self.channel.put(f"beat/{self.channel.rank}", f"{state} {beats}")
         if self.failure is None:
             if (reported := self.channel.told()) is not None:
@@ -177,33 +166,28 @@ class Watcher:
             else:
                 self._look(now)
         elif self.ends is not None and now - self._at > self.ends:
-            _LOG.error(
-                "rank %d does not return from a collective operation and is terminated",
-                self.channel.rank,
-            )
+            message = "rank %d does not return from a collective operation and is terminated"
+            _LOG.error(message, self.channel.rank)
             logging.shutdown()
             os._exit(1)
 
     def _look(self, now: float) -> None:
-        for rank in {
-            (self.channel.rank + 1) % self.channel.world,
-            (self.channel.rank - 1) % self.channel.world,
-        }:
+        channel = self.channel
+        for rank in {(channel.rank + 1) % channel.world, (channel.rank - 1) % channel.world}:
+            process = channel.get(f"process/{rank}")
+            if not process or not has_ended(process):
+                continue
             # A rank that finishes marks itself as done before its process ends.
-            available = self.channel.get(f"process/{rank}")
-            if (
-                available
-                and gone(available)
-                and self.channel.get(f"beat/{rank}") != _GONE
-                and self.channel.told() is None
-            ):
+            if channel.get(f"beat/{rank}") != _DONE and channel.told() is None:
                 message = f"the process of rank {rank} has ended without a report"
                 self.tell(Failure(rank, message, None, _REMEDY, lives=False))
                 return
-        limit = min(self.silence, _HURRIED) if self.channel.count("hurry") else self.silence
-        for rank in range(self.channel.world) if self.channel.rank == 0 else (0,):
-            text = self.channel.get(f"beat/{rank}")
-            if text is None or text == _GONE or rank == self.channel.rank:
+        limit = self.silence
+        if channel.count("hurry"):
+            limit = min(limit, _HURRIED)
+        for rank in range(1, channel.world) if channel.rank == 0 else (0,):
+            text = channel.get(f"beat/{rank}")
+            if text is None or text == _DONE:
                 continue
             if self._seen.get(rank, ("", 0.0))[0] != text:
                 self._seen[rank] = text, now
@@ -212,13 +196,10 @@ class Watcher:
                 message = f"rank {rank} has sent no heartbeat for {silent:.0f} s"
                 self.tell(Failure(rank, message, f"limit: {limit:g} s", _REMEDY, lives=False))
                 return
-            since = (
-                self._since.setdefault(rank, now)
-                if text.startswith("compiles")
-                else self._since.pop(rank, now)
-            )
-            if now - since > self.compiling and text.startswith("compiles"):
+            if not text.startswith("compiles"):
+                self._since.pop(rank, None)
+            elif (compiled := now - self._since.setdefault(rank, now)) > self.compiling:
                 do = "raise the limit with guard(..., compiling=SECONDS), or check its log"
-                message = f"rank {rank} has been compiling for {now - since:.0f} s"
+                message = f"rank {rank} has been compiling for {compiled:.0f} s"
                 self.tell(Failure(rank, message, f"limit: {self.compiling:g} s", do))
                 return

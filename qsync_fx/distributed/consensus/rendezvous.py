@@ -1,18 +1,15 @@
 """Meeting of all ranks: agreement on statements and propagation of errors.
 
 Inside a meeting, collectives may last as long as compilation, because other ranks wait in a
-collective while one compiles. The watcher applies the timeout of the process group to silent ranks
-instead. The timeouts of all process groups are restored on exit.
-
-Invariant: an error on any rank ends the meeting on every rank with an error that names the rank and
-its reason, unless the process is killed before it can report. The type and message of a rank's own
-error do not change.
+collective while one compiles; the watcher applies the timeout of the process group to silent ranks
+instead. Invariant: an error on any rank ends the meeting on every rank with an error that names the
+rank and its reason, unless the process is killed before it can report.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -34,31 +31,27 @@ _PATIENCE: Final = 1800.0
 
 def limit_of_group() -> float | None:
     """Return the timeout of the default process group in seconds; None if it has none."""
-    result = [seconds for backend in _backends() if (seconds := _limit(backend)) is not None]
-    return min(result, default=None)
+    limits = map(limit_of, _backends([distributed_c10d._get_default_group()]))
+    return min((limit.total_seconds() for limit in limits if limit is not None), default=None)
 
 
 @contextlib.contextmanager
 def at_least(seconds: float) -> Iterator[None]:
     """Raise the timeouts of all process groups to at least `seconds`; restore them on exit."""
-    changed = [
-        (b, limit)
-        for b in _backends(every=True)
-        if (limit := _limit(b)) is not None and limit < seconds
-    ]
+    least, groups = timedelta(seconds=seconds), list(distributed_c10d._world.pg_map)
+    limits = [(backend, limit_of(backend)) for backend in _backends(groups)]
+    changed = [(backend, limit) for backend, limit in limits if limit is not None and limit < least]
     for backend, _ in changed:
-        backend._set_default_timeout(timedelta(seconds=seconds))
+        backend._set_default_timeout(least)
     try:
         yield
     finally:
         for backend, limit in changed:
-            backend._set_default_timeout(timedelta(seconds=limit))
+            backend._set_default_timeout(limit)
 
 
-def _backends(every: bool = False) -> list[Any]:
-    groups: list[Any] = (
-        list(distributed_c10d._world.pg_map) if every else [distributed_c10d._get_default_group()]
-    )
+def _backends(groups: Iterable[Any]) -> list[Any]:
+    """Return the backends of process groups that have a timeout."""
     result = {}
     for group in groups:
         for device in group._device_types:
@@ -66,11 +59,6 @@ def _backends(every: bool = False) -> list[Any]:
             if hasattr(backend, "_set_default_timeout"):
                 result[id(backend)] = backend
     return list(result.values())
-
-
-def _limit(backend: Any) -> float | None:
-    limit = limit_of(backend)
-    return None if limit is None else limit.total_seconds()
 
 
 def patience() -> float:
@@ -103,10 +91,6 @@ class Meeting:
             of the process group.
         collectives: whether ranks may be blocked in a collective when another fails: then a process
             that stays blocked is terminated.
-
-    Attributes:
-        rank, world: rank of this process, and number of ranks.
-        compiling: as given.
     """
 
     def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
@@ -115,10 +99,10 @@ class Meeting:
         self._channel = Channel()
         self.rank, self.world = self._channel.rank, self._channel.world
         self._silence, self.compiling = silence or limit or COMPILING, compiling
-        # The timeout of the group ends a blocked process unless this meeting raises that timeout.
-        ends = (
-            max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
-        )
+        ends = None
+        if collectives and limit is not None and limit < compiling:
+            # The timeout of the group no longer ends a blocked process, as this meeting raises it.
+            ends = max(limit, _LEAST)
         self.watcher = Watcher(self._channel, self._silence, compiling, ends)
         self._stack = contextlib.ExitStack()
 
@@ -142,14 +126,8 @@ class Meeting:
         Raises:
             RankError: on every rank: statements differ, a rank does not arrive, or one has failed.
         """
-        agree(
-            self._channel,
-            self.watcher,
-            about,
-            mine,
-            self.compiling if patient else self._silence,
-            do,
-        )
+        limit = self.compiling if patient else self._silence
+        agree(self._channel, self.watcher, about, mine, limit, do)
 
     def check(self) -> None:
         """Raise `RankError` if a rank is known to have failed."""
@@ -173,6 +151,10 @@ class Meeting:
             return awaited(self._channel, self.watcher, f"{key}/{rank}", rank, limit, key)
         except StoreLost:
             raise lost(self.rank) from None
+
+    def get_all(self, key: str, limit: float) -> list[str]:
+        """Return the texts that all ranks put under `key`; raise as `get` does."""
+        return [self.get(key, rank, limit) for rank in range(self.world)]
 
     def __exit__(
         self,
@@ -205,20 +187,15 @@ class Meeting:
     def _cause(self, error: BaseException) -> Failure | None:
         """Return the failure of another rank that caused an error; None for this rank's own error.
 
-        Report an error of this rank to the others. A `RankError` already names its rank, unless it
-        comes from a lost connection: then the rank behind that connection reports its reason within
-        some seconds.
+        Report an error of this rank to the others.
         """
+        # A lost connection is explained by the rank behind it within some seconds.
         lost_connection = _is_of_a_collective(error)
         if self.watcher.failure is None and lost_connection:
             self.watcher.hurry()
             self.watcher.wait(_FOR_A_CAUSE)
-        failure = self.watcher.failure
-        if (
-            failure is not None
-            and failure.rank != self.rank
-            and (lost_connection or not isinstance(error, RankError))
-        ):
+        failure, is_own = self.watcher.failure, not isinstance(error, RankError)
+        if failure is not None and failure.rank != self.rank and (lost_connection or is_own):
             return failure
         if isinstance(error, RankError):
             self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
@@ -241,6 +218,7 @@ def told_to_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiles_told(meeting: Meeting) -> Iterator[None]:
+    """Report to the other ranks when this one compiles."""
 
     def begins(_: Any) -> None:
         meeting.watcher.compiles(True)

@@ -30,7 +30,6 @@ class Failure:
     """Failure of a rank, as it is reported to all ranks.
 
     Attributes:
-        rank: the failed rank; None if it is unknown.
         what, where, do: as of an error.
         lives: whether the process of the rank can still receive reports.
     """
@@ -44,34 +43,29 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Return the failure that an error on `rank` causes."""
+        text = f"rank {rank} has failed: {type(error).__name__}"
         if isinstance(error, QSyncError):
-            return cls(
-                rank,
-                f"rank {rank} has failed: {type(error).__name__}: {error.what}",
-                error.where,
-                error.do,
-            )
-        text = str(error).strip()[:_LONGEST]
-        return cls(
-            rank, f"rank {rank} has failed: {type(error).__name__}{': ' + text if text else ''}"
-        )
+            return cls(rank, f"{text}: {error.what}", error.where, error.do)
+        if reason := str(error).strip()[:_LONGEST]:
+            text += f": {reason}"
+        return cls(rank, text)
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     def error(self) -> RankError:
-        result = RankError(
-            self.what,
-            where=self.where,
-            do=self.do or "correct the error on that rank, and restart all ranks",
-        )
+        do = self.do or "correct the error on that rank, and restart all ranks"
+        result = RankError(self.what, where=self.where, do=do)
         result.rank = self.rank
         return result
 
 
 class Channel:
-    """Message channel of all ranks, under a prefix of the store.
-
-    Attributes:
-        rank, world: rank of this process, and number of ranks.
-    """
+    """Message channel of all ranks, under a prefix of the store."""
 
     _begun = 0
 
@@ -87,12 +81,9 @@ class Channel:
         packed = zlib.compress(text.encode())
         self._ask(lambda: self._store.set(key, packed.hex()))
 
-    def has(self, key: str) -> bool:
-        return self._ask(lambda: bool(self._store.check([key])))
-
     def get(self, key: str) -> str | None:
         """Return the text of a key; None if it is not set yet."""
-        if not self.has(key):
+        if not self._ask(lambda: bool(self._store.check([key]))):
             return None
         packed: bytes = self._ask(lambda: self._store.get(key))
         return zlib.decompress(bytes.fromhex(packed.decode())).decode()
@@ -103,12 +94,12 @@ class Channel:
 
     def tell(self, failure: Failure) -> None:
         index = self.count("failures", 1)
-        self.put(f"failure/{index}", json.dumps(asdict(failure)))
+        self.put(f"failure/{index}", failure.to_json())
 
     def told(self) -> Failure | None:
         """Return the first reported failure; None without one."""
         text = self.get("failure/1")
-        return None if text is None else Failure(**json.loads(text))
+        return None if text is None else Failure.from_json(text)
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:

@@ -2,11 +2,8 @@
 
 A rank compares its compute seconds and its available memory with the predictions of the plan. Drift
 is reported if all of the last `patience` steps exceed `tolerance` in the same direction. A class is
-as slow as its slowest rank: it is slower if one rank is, and faster only if all are. At least
-`cooldown` steps separate two decisions.
-
-Invariant: decisions are pure functions of measurements, so ranks with equal statements decide the
-same. The timing hooks read the clock and change no value.
+as slow as its slowest rank: it is slower if one rank is, and faster only if all are. Invariant:
+decisions are pure functions of measurements, so ranks with equal statements decide the same.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,11 +46,11 @@ class Pace:
 
     def __enter__(self) -> Pace:
         self._stack.callback(when_called(self._model, self._called))
-        trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
-        for parameter in trained:
-            self._stack.callback(
-                parameter.register_post_accumulate_grad_hook(self._gradient).remove
-            )
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                hooked: Any = parameter
+                handle = hooked.register_post_accumulate_grad_hook(self._gradient)
+                self._stack.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,10 +67,8 @@ class Pace:
         return statistics.fmean(passes) + took if passes else None
 
     def _called(self) -> None:
-        if (
-            not (self._model.training and torch.is_grad_enabled())
-            or torch._C._current_graph_task_id() != -1
-        ):
+        recomputes = torch._C._current_graph_task_id() != -1
+        if not (self._model.training and torch.is_grad_enabled()) or recomputes:
             return
         if self._last is not None:
             self._close()
@@ -90,7 +84,7 @@ class Pace:
         self._began = self._last = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hysteresis:
     """Thresholds of drift detection and replanning.
 
@@ -101,7 +95,8 @@ class Hysteresis:
         cooldown: steps after a decision that are ignored.
         gain: relative improvement of step time or variance that justifies recompilation for another
             plan.
-        links: relative deviation of an all-reduce from the prediction.
+        links: relative deviation of an all-reduce from the prediction, in two consecutive probes
+            that are `patience` steps apart; for plans with codecs.
     """
 
     tolerance: float = 0.15
@@ -112,15 +107,11 @@ class Hysteresis:
 
     def __post_init__(self) -> None:
         for name, least in (("patience", 1), ("cooldown", 0)):
-            if getattr(self, name) < least:
-                raise OptionError(
-                    f"{name} must be at least {least} steps, not {getattr(self, name)}"
-                )
+            if (value := getattr(self, name)) < least:
+                raise OptionError(f"{name} must be at least {least} steps, not {value}")
         for name in ("tolerance", "gain", "links"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(
-                    f"{name} must be a share of 0 or more, such as 0.15, not {getattr(self, name)}"
-                )
+            if not (value := getattr(self, name)) >= 0:
+                raise OptionError(f"{name} must be a share of 0 or more, such as 0.15, not {value}")
 
 
 @dataclass(frozen=True)
@@ -153,9 +144,36 @@ class StepWindow:
     rooms: tuple[Room | None, ...] = ()
     resting: int = 0
 
+    def after_step(self, pace: float, room: Room | None, patience: int) -> StepWindow:
+        """Return the window of the last `patience` steps after another one."""
+        if self.resting:
+            return replace(self, resting=self.resting - 1)
+        paces, rooms = (*self.paces, pace), (*self.rooms, room)
+        return StepWindow(paces[-patience:], rooms[-patience:])
+
+    def summary(self, settings: Hysteresis) -> WindowSummary:
+        if len(self.paces) < settings.patience:
+            return WindowSummary()
+        limit, rooms = 1 + settings.tolerance, [room for room in self.rooms if room is not None]
+        summary = WindowSummary(
+            pace=statistics.median(self.paces),
+            slower=min(self.paces) > limit,
+            faster=max(self.paces) < 1 / limit,
+        )
+        if len(rooms) < len(self.rooms):
+            return summary
+        return replace(
+            summary,
+            allowed=min(room.allowed for room in rooms),
+            tight=all(room.allowed < room.needed for room in rooms),
+            roomy=all(
+                room.planned is not None and room.allowed > room.planned * limit for room in rooms
+            ),
+        )
+
 
 @dataclass(frozen=True)
-class Stated:
+class WindowSummary:
     """Summary of a rank's window, sent to the other ranks.
 
     Attributes:
@@ -185,8 +203,8 @@ class Drift:
         links: measured over predicted seconds of an all-reduce; None without a change.
     """
 
-    paces: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    allowed: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    paces: Mapping[str, float] = field(default_factory=dict)
+    allowed: Mapping[str, float] = field(default_factory=dict)
     slower: tuple[int, ...] = ()
     faster: tuple[int, ...] = ()
     tight: tuple[int, ...] = ()
@@ -194,65 +212,37 @@ class Drift:
     links: float | None = None
 
 
-def after_step(
-    observed: StepWindow, pace: float, room: Room | None, settings: Hysteresis
-) -> StepWindow:
-    if observed.resting:
-        return replace(observed, resting=observed.resting - 1)
-    return StepWindow(
-        (*observed.paces, pace)[-settings.patience :], (*observed.rooms, room)[-settings.patience :]
-    )
-
-
-def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
-    if len(observed.paces) < settings.patience:
-        return Stated()
-    rooms = [room for room in observed.rooms if room is not None]
-    available = len(rooms) == len(observed.rooms)
-    return Stated(
-        statistics.median(observed.paces),
-        all(pace > 1 + settings.tolerance for pace in observed.paces),
-        all(pace < 1 / (1 + settings.tolerance) for pace in observed.paces),
-        min(room.allowed for room in rooms) if available else None,
-        available and all(room.allowed < room.needed for room in rooms),
-        available
-        and all(
-            room.planned is not None and room.allowed > room.planned * (1 + settings.tolerance)
-            for room in rooms
-        ),
-    )
-
-
-def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
+def drift(everyones: Sequence[WindowSummary], classes: Sequence[str]) -> Drift | None:
     """Return the reason for replanning; None without drift.
 
     Args:
         everyones: summary of each rank.
         classes: device class of each rank.
     """
-    of: dict[str, list[int]] = {}
-    for rank, name in enumerate(classes):
-        of.setdefault(name, []).append(rank)
+    by_class: dict[str, list[WindowSummary]] = {}
+    for name, summary in zip(classes, everyones, strict=True):
+        by_class.setdefault(name, []).append(summary)
+    paces, allowed = {}, {}
+    for name, summaries in by_class.items():
+        if values := [item.pace for item in summaries if item.pace is not None]:
+            paces[name] = max(values)
+        if values := [item.allowed for item in summaries if item.allowed is not None]:
+            allowed[name] = min(values)
 
-    def of_all(ask: str) -> tuple[int, ...]:
-        """Return the ranks of classes in which all ranks have the change."""
-        asking = [
-            ranks for ranks in of.values() if all(getattr(everyones[rank], ask) for rank in ranks)
-        ]
-        return tuple(sorted(rank for ranks in asking for rank in ranks))
+    def ranks(change: str, of_all: bool) -> tuple[int, ...]:
+        """Return the ranks with a change; `of_all` if all ranks of their class must have it."""
+        return tuple(
+            rank
+            for rank, (name, summary) in enumerate(zip(classes, everyones, strict=True))
+            if getattr(summary, change)
+            and (not of_all or all(getattr(item, change) for item in by_class[name]))
+        )
 
-    def of_any(ask: str) -> tuple[int, ...]:
-        return tuple(rank for rank, item in enumerate(everyones) if getattr(item, ask))
-
-    result = Drift(
-        _known(of, [item.pace for item in everyones], max),
-        _known(of, [item.allowed for item in everyones], min),
-        of_any("slower"),
-        of_all("faster"),
-        of_any("tight"),
-        of_all("roomy"),
-    )
-    return result if result.slower or result.faster or result.tight or result.roomy else None
+    slower, tight = ranks("slower", of_all=False), ranks("tight", of_all=False)
+    faster, roomy = ranks("faster", of_all=True), ranks("roomy", of_all=True)
+    if not (slower or faster or tight or roomy):
+        return None
+    return Drift(paces, allowed, slower, faster, tight, roomy)
 
 
 def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
@@ -261,10 +251,10 @@ def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
     Args:
         ratios: last measured over predicted seconds of an all-reduce; several, to exclude noise.
     """
-    changed = all(ratio > 1 + settings.links for ratio in ratios) or all(
-        ratio < 1 / (1 + settings.links) for ratio in ratios
-    )
-    return statistics.median(ratios) if ratios and changed else None
+    limit = 1 + settings.links
+    if not ratios or (min(ratios) <= limit and max(ratios) >= 1 / limit):
+        return None
+    return statistics.median(ratios)
 
 
 def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, gain: float) -> bool:
@@ -279,16 +269,3 @@ def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, ga
     if not fits or seconds < old_seconds * (1 - gain):
         return True
     return variance < old_variance * (1 - gain) and seconds <= old_seconds * (1 + gain)
-
-
-def _known(
-    of: Mapping[str, Sequence[int]],
-    values: Sequence[float | None],
-    choose: Callable[[list[float]], float],
-) -> Mapping[str, float]:
-    """Return the worst value of each class's ranks, for classes with a known value."""
-    available = {
-        name: [value for rank in ranks if (value := values[rank]) is not None]
-        for name, ranks in of.items()
-    }
-    return MappingProxyType({name: choose(item) for name, item in available.items() if item})

@@ -1,16 +1,14 @@
 """Link monitoring: repeated timing of one all-reduce against its prediction.
 
-The probe is an all-reduce whose time is dominated by bandwidth rather than latency. It is predicted
-with the plan and repeated between steps without other traffic, so a late rank is not mistaken for a
-slow link, and plans without codecs are monitored, too.
-
-Invariant: all ranks measure together and obtain the same numbers.
+The time of the all-reduce is dominated by bandwidth rather than latency. It is repeated between
+steps without other traffic, so a late rank is not mistaken for a slow link, and plans without
+codecs are monitored, too. All ranks measure together and obtain the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -44,12 +42,10 @@ class LinkProbe:
         """Return a probe that is sensitive to the bandwidth of a cluster."""
         if cluster.ranks == 1:
             return cls()
-        used = cluster.all_reduce.seconds([float(size) for size in _SIZES], cluster.ranks).tolist()
-        long = max(_OUGHT, _LATENCIES * used[0])
-        return next(
-            (cls(size, time) for size, time in zip(_SIZES, used, strict=True) if time >= long),
-            cls(_SIZES[-1], used[-1]),
-        )
+        seconds = cluster.all_reduce.seconds(list(map(float, _SIZES)), cluster.ranks).tolist()
+        probes = [cls(size, time) for size, time in zip(_SIZES, seconds, strict=True)]
+        least = max(_OUGHT, _LATENCIES * seconds[0])
+        return next((probe for probe in probes if probe.seconds >= least), probes[-1])
 
     @classmethod
     def noted(cls, notes: Mapping[str, str]) -> LinkProbe | None:
@@ -66,11 +62,6 @@ class LinkProbe:
 class ProbedLinks:
     """Link monitor of one training, on one rank.
 
-    Args:
-        notes: of the active plan.
-        settings: thresholds.
-        device: device of the gradients.
-
     Attributes:
         probe: the prediction; None if the plan has none.
     """
@@ -78,43 +69,38 @@ class ProbedLinks:
     def __init__(
         self, notes: Mapping[str, str], settings: Hysteresis, device: torch.device = CPU
     ) -> None:
-        self._how, self._device = settings, device
+        self._settings, self._device = settings, device
         self._resting, self._ratios = 0, list[float]()
         self.probe = LinkProbe.noted(notes)
 
     def look(self) -> float | None:
         """Measure on all ranks at once; call it every `patience` steps.
 
-        Returns:
-            Measured over predicted seconds, if links have changed; None otherwise.
+        Return measured over predicted seconds if links have changed; None otherwise.
         """
         if self.probe is None:
             return None
         if self._resting > 0:
-            self._resting -= self._how.patience
+            self._resting -= self._settings.patience
             return None
         seconds = all_reduce_seconds(self.probe.nbytes, _REPEATS, self._device)
         self._ratios = [*self._ratios, seconds / self.probe.seconds][-_IN_A_ROW:]
-        return link_drift(self._ratios, self._how) if len(self._ratios) == _IN_A_ROW else None
+        if len(self._ratios) < _IN_A_ROW:
+            return None
+        return link_drift(self._ratios, self._settings)
 
     def decided(self, ratio: float | None) -> None:
         """Start the cooldown after a decision; scale the prediction by `ratio` if links changed."""
-        self._resting, self._ratios = self._how.cooldown, []
+        self._resting, self._ratios = self._settings.cooldown, []
         if self.probe is not None and ratio is not None:
-            result = replace(self.probe, seconds=self.probe.seconds * ratio)
-            while result.seconds > _LONGEST and result.nbytes > _SIZES[0]:
-                result = LinkProbe(result.nbytes // 4, result.seconds / 4)
-            self.probe = result
+            nbytes, seconds = self.probe.nbytes, self.probe.seconds * ratio
+            while seconds > _LONGEST and nbytes > _SIZES[0]:
+                nbytes, seconds = nbytes // 4, seconds / 4
+            self.probe = LinkProbe(nbytes, seconds)
 
     def table(self) -> list[tuple[int, float]]:
-        """Measure all-reduces up to the size of the probe, on all ranks at once.
-
-        Returns:
-            Pairs of bytes and seconds.
-        """
-        largest = 0 if self.probe is None else self.probe.nbytes
-        return [
-            (size, all_reduce_seconds(size, _REPEATS, self._device))
-            for size in (_SMALLEST, *_SIZES)
-            if size <= largest
-        ]
+        """Measure all-reduces up to the size of the probe, on all ranks: (bytes, seconds)."""
+        if self.probe is None:
+            return []
+        sizes = [size for size in (_SMALLEST, *_SIZES) if size <= self.probe.nbytes]
+        return [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]

@@ -1,12 +1,8 @@
 """Peak memory of a step, measured against the memory limit of the plan.
 
 Measured once per plan after its first steps, and only if the plan has a memory limit, because
-recording costs time. On the CPU two steps are recorded
-(`qsync_fx.profiler.timing.measured_memory`); on a GPU torch's allocator statistics of one step are
-used.
-
-Invariant: sizes are bytes of real tensors; unknown values are None. The check is skipped while
-another profiler is active. Each result is logged once.
+recording costs time. On the CPU two steps are recorded, unless another profiler is active; on a GPU
+torch's allocator statistics of one step are used.
 """
 
 from __future__ import annotations
@@ -44,19 +40,19 @@ def held_bytes(
     model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None
 ) -> int:
     """Return the bytes of parameters, buffers, optimizer state, and DDP buckets."""
-    state = (
-        value
-        for optimizer in optimizers
-        for saved in optimizer.state.values()
-        for value in saved.values()
-    )
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *(value for value in state if isinstance(value, Tensor)),
-    ]
-    buckets = () if parallel is None else (p for p in parallel.parameters() if p.requires_grad)
-    return sum(_storages(tensors).values()) + sum(p.numel() * p.element_size() for p in buckets)
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    # Tensors may share a storage.
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    total = sum(storages.values())
+    if parallel is not None:
+        total += sum(p.nbytes for p in parallel.parameters() if p.requires_grad)
+    return total
 
 
 def gradients(
@@ -78,25 +74,15 @@ def free_bytes(device: torch.device) -> float | None:
 
 def _of_system() -> Iterator[float]:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        yield from (
-            1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
-        )
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield 1024.0 * int(line.split()[1])
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit.isdecimal():
             yield float(int(limit) - int((_CGROUP / "memory.current").read_text()))
     except (OSError, ValueError):
         if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
             yield float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Return the bytes of each storage by address, because tensors may share a storage."""
-    result = {}
-    for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        result[storage.data_ptr()] = storage.nbytes()
-    return result
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -110,7 +96,6 @@ class PeakCheck:
     Call `called` before each pass and `stepped` after each optimizer step.
 
     Args:
-        model: the trained module.
         who: name of this rank in messages.
         optimizers: returns the optimizers that have stepped.
 
@@ -128,20 +113,20 @@ class PeakCheck:
         self.parallel: DistributedDataParallel | None = None
         self.follow(PredictedCost())
 
-    def follow(self, foreseen: PredictedCost) -> None:
+    def follow(self, predicted: PredictedCost) -> None:
         """Restart the check for another plan."""
         self.close()
-        self._foreseen, self._steps, self._began, self._second = foreseen, 0, -1, False
+        self._predicted, self._steps, self._began, self._second = predicted, 0, -1, False
         self.over: float | None = None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the plan has a limit and its peak is not measured yet."""
+        return self._predicted.memory is not None and self.over is None
 
     def called(self) -> None:
         self.parallel = self.parallel or parallel_around(self._model)
-        if (
-            self._foreseen.memory is None
-            or self._steps < _FIRST
-            or self.over is not None
-            or not torch.is_grad_enabled()
-        ):
+        if not self._is_open or self._steps < _FIRST or not torch.is_grad_enabled():
             return
         if self._device.type != "cpu":
             if self._began < 0:
@@ -157,46 +142,37 @@ class PeakCheck:
 
     def stepped(self) -> None:
         self._steps += 1
-        if self._began < 0 or self.over is not None or self._foreseen.memory is None:
+        if not self._is_open or self._began < 0:
             return
         if self._device.type != "cpu":
-            self._tell(float(torch.cuda.max_memory_allocated(self._device)), self._foreseen.memory)
+            self._report(float(torch.cuda.max_memory_allocated(self._device)))
         elif self._recording is not None and self._steps == self._began + 2:
             first, second = self._recording.stop()
             self._recording = None
+            live = held_bytes(self._model, self._optimizers(), self.parallel)
             # Gradients zeroed in place were allocated before the recording, which covers all
             # others.
-            saved = (tensor for before in self._before if (tensor := before()) is not None)
-            live = held_bytes(self._model, self._optimizers(), self.parallel) + sum(
-                tensor.nbytes for tensor in saved
-            )
-            self._tell(
-                live + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory
-            )
+            live += sum(tensor.nbytes for g in self._before if (tensor := g()) is not None)
+            self._report(live + max(accumulate(second, initial=max(0, sum(first)))))
 
     def close(self) -> None:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
 
-    def _tell(self, peak: float, memory: float) -> None:
-        self.over = peak / (self._foreseen.peak or peak)
-        _LOG.info(
-            "%s: peak memory of a step %s, limit of its plan %s",
-            self._who,
-            short(peak, "B"),
-            short(memory, "B"),
-        )
+    def _report(self, peak: float) -> None:
+        memory, predicted = self._predicted.memory or 0.0, self._predicted.peak
+        self.over = peak / (predicted or peak)
+        text, limit = short(peak, "B"), short(memory, "B")
+        _LOG.info("%s: peak memory of a step %s, limit of its plan %s", self._who, text, limit)
         if peak > memory:
-            foreseen = (
-                ""
-                if self._foreseen.peak is None
-                else f"; predicted peak {short(self._foreseen.peak, 'B')}"
-            )
+            where = f"step {self._steps} under this plan"
+            if predicted is not None:
+                where += f"; predicted peak {short(predicted, 'B')}"
             error = PlanError(
-                f"{self._who}: the peak memory of a step is {short(peak, 'B')}, "
-                f"{short(peak - memory, 'B')} above the plan's limit of {short(memory, 'B')}",
-                where=f"step {self._steps} under this plan{foreseen}",
+                f"{self._who}: the peak memory of a step is {text}, {short(peak - memory, 'B')} "
+                f"above the plan's limit of {limit}",
+                where=where,
                 do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or use "
                 "a smaller batch; guard(..., replan=...) replans automatically",
             )

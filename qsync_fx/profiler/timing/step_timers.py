@@ -274,18 +274,18 @@ class Queued:
 
     def clock(self) -> float:
         """Begin a segment outside of wrappers; called between the passes as the step's clock."""
-        self.left()
+        self.end_outside()
         self.device.hold()
         self._since = self.device.mark()
         return 0.0
 
-    def left(self) -> None:
+    def end_outside(self) -> None:
         """End a segment outside of wrappers."""
         if self._since is not None:
             self._outside.append((self.backward, self._since, self.device.mark()))
         self._since = None
 
-    def entered(self) -> None:
+    def begin_outside(self) -> None:
         """Begin a segment outside of wrappers."""
         self._since = self.device.mark()
 
@@ -341,7 +341,7 @@ class _Call:
         self._at, self._begun = (self._file, frame.f_lineno, self._backward), None
         if event == "return":
             self._at = None
-            self._found.entered()
+            self._found.begin_outside()
             return self.line
         if frame.f_lineno in self._kernels:
             if self._marks >= _QUEUED:
@@ -368,7 +368,7 @@ def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> 
         file = code.co_filename
         if code.co_name != "call" or file not in files:
             return None
-        result.left()
+        result.end_outside()
         return _Call(result, file, files[file]).line
 
     sys.settrace(called)

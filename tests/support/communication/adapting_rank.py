@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_fx.communication.aqgb import allgather
+from qsync_fx.communication import aqgb
 from qsync_fx.communication.codecs.truncation import Adaptive, Truncated
 from qsync_fx.distributed import check_replicas, compress
 from tests.support.communication.compressed_training import parallel, sgd, train, weights
@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
-        clock, sent = self, allgather.PendingTransfers
+        clock, sent = self, aqgb.PendingTransfers
 
         class Timed(sent):  # type: ignore[misc, valid-type]
             """Lets the link take its time when the last message of a segment is here."""
@@ -39,13 +39,13 @@ class Clock:
                 super().send(rank, message, number)
                 self.sizes[number][1].append(message.numel())
 
-            def arrived(self, rank: int, number: int = 0) -> None:
-                super().arrived(rank, number)
+            def wait_received(self, rank: int, number: int = 0) -> None:
+                super().wait_received(rank, number)
                 theirs, mine = self.sizes[number]
                 if number % 2 and not any(tag == number for _, tag in self._coming):  # no head
                     clock.link += max(mine[0], sum(theirs) / len(theirs)) / clock.rate
 
-        allgather.PendingTransfers = Timed
+        aqgb.PendingTransfers = Timed
 
     def __call__(self) -> float:
         if threading.current_thread().name == "qsync communication":

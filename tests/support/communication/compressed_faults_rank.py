@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import qsync_fx
-from qsync_fx.communication import allreduce
-from qsync_fx.communication.aqgb import allgather
+from qsync_fx.communication import allreduce, aqgb
 from qsync_fx.distributed import compress, guard
 from tests.support.communication import compressed_training, sharded_training
 from tests.support.communication.compressed_training import parallel, said, sgd, train
@@ -47,12 +46,12 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in ((1, 0), (1, 1)):
                 self.first[rank, number] = message
 
-        def arrived(self, rank: int, number: int = 0) -> None:
-            super().arrived(rank, number)
+        def wait_received(self, rank: int, number: int = 0) -> None:
+            super().wait_received(rank, number)
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    allgather.PendingTransfers = allreduce.PendingTransfers = Harmed
+    aqgb.PendingTransfers = allreduce.PendingTransfers = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:

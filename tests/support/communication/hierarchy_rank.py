@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.allocator import PlanEvaluator
-from qsync_fx.communication import hierarchical
+from qsync_fx.communication import allreduce
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.distributed import Replanning, check_replicas, compress, measure_and_plan
@@ -236,15 +236,20 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A message inside a node that is harmed on its way to rank 2."""
     model = parallel()
     compress(model, "qsgd8", hierarchical=2)
-    optimizer, sound = sgd(model), hierarchical.exchange
+    optimizer = sgd(model)
     list(train(model, optimizer, range(2)))
 
-    def harm(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-        sound(group, outgoing, incoming, about)
-        if rank == 2 and "bucket 1" in about:
-            incoming[3][8] ^= 5
+    class Harmed(allreduce.PendingTransfers):
+        def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
+            super().expect(rank, message, number)
+            self.received = {**getattr(self, "received", {}), (rank, number): message}
 
-    hierarchical.exchange = harm
+        def wait_received(self, sender: int, number: int = 0) -> None:
+            super().wait_received(sender, number)
+            if (rank, sender, number) == (2, 3, 0) and "bucket 1" in self._about:
+                self.received[sender, number][8] ^= 5
+
+    allreduce.PendingTransfers = Harmed
     try:
         list(train(model, optimizer, range(2, 4)))
     except qsync_fx.RankError as error:

@@ -1,24 +1,11 @@
-"""AQGB's bit allocation (X. Liu et al., 2022): as few bits as the link needs to hide the transfer.
-
-Each block of gradients should be delivered before the next one is ready, and the last before a
-deadline. When a block is ready, b1 = undelivered bytes / time until the next block is the rate of
-new gradients, and b2 = bytes sent / time since the first block the rate of the link. b2 / b1 is the
-target ratio of sent bytes to FP32 bytes; a mix of two adjacent levels meets it.
-
-Invariant: pure functions. Bytes sent are bytes on the wire. The newest ratio also applies to
-undelivered bytes of earlier blocks.
-"""
+"""Simulation of AQGB (X. Liu et al., 2022) on a link: when the blocks of a step are delivered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from qsync_fx.communication.codecs.truncation import LEVELS
-
-_FULL: Final = 32
-LEAST: Final = LEVELS[0] / _FULL
+from qsync_fx.communication.aqgb import BitDecision, decide
 
 
 @dataclass(frozen=True)
@@ -27,29 +14,6 @@ class Block:
 
     size: float
     ready: float
-
-
-@dataclass(frozen=True)
-class BitDecision:
-    """Decision for a block.
-
-    Attributes:
-        time: seconds, when the block was ready.
-        undelivered: FP32 bytes.
-        made, drained: b1 and b2, in bytes/s.
-        ratio: sent bytes to FP32 bytes, from 0.375 to 1.
-    """
-
-    time: float
-    undelivered: float
-    made: float
-    drained: float
-    ratio: float
-
-    @property
-    def wanted(self) -> float:
-        """The ratio before it is clamped to the range of levels."""
-        return self.drained / self.made
 
 
 @dataclass(frozen=True)
@@ -75,33 +39,6 @@ class Broadcast:
         return sum(max(0.0, min(end, until) - begin) for begin, end in self.busy) / sum(
             end - begin for begin, end in self.busy
         )
-
-
-def decide(time: float, undelivered: float, gap: float, drained: float) -> BitDecision:
-    """Return the decision for a block.
-
-    Args:
-        time: now, in seconds.
-        undelivered: FP32 bytes.
-        gap: seconds until the next block.
-        drained: link rate so far, in bytes/s.
-    """
-    made = undelivered / gap
-    return BitDecision(time, undelivered, made, drained, min(1.0, max(LEAST, drained / made)))
-
-
-def mixed(ratio: float) -> dict[int, float]:
-    """Return the share of values for each level so that their bytes are `ratio` of FP32.
-
-    The result has one level or two adjacent ones.
-    """
-    bits = ratio * _FULL
-    below = max(level for level in LEVELS if level <= max(bits, LEVELS[0]))
-    above = min(level for level in LEVELS if level >= min(bits, LEVELS[-1]))
-    if below == above:
-        return {below: 1.0}
-    share = (bits - below) / (above - below)
-    return {below: 1 - share, above: share}
 
 
 def broadcast(

@@ -1,4 +1,4 @@
-"""Messages in stretches hold all values once, in order, cut where units of codecs end, whatever the parameters."""
+"""Messages in chunks hold all values once, in order, cut where units of codecs end, whatever the parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from qsync_fx.communication.bucket import piece
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.point_to_point import HEADER, stretches
+from qsync_fx.communication.point_to_point import HEADER, StepOutcome, chunks_of
 
 CODECS = st.sampled_from(["fp32", "fp16", "qsgd2", "qsgd8", "1bit", "1bit*", "aqgb16"])
 SHAPES = st.lists(
@@ -27,7 +27,7 @@ def test_a_message_is_cut_into_all_of_it(
     ]
     owner = data.draw(st.integers(0, ranks - 1))
     parts = [one.part(owner) for one in pieces]
-    found = stretches(pieces, parts, most)
+    found = chunks_of(pieces, parts, most)
     edges = [0, *(one.wire.stop for one in found)]
     assert [(one.wire.start, one.wire.stop) for one in found] == list(itertools.pairwise(edges))
     assert edges[-1] == HEADER + sum(
@@ -35,19 +35,19 @@ def test_a_message_is_cut_into_all_of_it(
     )
     assert all(one.wire.stop > one.wire.start for one in found)
     for place, (one, part) in enumerate(zip(pieces, parts, strict=True)):
-        runs = [run for stretch in found for run in stretch.runs if run.place == place]
+        runs = [run for chunk in found for run in chunk.runs if run.place == place]
         assert [
             value for run in runs for value in range(run.values.start, run.values.stop)
         ] == list(range(part.stop - part.start))
         assert all(run.values.start % one.codec.unit == 0 for run in runs)
-    for stretch in found:
-        sizes = [run.values.stop - run.values.start for run in stretch.runs]
-        units = [pieces[run.place].codec.unit for run in stretch.runs]
+    for chunk in found:
+        sizes = [run.values.stop - run.values.start for run in chunk.runs]
+        units = [pieces[run.place].codec.unit for run in chunk.runs]
         assert sum(sizes) <= max([most, *units])
 
 
 @given(CODECS, st.integers(1, 3000), st.integers(1, 700), st.integers(0, 2**31))
-def test_values_become_the_same_in_however_many_stretches(
+def test_values_become_the_same_in_however_many_chunks_of(
     name: str, n: int, most: int, seed: int
 ) -> None:
     one = piece("w", 0, [n], codec_named(name), 1)
@@ -55,9 +55,7 @@ def test_values_become_the_same_in_however_many_stretches(
     made = []
     for limit in (most, n):
         residual, found = torch.zeros(n) if one.codec.residual else None, torch.empty(n)
-        for run in (
-            run for stretch in stretches([one], [slice(0, n)], limit) for run in stretch.runs
-        ):
+        for run in (run for chunk in chunks_of([one], [slice(0, n)], limit) for run in chunk.runs):
             wire = torch.empty(run.wire.stop - run.wire.start, dtype=torch.uint8)
             left = None if residual is None else residual[run.values]
             one.codec.encode(values[run.values], wire, Draw(seed, 3, run.values.start), left)
@@ -66,3 +64,23 @@ def test_values_become_the_same_in_however_many_stretches(
     (first, left), (second, other) = made
     assert torch.equal(first, second)
     assert left is other is None or torch.equal(left, other)
+
+
+@given(st.lists(st.text(min_size=1).filter(lambda text: not text.endswith("\0"))), st.booleans())
+def test_an_outcome_is_read_as_it_was_sent_with_any_characters_in_a_fault(
+    faults: list[str], finite: bool
+) -> None:
+    for repeats in (1, 400):
+        sent = StepOutcome([fault * repeats for fault in faults], 2**32 - 1, finite)
+        found = StepOutcome.unpacked(sent.packed())
+        assert (found.digest, found.finite) == (2**32 - 1, finite)
+        assert len(found.faults) == min(1, len(faults))
+        for fault in found.faults:
+            assert sent.faults[0].startswith(fault)
+            assert len(fault.encode()) >= min(len(sent.faults[0].encode()), 500)
+
+
+def test_bytes_that_are_no_outcome_are_a_fault() -> None:
+    message = StepOutcome().packed()
+    message[0] ^= 1
+    assert "cannot be read" in StepOutcome.unpacked(message).faults[0]
