@@ -44,8 +44,7 @@ from qsync_fx.predictor.replayer.collectives import (
 )
 from qsync_fx.predictor.replayer.ddp_buckets import BUCKET_BYTES, FIRST_BYTES
 from qsync_fx.predictor.replayer.device_timeline import Overlap
-from qsync_fx.serialization.convert import Check
-from qsync_fx.serialization.schema import Path, TomlSchema
+from qsync_fx.serialization.schema import Check, Path, TomlSchema
 
 Memory = float | int | str
 
