@@ -516,7 +516,7 @@ class RecordedTimer:
 
 
 @dataclass
-class TableWriter:
+class RecordingTimer:
     """Timer that records the measurements of another timer, which may be dropped afterwards."""
 
     timer: Timer | None
