@@ -94,11 +94,7 @@ _WIDE = 32
 
 
 def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
-    """Widen operators with the device's default precision to FP32 if that is as fast.
-
-    Args:
-        unasked: the operators of the graph whose precision is the default.
-    """
+    """Widen operators with the device's default precision, `unasked`, to FP32 if as fast."""
     default = {op.node: op for op in unasked if _precision(op).bits < _WIDE}
     reasons = {node: op.slower(_precision(op)) for node, op in default.items()}
     small = {node: why for node, why in reasons.items() if why is not None}

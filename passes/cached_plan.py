@@ -292,11 +292,7 @@ class ApplyCachedPlan:
 def with_cached_plan(
     passes: Sequence[Pass], result: Candidates | None, tell: Callable[[str], None]
 ) -> tuple[Pass, ...]:
-    """Return the passes, with `ApplyCachedPlan` before `Assign` if there are candidates.
-
-    Args:
-        tell: receives the reason if no plan is used.
-    """
+    """Return the passes, with `ApplyCachedPlan` before `Assign` if there are candidates."""
     if result is None:
         return tuple(passes)
     index = next(index for index, step in enumerate(passes) if isinstance(step, Assign))

@@ -304,10 +304,7 @@ def cast_outputs(casts: Casts, output: fx.Node) -> None:
 
 
 def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory and dtype a node's value has.
-
-    Return None for graph inputs and for values with memory of their own.
-    """
+    """Return the input whose memory and dtype a node's value has; None for other values."""
     memory = casts.sharing.memory
     if node.op != "call_function" or node_metadata.is_cast(node):
         return None

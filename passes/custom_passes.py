@@ -108,11 +108,7 @@ def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
 
 
 def spell(graph: PrecisionGraph, node: fx.Node) -> None:
-    """Replace a new node that is no operator by the operators that it calls.
-
-    Raises:
-        PassError: the called function or module cannot be traced, or does not exist.
-    """
+    """Replace a new node by the operators that it calls; raise `PassError` if untraceable."""
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
@@ -196,11 +192,7 @@ def _replace(
 
 
 def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None = None) -> None:
-    """Set the value of a new node, also if the node carries a copied value.
-
-    Raises:
-        PassError: the operator does not accept its arguments, or the tensor does not exist.
-    """
+    """Set the value of a new node; raise `PassError` if its arguments or tensor are invalid."""
     if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
         return
     if node.op == "get_attr":
@@ -398,7 +390,7 @@ class Damage(NamedTuple):
 
 
 def refuse_damage(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
-    """Raise `PassError` if the pass `by` has corrupted the structure of a graph or of its bodies."""
+    """Raise `PassError` if the pass `by` has corrupted the structure of a graph or its bodies."""
     for damage in _damage(graph, before):
         _refuse(damage, by)
 

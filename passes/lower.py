@@ -96,11 +96,7 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
 def replace(
     graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
 ) -> None:
-    """Replace an operator by its lowered form, and bypass casts of operands that are no factors.
-
-    Args:
-        saved: casts that remain.
-    """
+    """Replace an operator by its lowered form, and bypass casts of a bias except `saved` ones."""
     old = operator.node
     _unround_others(new, saved)
     node_metadata.take_over(new, old)

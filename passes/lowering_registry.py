@@ -110,10 +110,7 @@ def dimensions(node: fx.Node) -> int:
 
 
 def extent(sizes: Iterable[Any]) -> int | None:
-    """Return the product of sizes, with hints for symbolic sizes.
-
-    Return None if a size is data-dependent.
-    """
+    """Return the product of sizes, by hints if symbolic; None if one is data-dependent."""
     result = 1
     for size in sizes:
         number = size.node.hint if isinstance(size, torch.SymInt) else size

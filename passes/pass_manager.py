@@ -78,11 +78,7 @@ class LeftOut:
 
 
 def wanted() -> bool:
-    """Return whether graphs fall back after a bug in qsync_fx.
-
-    Raises:
-        OptionError: QSYNC_VERIFY has an unknown value.
-    """
+    """Return whether graphs fall back after a bug; raise `OptionError` for a bad QSYNC_VERIFY."""
     return environment.choice(VERIFY, _CHOICES) == "fall_back"
 
 

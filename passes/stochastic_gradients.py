@@ -130,8 +130,9 @@ class _Rewriter:
         operands = tuple((_original(item), item, None) for item in used)
         stream = self.streams.take()
         settings = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
+        prepared = Operands(operands, *settings)  # type: ignore[arg-type]
         with self.graph.graph.inserting_before(node):
-            new = self.lowerings[row.name].emit(node, Operands(operands, *settings))  # type: ignore[arg-type]
+            new = self.lowerings[row.name].emit(node, prepared)
         if "gradients" not in arguments(new):
             self.graph.graph.erase_node(new)
             return f"{new.target} has no variant with stochastic rounding"

@@ -190,11 +190,7 @@ def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Check for stale casts.
-
-    A reader of a cast gets a stale value if the cast's source is written to between the cast and
-    the reader.
-    """
+    """Check that no cast's source is written to between the cast and a reader of the cast."""
     sharing = Sharing(graph)
     selected: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
@@ -344,20 +340,12 @@ RULES = (
 
 
 def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
-    """Check every rule that is valid after the passes named in `passed`, in order.
-
-    Raises:
-        PassError: names the broken rule, the operator and its line, and the last pass.
-    """
+    """Raise `PassError` if a rule is broken that is valid after the passes named in `passed`."""
     _check(graph, [rule for rule in RULES if rule.since in passed], passed[-1])
 
 
 def verify_strides(graph: PrecisionGraph, step: str) -> None:
-    """Check the strides of a graph that `step` has rewritten after the pipeline.
-
-    Raises:
-        PassError: an operator's result has other strides than in the traced model.
-    """
+    """Raise `PassError` if `step`, after the pipeline, has changed strides of the traced model."""
     _check(graph, [STRIDES], step)
 
 

@@ -116,10 +116,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 class _Table(Mapping[str, Precision]):
-    """Read-only mapping from names to formats.
-
-    Rows refer to formats by name, and these names are resolved on construction.
-    """
+    """Read-only mapping from names to formats; rows refer to formats by name."""
 
     def __init__(self, rows: tuple[_Row, ...]) -> None:
         self._rows = {row[0]: object.__new__(Precision) for row in rows}

@@ -192,10 +192,7 @@ def _kind(value: Any) -> Any:
 
 
 def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
-    """Return whether `result` computes `pattern`, and record the bindings in `bound`.
-
-    Unless `exact`, scalar arguments may differ.
-    """
+    """Return whether `result` computes `pattern`, if `exact` with its scalars; fill `bound`."""
     if isinstance(pattern, fx.Node) and tensors(pattern.meta.get("val")):
         if pattern in bound:
             return bound[pattern] is result

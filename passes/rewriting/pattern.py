@@ -238,11 +238,7 @@ class Pattern:
 
     @functools.cached_property
     def shapes(self) -> tuple[PatternShape, ...]:
-        """The graphs of the function.
-
-        Raises:
-            PassError: no example could be traced.
-        """
+        """The graphs of the function; raise `PassError` if no example could be traced."""
         result: dict[tuple[str, ...], PatternShape] = {}
         reason = ""
         with FakeTensorMode() as mode, _quiet_failures():

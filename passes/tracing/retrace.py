@@ -287,11 +287,7 @@ class _Builder:
     def keep(
         self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False
     ) -> None:
-        """Copy a node that stays as Dynamo wrote it.
-
-        Args:
-            leveled: whether the node is between the entry and the exit of a level.
-        """
+        """Copy a node that stays as Dynamo wrote it; `leveled` nodes are inside a level."""
         if is_switch(node):
             self.copy(node, self._execute(node, leveled))
             return
