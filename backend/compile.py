@@ -1,17 +1,11 @@
-"""Compilation of a Dynamo graph: pass pipeline, inner compiler, and plans from cached profiles.
+"""Compilation of a Dynamo graph: pass pipeline and inner compiler.
 
 The inner compiler receives a plain fx.GraphModule of ATen and `qsync::` operators. Invariant:
 compiled code has the signature and the result types of Dynamo's graph.
-
-A plan from a cached profile is active only if the user set neither a plan nor a precision for the
-model, including autocast around it. Its use is reported once per model, and its absence once per
-reason.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -44,17 +38,20 @@ from qsync_fx.backend.operators.gemm.precompile_problems import prepare
 from qsync_fx.backend.weight_cache import Lifted, lift
 from qsync_fx.coverage.compilation_log import log_of
 from qsync_fx.coverage.first_step_check import settle_when_called_again, wait_for_a_step
-from qsync_fx.devices.format_support import support
-from qsync_fx.devices.target_override import check_target, targeted
-from qsync_fx.errors import PlanError, PlanWarning
+from qsync_fx.devices.format_support import check_target, support, targeted
+from qsync_fx.errors import PlanError
 from qsync_fx.formats import FP32
 from qsync_fx.graph.graph import Context, PrecisionGraph, copied_module
 from qsync_fx.options import Options, active_plan
 from qsync_fx.passes.annotate_cost import AnnotateCost
-from qsync_fx.passes.assign import Assign
-from qsync_fx.passes.cached_plan import CachedPlan
+from qsync_fx.passes.cached_plan import (
+    Candidates,
+    candidates,
+    note_default_plan,
+    warn_of_stale_profile,
+    with_cached_plan,
+)
 from qsync_fx.passes.normalize import Normalize
-from qsync_fx.passes.pass_base import Pass
 from qsync_fx.passes.pass_manager import pipeline, run_or_fall_back
 from qsync_fx.passes.printer import Instrument
 from qsync_fx.passes.tracing.dynamo_frames import (
@@ -66,58 +63,6 @@ from qsync_fx.passes.tracing.dynamo_frames import (
 )
 from qsync_fx.passes.verifier import verify_strides
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.plan import CACHED
-from qsync_fx.plan_cache import SWITCH, Candidates, candidates_for
-
-_LOG = logging.getLogger("qsync_fx")
-
-
-def candidates(current: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
-    """Return the cached plans that a graph may use by default; None if there are none."""
-    if current.root is None:
-        return None
-    result = candidates_for(current.root, options, log_of(options).unasked.get(current.root))
-    # Unsupported devices, for which torch may lack autocast, are reported elsewhere.
-    return None if result is None or torch.is_autocast_enabled(device.type) else result
-
-
-def with_cached_plan(
-    passes: Sequence[Pass], result: Candidates | None, tell: Callable[[str], None]
-) -> tuple[Pass, ...]:
-    """Return the passes, with `CachedPlan` before `Assign` if there are candidates.
-
-    Args:
-        tell: receives the reason if no plan is used.
-    """
-    if result is None:
-        return tuple(passes)
-    index = next(index for index, step in enumerate(passes) if isinstance(step, Assign))
-    return (*passes[:index], CachedPlan(result, tell), *passes[index:])
-
-
-def note_unasked(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
-    """Record the default plan of a graph, and log the first one of a model."""
-    plan = graph.context.options.plan
-    if not options.is_default or plan is None or current.root is None:
-        return
-    log = log_of(options)
-    if log.unasked.get(current.root) != plan:
-        log.unasked[current.root] = plan
-        _LOG.warning("%s: %s", type(current.root).__name__, plan.notes[CACHED])
-
-
-def tell_of_a_stale_profile(why: str, current: SourcePlace, options: Options) -> None:
-    """Warn once that a profile exists but is not used."""
-    log, name = log_of(options), type(current.root).__name__
-    if current.root is None or not current.root.training or name in log.stale:
-        return
-    log.stale.add(name)
-    text = (
-        f"a profile of {name} is in the cache, but {why}. So it trains as if there were none; measure it again "
-        f"(qsync_fx.cache_plan(qsync_fx.measure(...))), or switch cached plans off: the option cached_plan=False, or {SWITCH}=0."
-    )
-    warnings.warn(text, PlanWarning, stacklevel=2)
-
 
 Compiled = Callable[..., Any]
 
@@ -164,7 +109,7 @@ def rewrite(
         lay_out_masks(graph)
         verify_strides(graph, "attention")
     for why in stale[:1]:
-        tell_of_a_stale_profile(why, place(options), options)
+        warn_of_stale_profile(why, place(options), options)
     return graph
 
 
@@ -243,7 +188,7 @@ class CompilationSession:
             try:
                 self.module_only = compile_for_this_module_only(self.current)
             except PlanError as error:
-                tell_of_a_stale_profile(error.what, self.current, self.options)
+                warn_of_stale_profile(error.what, self.current, self.options)
                 return None
         return cached_plans
 
@@ -264,7 +209,7 @@ class CompilationSession:
 
     def record_operators(self, graph: PrecisionGraph) -> None:
         """Record the graph, and the default plan that it follows, in the log of the options."""
-        note_unasked(graph, self.current, self.options)
+        note_default_plan(graph, self.current, self.options)
         record(graph, self.current, self.options, self.module, self.module_only)
 
     def watch_training(self, graph: PrecisionGraph) -> None:

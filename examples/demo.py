@@ -223,7 +223,7 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     import messages
     from data import DataError
 
-    from qsync_fx.plan.plan_loading import read_plan
+    from qsync_fx.plan.cluster_plan import read_plan
 
     if args.plan is not None:
         read_plan(args.plan)

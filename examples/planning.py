@@ -17,7 +17,7 @@ from training import Batch, batches, fresh, step_of
 
 import qsync_fx
 from qsync_fx.allocator.evaluator import PlanEvaluator
-from qsync_fx.plan.plan_loading import read_plan
+from qsync_fx.plan.cluster_plan import read_plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import TrainingMemory, peak_bytes
 from qsync_fx.profiler.model_graph_builder import build_model_graph

@@ -3,22 +3,32 @@
 Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's
 choice, restricted by the capabilities of the operator and the device. An explicit choice for the
 operator overrides the model's autocast region, a default does not. Operators that get the device's
-default run in FP32 if that is as fast (widen_small_ops.py).
+default run in FP32 if that is as fast (`give_way`).
+
+The lowering decides whether one product is too small (`Lowering.slower`). An FP32 result promotes
+every tensor that it is combined with, so operators with joined results are widened together, and
+only if none of them is faster in 16 bits. An operator without a weight (norm, attention) stays
+narrow if it reads a narrow result that stays; otherwise it is widened if a neighbor is widened and
+no neighbor stays narrow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from torch import fx
 
 from qsync_fx.devices import row_on
 from qsync_fx.devices.format_support import stays
 from qsync_fx.formats import FP32, Precision
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import operands
+from qsync_fx.graph.cascade_rules import handed_on, rule_of
 from qsync_fx.graph.fx_utils import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
-from qsync_fx.passes.widen_small_ops import give_way
 from qsync_fx.plan.validation import check_plan
 
 
@@ -31,11 +41,9 @@ class Assign:
         _check(graph)
         unasked: list[Operator] = []
         for operator in graph.operators():
-            if (
-                operator.kind is Kind.ADJUSTABLE
-                and not operator.note.pinned
-                and _assign(operator.graph, operator)
-            ):
+            if operator.kind is not Kind.ADJUSTABLE or operator.note.pinned:
+                continue
+            if _assign(operator.graph, operator):
                 unasked.append(operator)
         give_way(graph, unasked)
 
@@ -63,9 +71,8 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     if choice is None:
         operator.decide(owned, "the plan does not name it: it stays as the model wrote it")
     elif region == "off" and not explicit:
-        operator.decide(
-            owned, "the model disables autocast here, and the plan does not name the operator"
-        )
+        reason = "the model disables autocast here, and the plan does not name the operator"
+        operator.decide(owned, reason)
     elif isinstance(region, Precision) and graph.context.automatic:
         operator.decide(region, "the model's autocast region")
     elif (
@@ -75,10 +82,142 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     ):
         operator.decide(owned, f"its format in the model is {owned}, which no default changes")
     elif graph.context.automatic:
-        operator.decide(
-            choice.precision, "no precision was requested, and this is the default of the device"
-        )
+        reason = "no precision was requested, and this is the default of the device"
+        operator.decide(choice.precision, reason)
         return True
     else:
         operator.decide(choice.precision, choice.reason, skip_unprofitable=skip_unprofitable)
     return False
+
+
+_WIDE = 32
+
+
+def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
+    """Widen operators with the device's default precision, `unasked`, to FP32 if as fast."""
+    default = {op.node: op for op in unasked if _precision(op).bits < _WIDE}
+    reasons = {node: op.slower(_precision(op)) for node, op in default.items()}
+    small = {node: why for node, why in reasons.items() if why is not None}
+    if not small:
+        return
+    joins = _Joins()
+    joins.sweep(graph)
+    # Groups stay narrow because of a product that is large enough, an operator with a requested
+    # precision, or an operator without a weight that reads from a narrow group.
+    paying: dict[fx.Node, str] = {}
+    for node, reads in joins.narrow.items():
+        before = next((paying[root] for root in map(joins.root, reads) if root in paying), None)
+        note = node_metadata.NOTE.get(node)
+        if node not in default or (_weighted(default[node]) and node not in small):
+            paying.setdefault(joins.root(node), node.name if note is None else str(note.id))
+        elif before is not None and node not in small:
+            paying.setdefault(joins.root(node), before)
+    gone = {joins.root(node) for node in small} - paying.keys()
+    _spread(gone, paying.keys(), joins)
+    for node, op in default.items():
+        root, fmt = joins.root(node), _precision(op)
+        if root in gone:
+            why = small.get(node, f"its neighbours are too small for {fmt} to be faster")
+            but = f"{why}, so it runs in {FP32}"
+            op.update(precision=FP32, instead=but, reason=f"{op.note.reason}; {but}")
+        elif node in small:
+            neighbours = f"its result is used in {fmt} by {paying[root]}"
+            op.update(reason=f"{op.note.reason}; {small[node]}, but {neighbours}, so it stays")
+
+
+def _weighted(operator: Operator) -> bool:
+    return operator.row is not None and bool(operator.row.scaled)
+
+
+def _precision(operator: Operator) -> Precision:
+    assert operator.precision is not None, "it was assigned"
+    return operator.precision
+
+
+def _spread(gone: set[fx.Node], staying: Iterable[fx.Node], joins: _Joins) -> None:
+    """Add to `gone` the groups next to it, transitively, except neighbors of groups that stay."""
+    staying = set(staying)
+    neighbours: dict[fx.Node, set[fx.Node]] = {}
+    for node, reads in joins.narrow.items():
+        for read in reads:
+            a, b = joins.root(read), joins.root(node)
+            neighbours.setdefault(a, set()).add(b)
+            neighbours.setdefault(b, set()).add(a)
+    reached = list(gone)
+    while reached:
+        for root in neighbours.get(reached.pop(), ()):
+            if root not in gone and root not in staying and not neighbours[root] & staying:
+                gone.add(root)
+                reached.append(root)
+
+
+@dataclass
+class _Joins:
+    """Union-find over 16-bit results that operators join by promotion, such as an addition.
+
+    Attributes:
+        narrow: the nodes that produce 16-bit values themselves, in topological order: adjustable
+            operators, each with the producers of the narrow values it reads, and values that are
+            narrow in the model.
+    """
+
+    narrow: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    _formats: dict[fx.Node, Precision | None] = field(default_factory=dict)
+    _sources: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """A 16-bit producer for each narrow node that derives from it."""
+    _roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """Return the representative of the group that a narrow producer belongs to."""
+        while (above := self._roots.get(node, node)) is not node:
+            self._roots[node] = self._roots.get(above, above)
+            node = above
+        return node
+
+    def sweep(self, graph: PrecisionGraph) -> None:
+        """Propagate formats as the cascade does, given the assigned precisions."""
+        for node in graph.nodes:
+            for body in node_metadata.bodies(node):
+                for inside, outside in operands(node, body):
+                    if isinstance(outside, fx.Node):
+                        self._hand_on(inside, outside)
+                self.sweep(body)
+            if node.op == "placeholder" and node in self._formats:
+                continue
+            if node not in node_metadata.NOTE:
+                source = handed_on(graph, node, graph.context.automatic)
+                if source is not None and source in self._formats:
+                    self._hand_on(node, source)
+                else:
+                    self._begin(node, format_of(graph.value(node)))
+            elif (note := node_metadata.NOTE[node]).kind is Kind.ADJUSTABLE:
+                self._begin(node, format_of(graph.value(node)) and note.precision)
+                if node in self.narrow:
+                    operands_read = (used for used in node.all_input_nodes if used in self._sources)
+                    self.narrow[node] = [self._sources[used] for used in operands_read]
+            else:
+                self._follow(graph, node)
+
+    def _begin(self, node: fx.Node, fmt: Precision | None) -> None:
+        self._formats[node] = fmt
+        if fmt is not None and fmt.bits < _WIDE:
+            self._sources[node] = node
+            self.narrow[node] = []
+
+    def _hand_on(self, node: fx.Node, source: fx.Node) -> None:
+        self._formats[node] = self._formats.get(source)
+        if source in self._sources:
+            self._sources[node] = self._sources[source]
+
+    def _follow(self, graph: PrecisionGraph, node: fx.Node) -> None:
+        rule = rule_of(graph, node, graph.context.automatic)
+        result, _ = rule.precision([self._formats.get(used) for used in rule.inputs])
+        fmt = rule.output(result)
+        sources = [self._sources[used] for used in rule.inputs if used in self._sources]
+        if not sources or fmt is None or fmt.bits >= _WIDE:
+            self._begin(node, fmt)
+            return
+        self._formats[node], self._sources[node] = fmt, sources[0]
+        if rule.promotes:
+            for other in sources[1:]:
+                self._roots[self.root(other)] = self.root(sources[0])

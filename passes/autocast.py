@@ -51,9 +51,9 @@ def _region(node: fx.Node, device: str) -> Region | None:
     kind, dtype, enabled, _ = node.args
     if kind != device:
         return None
-    return bool(enabled), dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(
-        device
-    )
+    if not isinstance(dtype, torch.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    return bool(enabled), dtype
 
 
 def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
@@ -61,9 +61,8 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     operator = Operator(graph, node)
     # The dtype of the result shows the compute dtype: some operators widen, and many preserve the
     # dtype of their operands.
-    operator.update(
-        autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off"
-    )
+    computed = format_of(graph.value(node)) or precision_of(dtype)
+    operator.update(autocast=computed if enabled else "off")
     for body in node_metadata.bodies(node):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
@@ -90,8 +89,8 @@ def _wanted(
         return dtype
     if description == "fp32":
         return torch.float32
-    result = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
-    return torch.float32 if torch.float32 in result else dtype
+    dtypes = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
+    return torch.float32 if torch.float32 in dtypes else dtype
 
 
 def _cast(
@@ -104,14 +103,9 @@ def _cast(
         return used
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
-    owner = node_metadata.NOTE[node].id
+    owner, fmt = node_metadata.NOTE[node].id, precision_of(wanted)
     node_metadata.CAST[cast] = node_metadata.CastInfo(
-        node_metadata.Part.CONVERT,
-        owner,
-        precision_of(wanted),
-        None,
-        node_metadata.Purpose.AUTOCAST,
-        description,
+        node_metadata.Part.CONVERT, owner, fmt, None, node_metadata.Purpose.AUTOCAST, description
     )
     graph.propagate(cast)
     return cast

@@ -44,21 +44,17 @@ def _sweep(graph: PrecisionGraph, formats: Formats, rules: Rules) -> bool:
     changed = False
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
-            inputs = {
-                p: formats.get(operand)
-                for p, operand in operands(node, body)
-                if isinstance(operand, fx.Node)
-            }
-            formats.update(inputs)
+            for inner, outer in operands(node, body):
+                if isinstance(outer, fx.Node):
+                    formats[inner] = formats.get(outer)
             changed |= _sweep(body, formats, rules)
         if node.op == "placeholder" and node in formats:
             continue
         if node not in node_metadata.NOTE:
-            source, owned = (
-                handed_on(graph, node, graph.context.automatic),
-                format_of(graph.value(node)),
-            )
-            formats[node] = owned if source is None else formats.get(source, owned)
+            formats[node] = format_of(graph.value(node))
+            source = handed_on(graph, node, graph.context.automatic)
+            if source is not None:
+                formats[node] = formats.get(source, formats[node])
             continue
         operator = Operator(graph, node)
         before = operator.note
@@ -80,9 +76,8 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
         reason = f"{row.reason}; it writes in place, in the format of its target"
     elif row is not None and large is not None:
         widest = rule.promotion([formats.get(used) for used in rule.inputs])
-        reason = (
-            f"{row.reason}; its argument {large:g} does not fit {widest}, so it runs in {result}"
-        )
+        why = f"its argument {large:g} does not fit {widest}"
+        reason = f"{row.reason}; {why}, so it runs in {result}"
     operator.update(precision=result, output=rule.output(result), reason=reason)
 
 
@@ -101,10 +96,8 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precisi
         return narrow
     if owned.bits < 32:
         return owned
-    result = wide_readers(node)
-    notes = [node_metadata.NOTE[user] for user in result or ()]
-    return (
-        owned
-        if result is not None and all(wants_wide(n.kind, n.precision) for n in notes)
-        else narrow
-    )
+    readers = wide_readers(node)
+    if readers is None:
+        return narrow
+    notes = [node_metadata.NOTE[user] for user in readers]
+    return owned if all(wants_wide(n.kind, n.precision) for n in notes) else narrow

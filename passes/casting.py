@@ -12,6 +12,7 @@ operand, and it is always saved for backward.
 
 from __future__ import annotations
 
+import functools
 import operator as py_operator
 from collections import Counter
 from collections.abc import Hashable
@@ -43,18 +44,14 @@ def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
     """Insert a node that draws the step's random number, or zero unless rounding is stochastic."""
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     device = graph.context.device
-    target: Any = torch.ops.qsync.draw.default
-    args: tuple[Any, ...] = (device,)
-    keywords: dict[str, Any] = {}
-    if rounding != "stochastic":
-        target, args, keywords = (
-            torch.ops.aten.zeros.default,
-            ([1],),
-            {"dtype": torch.int64, "device": device},
-        )
+    create = functools.partial(graph.graph.create_node, "call_function", name="seed")
     with graph.graph.inserting_before(first):
-        seed = graph.graph.create_node("call_function", target, args, keywords, name="seed")
-    node_metadata.CAST[seed] = node_metadata.CastInfo(node_metadata.Part.SEED, None)
+        if rounding == "stochastic":
+            seed = create(torch.ops.qsync.draw.default, (device,))
+        else:
+            options: dict[str, Any] = {"dtype": torch.int64, "device": device}
+            seed = create(torch.ops.aten.zeros.default, ([1],), options)
+    node_metadata.CAST[seed] = CastInfo(Part.SEED, None)
     seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     graph.propagate(seed)
     return seed
@@ -82,15 +79,15 @@ class Casts:
         self.sharing: Sharing = Sharing(graph, AliasSets(graph, self._given()))
         self._made: dict[Any, Any] = {}
         self._seed: fx.Node | None = None
-        self.streams: RandomStreams = outer[0].streams if outer is not None else RandomStreams()
+        self.streams: RandomStreams = outer[0].streams if outer else RandomStreams()
 
     def passed(self, node: fx.Node) -> None:
         """Advance past a node; share a cast that is in the graph, or replace it by a shared one."""
-        if node_metadata.is_part(node, Part.CONVERT) and not node_metadata.has_purpose(
-            node, Purpose.AUTOCAST
-        ):
-            source, dtype = node.args[:2]
-            shared = self._made.setdefault((source, dtype, self.sharing.epoch(source)), node)  # type: ignore[arg-type]
+        is_autocast = node_metadata.has_purpose(node, Purpose.AUTOCAST)
+        if node_metadata.is_part(node, Part.CONVERT) and not is_autocast:
+            source: Any = node.args[0]
+            key = (source, node.args[1], self.sharing.epoch(source))
+            shared = self._made.setdefault(key, node)
             if shared is not node and not node_metadata.has_purpose(node, Purpose.RESULT):
                 node.replace_all_uses_with(shared)
         self.sharing.passed(node)
@@ -100,12 +97,9 @@ class Casts:
         if self.outer is None:
             return {}
         around, node = self.outer
+        pairs = operands(node, self.graph)
         memory = around.sharing.memory
-        return {
-            p: memory.of(used)
-            for p, used in operands(node, self.graph)
-            if isinstance(used, fx.Node)
-        }
+        return {inner: memory.of(used) for inner, used in pairs if isinstance(used, fx.Node)}
 
     def shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """Return `used` converted to `dtype`, by a new cast before `before` or an earlier cast."""
@@ -115,14 +109,13 @@ class Casts:
         origin = self.sharing.origin(used)
         if plain_type(self.graph.value(origin)) is dtype:
             return origin
-        if value.dtype is dtype and not node_metadata.has_purpose(
-            used, Purpose.AUTOCAST
-        ):  # shared casts replace casts of autocast
+        # Shared casts replace casts of autocast.
+        if value.dtype is dtype and not node_metadata.has_purpose(used, Purpose.AUTOCAST):
             return used
         key = (origin, dtype, self.sharing.epoch(origin))
         if key not in self._made:
             with self.graph.graph.inserting_before(before):
-                self._made[key] = self.convert(origin, dtype, _owner(before))
+                self._made[key] = self.convert(origin, dtype, owner_of(before))
         made: fx.Node = self._made[key]
         return made
 
@@ -140,30 +133,18 @@ class Casts:
             keep: dimensions with one scale per index.
             dtype: dtype of the result.
         """
-        source = self.sharing.origin(used)
+        source, owner = self.sharing.origin(used), owner_of(before)
         key = (source, fmt.name, keep, self.sharing.epoch(source))
-        graph = self.graph.graph
-        with graph.inserting_before(before):
+        with self.graph.graph.inserting_before(before):
             if key not in self._made:
-                self._made[key] = self._round(source, fmt, keep, _owner(before))
-            if not fmt.scaled:
-                rounded: fx.Node = self._made[key]
-                return rounded
-            quantized, scale = self._made[key]
-            if (key, dtype) not in self._made:
-                self._made[key, dtype] = graph.create_node(
-                    "call_function",
-                    torch.ops.qsync.dequantize.default,
-                    (quantized, scale, dtype),
-                    name=f"{source.name}_{fmt}_{precision_of(dtype)}",
-                )
-                self._describe(
-                    self._made[key, dtype],
-                    source,
-                    CastInfo(Part.DEQUANTIZE, _owner(before), precision_of(dtype)),
-                )
-        dequantized: fx.Node = self._made[key, dtype]
-        return dequantized
+                self._made[key] = self._round(source, fmt, keep, owner)
+            if fmt.scaled and (key, dtype) not in self._made:
+                target, args = torch.ops.qsync.dequantize.default, (*self._made[key], dtype)
+                info = CastInfo(Part.DEQUANTIZE, owner, precision_of(dtype))
+                name = f"{source.name}_{fmt}_{precision_of(dtype)}"
+                self._made[key, dtype] = self._call(target, args, name, source, info)
+        result: fx.Node = self._made[(key, dtype) if fmt.scaled else key]
+        return result
 
     def convert(
         self,
@@ -173,26 +154,18 @@ class Casts:
         purpose: Purpose = Purpose.OPERAND,
     ) -> fx.Node:
         """Insert a conversion at the graph's insertion point and return it."""
-        result = precision_of(dtype)
-        cast = self.graph.graph.create_node(
-            "call_function",
-            torch.ops.aten.to.dtype,
-            (source, dtype),
-            name=f"{source.name}_{result}",
-        )
-        self._describe(cast, source, CastInfo(Part.CONVERT, owner, result, purpose=purpose))
-        return cast
+        fmt = precision_of(dtype)
+        info = CastInfo(Part.CONVERT, owner, fmt, purpose=purpose)
+        name = f"{source.name}_{fmt}"
+        return self._call(torch.ops.aten.to.dtype, (source, dtype), name, source, info)
 
     def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
         """Insert a copy of `node` at the insertion point that reads `instead` for `operand`."""
+        fmt = precision_of(tensors(self.graph.value(instead))[0].dtype)
         new = self.graph.graph.create_node(
-            "call_function",
-            node.target,
-            *fx.node.map_arg(
-                (node.args, node.kwargs), lambda used: instead if used is operand else used
-            ),
-            name=f"{node.name}_{precision_of(tensors(self.graph.value(instead))[0].dtype)}",
+            "call_function", node.target, node.args, node.kwargs, name=f"{node.name}_{fmt}"
         )
+        new.replace_input_with(operand, instead)
         self._describe(new, node, None)
         return new
 
@@ -200,6 +173,14 @@ class Casts:
         """Treat a new node as the original `node` from here on: same dtype and memory."""
         self.own[new], self.values[new] = self.own[node], self.values[node]
         self.sharing.memory.put(new, instead_of=node)
+
+    def _call(
+        self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, cast: CastInfo
+    ) -> fx.Node:
+        """Insert a cast of `source` at the graph's insertion point and return it."""
+        new = self.graph.graph.create_node("call_function", target, args, name=name)
+        self._describe(new, source, cast)
+        return new
 
     def _describe(self, new: fx.Node, source: fx.Node, cast: CastInfo | None) -> None:
         if cast is not None:
@@ -214,33 +195,25 @@ class Casts:
     def _round(
         self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None
     ) -> Any:
-        graph = self.graph.graph
-        stream = self.streams.take()
+        stream, name = self.streams.take(), f"{source.name}_{fmt}"
+        args: tuple[Any, ...] = (source, self._seed_node(), stream, fmt.name, self.rounding)
         if not fmt.scaled:
-            rounded = graph.create_node(
-                "call_function",
-                torch.ops.qsync.round.default,
-                (source, self._seed_node(), stream, fmt.name, self.rounding),
-                name=f"{source.name}_{fmt}",
+            info = CastInfo(Part.ROUND, owner, fmt, stream)
+            return self._call(torch.ops.qsync.round.default, args, name, source, info)
+        info = CastInfo(Part.QUANTIZE, owner, fmt, stream)
+        args = (*args, list(keep))
+        pair = self._call(torch.ops.qsync.quantize.default, args, name, source, info)
+        parts = enumerate({"q": Part.VALUES, "scale": Part.SCALE}.items())
+        return tuple(
+            self._call(
+                target=py_operator.getitem,
+                args=(pair, index),
+                name=f"{pair.name}_{suffix}",
+                source=source,
+                cast=CastInfo(part, owner, fmt),
             )
-            self._describe(rounded, source, CastInfo(Part.ROUND, owner, fmt, stream))
-            return rounded
-        pair = graph.create_node(
-            "call_function",
-            torch.ops.qsync.quantize.default,
-            (source, self._seed_node(), stream, fmt.name, self.rounding, list(keep)),
-            name=f"{source.name}_{fmt}",
+            for index, (suffix, part) in parts
         )
-        self._describe(pair, source, CastInfo(Part.QUANTIZE, owner, fmt, stream))
-        parts = []
-        for index, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
-            parts.append(
-                graph.create_node(
-                    "call_function", py_operator.getitem, (pair, index), name=f"{pair.name}_{name}"
-                )
-            )
-            self._describe(parts[-1], source, CastInfo(part, owner, fmt))
-        return tuple(parts)
 
     def _seed_node(self) -> fx.Node:
         if self._seed is None:
@@ -252,10 +225,11 @@ class Casts:
         return self._seed
 
 
-def _owner(reader: fx.Node) -> OpId | None:
+def owner_of(reader: fx.Node) -> OpId | None:
     """Return the operator that a cast is made for; None for a cast of a graph output."""
-    note = node_metadata.NOTE.get(reader)
-    return note.id if note is not None else None
+    if reader not in node_metadata.NOTE:
+        return None
+    return node_metadata.NOTE[reader].id
 
 
 def plain_type(value: Any) -> torch.dtype | None:
@@ -307,24 +281,18 @@ def cast_outputs(casts: Casts, output: fx.Node) -> None:
 
 
 def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory and dtype a node's value has.
-
-    Return None for graph inputs and for values with memory of their own.
-    """
+    """Return the input whose memory and dtype a node's value has; None for other values."""
     memory = casts.sharing.memory
     if node.op != "call_function" or node_metadata.is_cast(node):
         return None
     if in_place(node):
         return writes(node)[0]
-    if node.target is not py_operator.getitem and not isinstance(
-        node.target, torch._ops.OpOverload
-    ):
+    unpacks = node.target is py_operator.getitem
+    if not unpacks and not isinstance(node.target, torch._ops.OpOverload):
         return None
-    types = {t.dtype for t in tensors(casts.graph.value(node))}
+    dtypes = {t.dtype for t in tensors(casts.graph.value(node))}
     for used in node.all_input_nodes:
-        if (
-            memory.of(used) & memory.of(node)
-            and {t.dtype for t in tensors(casts.graph.value(used))} == types
-        ):
+        same_dtypes = {t.dtype for t in tensors(casts.graph.value(used))} == dtypes
+        if same_dtypes and memory.of(used) & memory.of(node):
             return used
     return None

@@ -35,11 +35,7 @@ class Classify:
 
 
 def classify(operator: Operator, origins: Origins | None = None) -> None:
-    """Set one operator's kind and the reason for it.
-
-    Args:
-        origins: origins of the graph's values, if they are already computed.
-    """
+    """Set one operator's kind and the reason; `origins` are those of the graph, if computed."""
     graph, node, row = operator.graph, operator.node, operator.row
     if opaque := node_metadata.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)

@@ -39,7 +39,7 @@ from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.rewriting.apply_rewrite import OF_THE_MODEL, adopted, inlined
-from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable, trace_call
+from qsync_fx.passes.rewriting.pattern import TracedPattern, Untraceable, trace_call
 from qsync_fx.passes.tracing.operator_ids import identify_new, mark
 from qsync_fx.passes.tracing.retrace import modes, restored
 from qsync_fx.plan.operator_id import Numbering, OpId
@@ -76,54 +76,39 @@ def look(graph: PrecisionGraph) -> GraphSnapshot:
 def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
     """Return the removed node that each new node replaces, found by its argument positions."""
     alive = set(graph.nodes)
-    result: dict[fx.Node, fx.Node] = {}
-    todo = [
-        (before.nodes[node][1:3], (node.args, node.kwargs))
-        for node in alive
-        if node in before.nodes
-    ]
+    removed, result = before.nodes.keys() - alive, dict[fx.Node, fx.Node]()
+    todo = [(node, node) for node in graph.nodes if node in before.nodes]
     for was, now in todo:
-        olds, news = pytree.tree_leaves(was), pytree.tree_leaves(now)
-        for old, new in zip(olds, news, strict=True) if len(olds) == len(news) else ():
-            both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
-            if (
-                both
-                and old not in alive
-                and old in before.nodes
-                and new not in before.nodes
-                and new not in result
-            ):
+        olds = pytree.tree_leaves(before.nodes[was][1:3])
+        news = pytree.tree_leaves((now.args, now.kwargs))
+        if len(olds) != len(news):
+            continue
+        for old, new in zip(olds, news, strict=True):
+            if not isinstance(old, fx.Node) or not isinstance(new, fx.Node):
+                continue
+            if old in removed and new not in before.nodes and new not in result:
                 result[new] = old
-                todo.append((before.nodes[old][1:3], (new.args, new.kwargs)))
+                todo.append((old, new))
     return result
 
 
 def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
     """Return whether `Operator.assign` explains all differences between two snapshots."""
-    same = (
-        list(before.nodes.items()) == list(after.nodes.items())
-        and before.notes.keys() == after.notes.keys()
-    )
-    return same and all(_decided(note, after.notes[node]) for node, note in before.notes.items())
+    if list(before.nodes.items()) != list(after.nodes.items()):
+        return False
+    if before.notes.keys() != after.notes.keys():
+        return False
+    return all(_decided(note, after.notes[node]) for node, note in before.notes.items())
 
 
 def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
-    undone = dataclasses.replace(
-        after,
-        planned=before.planned,
-        precision=before.precision,
-        reason=before.reason,
-        pinned=before.pinned,
-    )
+    decision = {name: getattr(before, name) for name in ("planned", "precision", "reason")}
+    undone = dataclasses.replace(after, pinned=before.pinned, **decision)
     return after == before or (after.pinned and undone == before)
 
 
 def spell(graph: PrecisionGraph, node: fx.Node) -> None:
-    """Replace a new node that is no operator by the operators that it calls.
-
-    Raises:
-        PassError: the called function or module cannot be traced, or does not exist.
-    """
+    """Replace a new node by the operators that it calls; raise `PassError` if untraceable."""
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
@@ -136,16 +121,12 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
         return  # unpacks a result, or computes a size
     inputs = {"args": node.args, "kwargs": node.kwargs}
     traced, several = _traced(graph, node, inputs)
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node)]
-    read = [
-        leaf
-        for leaf in leaves
-        if isinstance(graph.value(leaf), (torch.Tensor, torch.SymInt, torch.SymFloat))
-    ]
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node))
+    symbolic = (torch.Tensor, torch.SymInt, torch.SymFloat)
+    read = [leaf for leaf in leaves if isinstance(graph.value(leaf), symbolic)]
+    origin = {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta}
     with graph.graph.inserting_before(node):
-        local = inlined(
-            graph, traced, read, {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta}
-        )
+        local = inlined(graph, traced, read, origin)
     _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
 
 
@@ -167,11 +148,9 @@ def _traced(
         try:
             return trace_call(run, fx.node.map_arg(value, graph.value), recorded=True), several
         except Untraceable as error:
-            raise PassError(
-                f"{target_name(node)} cannot be traced: {error}",
-                where=f"node %{node.name}",
-                do="call operators of torch, or functions and modules that compute with tensors alone",
-            ) from error.__cause__
+            message = f"{target_name(node)} cannot be traced: {error}"
+            do = "call torch operators, or functions and modules that compute only with tensors"
+            raise PassError(message, where=f"node %{node.name}", do=do) from error.__cause__
 
 
 def _called(graph: PrecisionGraph, node: fx.Node) -> Any:
@@ -189,22 +168,23 @@ def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
         raise PassError(
             f"the graph's module has no attribute {str(node.target)!r}",
             where=f"node %{node.name}",
-            do="give it one first: graph.module.register_parameter(name, parameter), register_buffer or add_submodule",
+            do="add it first: graph.module.register_parameter(name, parameter), register_buffer "
+            "or add_submodule",
         ) from error
 
 
 def _replace(
     graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...], several: bool
 ) -> None:
-    def instead(used: fx.Node) -> Any:
-        return used if used is not node else outputs if several else outputs[0]
-
+    results: Any = outputs if several else outputs[0]
     for user in list(node.users):
         if several and user.target is py_operator.getitem and isinstance(user.args[1], int):
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.graph.erase_node(user)
         else:
-            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), instead)
+            user.args, user.kwargs = fx.node.map_arg(
+                (user.args, user.kwargs), lambda used: results if used is node else used
+            )
     graph.graph.erase_node(node)
     if node.op == "call_module" and not any(other.target == node.target for other in graph.nodes):
         # The graph owns the module's tensors now. AOTAutograd accepts each tensor only once.
@@ -212,11 +192,7 @@ def _replace(
 
 
 def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None = None) -> None:
-    """Set the value of a new node, also if the node carries a copied value.
-
-    Raises:
-        PassError: the operator does not accept its arguments, or the tensor does not exist.
-    """
+    """Set the value of a new node; raise `PassError` if its arguments or tensor are invalid."""
     if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
         return
     if node.op == "get_attr":
@@ -256,8 +232,9 @@ def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Seque
     operators = [operator for operator in graph.operators() if operator.node not in before.notes]
     for operator in operators:
         _decide(operator, passed)
-    for part in parts if Lower.name in passed else ():
-        charge(part)
+    if Lower.name in passed:
+        for part in parts:
+            charge(part)
     if not operators:
         return
     if Classify.name in passed and InsertCasts.name not in passed:
@@ -284,14 +261,13 @@ def _identify(
         origin = copied_from.get(id(node_metadata.NOTE.get(node)))
         del node_metadata.NOTE[node]
         old = origin if origin in free else _place_of(node, instead, before)
-        near = old if old in before.notes else _neighbour(graph, node)
-        for key in OF_THE_MODEL:
-            if near is not None and key in near.meta:
+        near, note = old if old in before.notes else _neighbour(graph, node), None
+        if near is not None:
+            note = node_metadata.NOTE[near]
+            for key in near.meta.keys() & OF_THE_MODEL:
                 node.meta.setdefault(key, near.meta[key])
-        note = node_metadata.NOTE[near] if near is not None else None
-        identify_new(
-            graph, [node], by, "inserted", note, free.get(old, []) if old is not None else []
-        )
+        instead_of = [] if old is None else free.get(old, [])
+        identify_new(graph, [node], by, "inserted", note, instead_of)
 
 
 def _place_of(
@@ -314,13 +290,11 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
     """
     if stack := node.meta.get("nn_module_stack"):
         for operator in graph.own_operators():
-            if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(
-                stack
-            )[-1]:
+            other = operator.node.meta.get("nn_module_stack")
+            if other and list(other)[-1] == list(stack)[-1]:
                 return operator.node
-    return _nearest(node, lambda index: index.all_input_nodes) or _nearest(
-        node, lambda index: index.users
-    )
+    nearest_read = _nearest(node, lambda other: other.all_input_nodes)
+    return nearest_read or _nearest(node, lambda other: other.users)
 
 
 def _nearest(node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
@@ -337,35 +311,26 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
     note, owned = operator.note, format_of(operator.graph.value(operator.node))
     replaces = note.precision is not None
     if InsertCasts.name in passed:
-        lowered = Lower.name in passed and note.precision is not None and not note.precision.plain
+        formats = {"precision": owned, "output": owned}
+        why = f"it was inserted after {InsertCasts.name!r} had fixed all formats"
+        if owned is not None:
+            why += f", so it computes in the format of its inputs, {owned}"
+        keeps = owned is note.output
+        if Lower.name in passed and note.precision is not None and not note.precision.plain:
+            keeps = str(note.precision) in operator.node.args
         if not replaces:
-            operator.update(
-                kind=Kind.FIXED,
-                precision=owned,
-                output=owned,
-                autocast=None,
-                reason=_settled(owned),
-            )
-        elif (lowered and str(note.precision) not in operator.node.args) or (
-            not lowered and owned is not note.output
-        ):
-            why = f"{note.precision} is replaced: {_settled(owned)}"
-            operator.update(
-                precision=owned, output=owned, instead=why, reason=f"{note.reason}; {why}"
-            )
+            operator.update(kind=Kind.FIXED, autocast=None, reason=why, **formats)
+        elif not keeps:
+            why = f"{note.precision} is replaced: {why}"
+            operator.update(instead=why, reason=f"{note.reason}; {why}", **formats)
     elif Classify.name in passed and not replaces:
         classify(operator)
         if Assign.name in passed and operator.kind is Kind.ADJUSTABLE:
             why = (
-                f"it was put in after {Assign.name!r} had applied the plan, so it stays in {owned}: let the pass run before for the plan "
-                "to decide"
+                f"it was put in after {Assign.name!r} had applied the plan, so it stays in "
+                f"{owned}: let the pass run before for the plan to decide"
             )
             operator.update(kind=Kind.FIXED, autocast=None, reason=why)
-
-
-def _settled(owned: Precision | None) -> str:
-    computes = f", so it computes in the format of its inputs, {owned}" if owned is not None else ""
-    return f"it was inserted after {InsertCasts.name!r} had fixed all formats{computes}"
 
 
 _ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -425,31 +390,13 @@ class Damage(NamedTuple):
 
 
 def refuse_damage(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
-    """Check the structure of a graph and of the bodies of its higher-order operators.
-
-    Args:
-        graph: the graph after the pass.
-        before: the graph before the pass.
-        by: the name of the pass.
-
-    Raises:
-        PassError: the pass has corrupted the graph.
-    """
+    """Raise `PassError` if the pass `by` has corrupted the structure of a graph or its bodies."""
     for damage in _damage(graph, before):
         _refuse(damage, by)
 
 
 def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
-    """Check that each operator that a pass has changed accepts its arguments.
-
-    Args:
-        graph: the graph after the pass, with the values of new nodes.
-        before: the graph before the pass.
-        by: the name of the pass.
-
-    Raises:
-        PassError: an operator does not accept its arguments.
-    """
+    """Raise `PassError` if an operator that the pass `by` has changed refuses its arguments."""
     for part in graph.walk():
         for node in part.nodes:
             call = (node.target, node.args, node.kwargs)
@@ -464,12 +411,11 @@ def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
 
 
 def _refuse(damage: Damage, by: str) -> None:
-    node = "" if damage.node is None else f", node %{damage.node.name}"
-    raise PassError(
-        f"pass {by!r} has corrupted the graph: {damage.problem}",
-        where=f"pass {by!r}{node}",
-        do=damage.repair,
-    )
+    where = f"pass {by!r}"
+    if damage.node is not None:
+        where += f", node %{damage.node.name}"
+    message = f"pass {by!r} has corrupted the graph: {damage.problem}"
+    raise PassError(message, where=where, do=damage.repair)
 
 
 def _damage(graph: PrecisionGraph, before: GraphSnapshot) -> Iterator[Damage]:
@@ -509,11 +455,8 @@ def _damage_to_node(node: fx.Node, before: GraphSnapshot) -> Iterator[Damage]:
             if not isinstance(value, types):
                 problem = f"the {field} of {note.id} is {value!r}, not a {types[0].__name__}"
                 yield Damage(node, problem, _LEAVE)
-    if (
-        node in before.notes
-        and node not in node_metadata.NOTE
-        and node.target == before.nodes[node][0]
-    ):
+    lost = node in before.notes and node not in node_metadata.NOTE
+    if lost and node.target == before.nodes[node][0]:
         yield Damage(node, f"the metadata of {before.notes[node].id} is gone", _LEAVE)
     target, name = node.target, type(node.target).__name__
     if node.op not in _OPERATIONS:

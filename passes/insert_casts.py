@@ -23,7 +23,7 @@ from qsync_fx.graph.fx_utils import is_float, is_switch, memory_order, same_stri
 from qsync_fx.graph.node_metadata import CastInfo, OperatorInfo, Part, Purpose
 from qsync_fx.graph.operand_formats import Operand, OperandReader, map_operands
 from qsync_fx.ops import Kind
-from qsync_fx.passes.casting import Casts, cast_outputs, drop_unread_casts, plain_type
+from qsync_fx.passes.casting import Casts, cast_outputs, drop_unread_casts, owner_of, plain_type
 from qsync_fx.passes.lowering_registry import Lowering, Role
 from qsync_fx.passes.pass_base import Scope
 from qsync_fx.rounding import Rounding
@@ -58,9 +58,8 @@ class _Inserter:
         outer: tuple[_Inserter, fx.Node] | None = None,
     ) -> None:
         self.graph, self.options, self.inside = graph, options, outer is not None
-        self.casts: Casts = Casts(
-            graph, options.rounding, (outer[0].casts, outer[1]) if outer is not None else None
-        )
+        around = outer and (outer[0].casts, outer[1])
+        self.casts: Casts = Casts(graph, options.rounding, around)
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
@@ -120,16 +119,13 @@ class _Inserter:
         """Recompute a node's fake value if an operand's value has changed."""
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return
-        changed = any(
-            self.graph.value(used) is not self.casts.values.get(used)
-            for used in node.all_input_nodes
-        )
-        if not (force or changed) or (
-            not isinstance(node.target, torch._ops.OpOverload)
-            and node.target is not py_operator.getitem
-        ):
+        unpacks = node.target is py_operator.getitem
+        if not unpacks and not isinstance(node.target, torch._ops.OpOverload):
             return
-        before = self.casts.values.get(node)
+        values, operands = self.casts.values, node.all_input_nodes
+        if not force and all(self.graph.value(used) is values.get(used) for used in operands):
+            return
+        before = values.get(node)
         self.graph.propagate(node)
         if isinstance(before, torch.Tensor):
             self._keep_strides(node, before)
@@ -144,33 +140,22 @@ class _Inserter:
             return
         if any(memory.of(node) & memory.of(used) for used in node.all_input_nodes):
             return  # a view derives its strides from its base
-        order = memory_order(before)
-        copy = self._after(
-            node,
-            lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order)),
-        )
-        note = node_metadata.NOTE.get(node)
-        node_metadata.CAST[copy] = CastInfo(
-            Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT
-        )
+        args, call_function = (node, memory_order(before)), self.graph.graph.call_function
+        copy = self._after(node, lambda: call_function(torch.ops.qsync.in_order.default, args))
+        node_metadata.CAST[copy] = CastInfo(Part.COPY, owner_of(node), purpose=Purpose.RESULT)
 
     def _rounded(self, node: fx.Node, operand: Operand, note: OperatorInfo) -> fx.Node:
         row, fmt, output = note.row, note.precision, note.output
-        keep: tuple[int, ...] = ()
-        assert row is not None and fmt is not None and output is not None, (
-            f"{note.id} was not assigned"
-        )
-        lowering = self.options.lowerings.get(row.name)
-        if fmt.scaled and lowering is not None:
+        assert row is not None, f"{note.id} has no row"
+        assert fmt is not None and output is not None, f"{note.id} was not assigned"
+        if not fmt.scaled:
+            return self.casts.rounded(node, operand.node, fmt, (), fmt.dtype)
+        dimensions: list[int] = []
+        if (lowering := self.options.lowerings.get(row.name)) is not None:
             role = tuple(Role)[row.scaled.index(operand.place)]
-            keep = tuple(
-                (lowering.keep if self.options.scaling == "channel" else lowering.separate)(
-                    node, role
-                )
-            )
-        return self.casts.rounded(
-            node, operand.node, fmt, keep, (output if fmt.scaled else fmt).dtype
-        )
+            per_channel = self.options.scaling == "channel"
+            dimensions = (lowering.keep if per_channel else lowering.separate)(node, role)
+        return self.casts.rounded(node, operand.node, fmt, tuple(dimensions), output.dtype)
 
     def _cast(self, node: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         if used not in writes(node):
@@ -194,13 +179,10 @@ class _Inserter:
                 back = self.graph.graph.call_function(torch.ops.aten.copy_.default, (used, copy))
             self.graph.propagate(back)
             self.casts.stands_for(back, used)
-            for result in (
-                node,
-                *(user for user in node.users if user.target is py_operator.getitem),
-            ):
-                if isinstance(self.graph.value(result), torch.Tensor) and memory.of(
-                    result
-                ) & memory.of(used):
+            items = (user for user in node.users if user.target is py_operator.getitem)
+            for result in (node, *items):
+                shares = memory.of(result) & memory.of(used)
+                if shares and isinstance(self.graph.value(result), torch.Tensor):
                     result.replace_all_uses_with(back)
             self.casts.sharing.passed(back)
         self.copies.clear()
@@ -210,32 +192,23 @@ class _Inserter:
 
         The copy is needed only if either tensor is written to.
         """
-        memory, source = self.casts.sharing.memory, node.args[0]
-        if not isinstance(source, fx.Node) or self.graph.value(node) is not self.graph.value(
-            source
-        ):
+        memory, source, value = self.casts.sharing.memory, node.args[0], self.graph.value
+        if not isinstance(source, fx.Node) or value(node) is not value(source):
             return
-        if (
-            memory.of(node) & memory.of(source)
-            or not (memory.of(node) | memory.of(source)) & memory.written
-        ):
+        old, new = memory.of(source), memory.of(node)
+        if old & new or not (old | new) & memory.written:
             return
-        copy = self._after(
-            node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-        )
+        call_function = self.graph.graph.call_function
+        copy = self._after(node, lambda: call_function(torch.ops.aten.clone.default, (node,)))
         node_metadata.CAST[copy] = CastInfo(Part.COPY, node_metadata.NOTE[node].id)
 
     def _output(self, node: fx.Node, note: OperatorInfo) -> None:
         value = self.graph.value(node)
-        if (
-            note.output is None
-            or not is_float(value)
-            or value.dtype is note.output.dtype
-            or in_place(node)
-        ):
+        if note.output is None or not is_float(value) or in_place(node):
             return
         dtype = note.output.dtype
-        self._after(node, lambda: self.casts.convert(node, dtype, note.id, Purpose.RESULT))
+        if value.dtype is not dtype:
+            self._after(node, lambda: self.casts.convert(node, dtype, note.id, Purpose.RESULT))
 
     def _after(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
         """Insert a node behind another one and redirect its users to the new node."""

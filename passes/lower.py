@@ -72,47 +72,31 @@ class Lower:
 
     def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
-        operator.update(
-            computed=self.lowerings[operator.row.name].computed(operator.node, graph.context.device)
-        )
+        lowering = self.lowerings[operator.row.name]
+        operator.update(computed=lowering.computed(operator.node, graph.context.device))
 
     def _operands(self, operator: Operator) -> Operands:
         row, note = operator.row, operator.note
-        assert (
-            row is not None
-            and note.precision is not None
-            and note.output is not None
-            and note.stream is not None
-        )
+        fmt, output, stream = note.precision, note.output, note.stream
+        assert row is not None and fmt is not None and output is not None and stream is not None
         inputs = tuple(arguments(operator.node).values())
         (x, seed), (weight, _) = (_rounded(argument_at(inputs, index)) for index in row.scaled)
-        return Operands(
-            (x, weight), seed, note.stream, note.precision.name, self.rounding, note.output.dtype
-        )
+        return Operands((x, weight), seed, stream, fmt.name, self.rounding, output.dtype)
 
 
 def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
     """Return (original, values, scale or None) of a rounded operand, and its seed."""
-    result: tuple[fx.Node, fx.Node, fx.Node | None] = (
-        node_metadata.cast_source(operand),
-        operand,
-        None,
-    )
-    made = operand
-    if node_metadata.is_part(operand, Part.DEQUANTIZE):
-        values, scale = (arguments(operand)[name] for name in ("q", "scale"))
-        result, made = (result[0], values, scale), values.args[0]
-    return result, arguments(made)["seed"]
+    original = node_metadata.cast_source(operand)
+    if not node_metadata.is_part(operand, Part.DEQUANTIZE):
+        return (original, operand, None), arguments(operand)["seed"]
+    values, scale = (arguments(operand)[name] for name in ("q", "scale"))
+    return (original, values, scale), arguments(values.args[0])["seed"]
 
 
 def replace(
     graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
 ) -> None:
-    """Replace an operator by its lowered form, and bypass casts of operands that are no factors.
-
-    Args:
-        saved: casts that remain.
-    """
+    """Replace an operator by its lowered form, and bypass casts of a bias except `saved` ones."""
     old = operator.node
     _unround_others(new, saved)
     node_metadata.take_over(new, old)
@@ -125,13 +109,10 @@ def replace(
 def _unround_others(new: fx.Node, saved: tuple[fx.Node, ...]) -> None:
     """Bypass narrowing casts of a bias: the FP32 epilogue reads it unrounded."""
 
-    def original(used: fx.Node) -> fx.Node:
+    for used in new.all_input_nodes:
         # The output of a RESULT cast is another operator's result, which is narrow by decision.
-        narrowing = (
-            node_metadata.is_part(used, Part.CONVERT)
-            and not node_metadata.has_purpose(used, Purpose.RESULT)
-            and used not in saved
-        )
-        return used.args[0] if narrowing else used  # type: ignore[return-value]
-
-    new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)
+        if node_metadata.has_purpose(used, Purpose.RESULT) or used in saved:
+            continue
+        if node_metadata.is_part(used, Part.CONVERT):
+            source = used.args[0]
+            new.args = tuple(source if argument is used else argument for argument in new.args)

@@ -7,7 +7,6 @@ which operators are lowered; `insert_casts` decides which casts they share.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +110,11 @@ def dimensions(node: fx.Node) -> int:
 
 
 def extent(sizes: Iterable[Any]) -> int | None:
-    """Return the product of sizes, with hints for symbolic sizes.
-
-    Return None if a size is data-dependent.
-    """
-    numbers = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
-    return None if None in numbers else math.prod(numbers)
+    """Return the product of sizes, by hints if symbolic; None if one is data-dependent."""
+    result = 1
+    for size in sizes:
+        number = size.node.hint if isinstance(size, torch.SymInt) else size
+        if number is None:
+            return None
+        result *= number
+    return result

@@ -87,13 +87,17 @@ def graph_pass(
         ...     for op in graph.operators(kind="adjustable", pattern="**.classifier"):
         ...         op.assign("fp32", reason="the head stays in FP32")
     """
-    if after is not None and before is not None:
-        raise OptionError(
-            "a pass has one place, but both after= and before= are given", do="give one of them"
-        )
+    after = place_after(after, before, "assign")
 
     def make(function: Callable[[PrecisionGraph], None]) -> GraphPass:
-        place = "assign" if after is None and before is None else after
-        return GraphPass(name or function.__name__, function, after=place, before=before)
+        return GraphPass(name or function.__name__, function, after, before)
 
-    return make(function) if function is not None else make
+    return make if function is None else make(function)
+
+
+def place_after(after: str | None, before: str | None, default: str) -> str | None:
+    """Return the pass that precedes a user's pass; `default` if the user sets no position."""
+    if after is not None and before is not None:
+        message = "a pass has one place, but both after= and before= are given"
+        raise OptionError(message, do="give one of them")
+    return after or (default if before is None else None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,20 +67,18 @@ class LeftOut:
     because: str = ""
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        for operator in graph.own_operators() if self.because else ():
+        if not self.because:
+            return
+        for operator in graph.own_operators():
             owned = format_of(graph.value(operator.node))
-            reason = operator.reason
+            reasons = [operator.reason] if operator.reason else []
             if operator.kind is not Kind.FIXED:
-                reason = f"{reason}; {self.because}" if reason else self.because
-            operator.update(precision=owned, output=owned, reason=reason)
+                reasons.append(self.because)
+            operator.update(precision=owned, output=owned, reason="; ".join(reasons))
 
 
 def wanted() -> bool:
-    """Return whether graphs fall back after a bug in qsync_fx.
-
-    Raises:
-        OptionError: QSYNC_VERIFY has an unknown value.
-    """
+    """Return whether graphs fall back after a bug; raise `OptionError` for a bad QSYNC_VERIFY."""
     return environment.choice(VERIFY, _CHOICES) == "fall_back"
 
 
@@ -92,25 +91,23 @@ def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
     run = [isinstance(step, _RUN) for step in passes]
     if any(step.name == error.step and runs for step, runs in zip(passes, run, strict=True)):
         return tuple(LeftOut(step.name) for step in passes)
+    last = max((index for index, runs in enumerate(run) if runs), default=-1)
+    result = [step if runs else LeftOut(step.name) for step, runs in zip(passes, run, strict=True)]
     because = f"the graph fell back to the formats of the model: {error.what}"
-    first = next(index for index in range(len(passes)) if not any(run[index:]))
-    return tuple(
-        step if run[index] else LeftOut(step.name, because if index == first else "")
-        for index, step in enumerate(passes)
-    )
+    result[last + 1] = LeftOut(passes[last + 1].name, because)
+    return tuple(result)
 
 
 def warn(error: PassError, current: SourcePlace) -> None:
     message = error.what[0].upper() + error.what[1:]
     text = (
-        f"{message} ({error.where}). This is a bug in qsync_fx. This graph trains in the formats of the model, without the plan; "
-        f"the rest of the model follows it. Please report it, with the model or with the graph: {VERIFY}=raise turns this "
-        "warning into an error, whose attribute `graph` contains the graph as text."
+        f"{message} ({error.where}). This is a bug in qsync_fx. This graph trains in the formats "
+        "of the model, without the plan; the rest of the model follows it. Please report it, "
+        f"with the model or with the graph: {VERIFY}=raise turns this warning into an error, "
+        "whose attribute `graph` contains the graph as text."
     )
-    if current.code is not None:
-        warnings.warn_explicit(
-            text, UserWarning, current.code.co_filename, current.code.co_firstlineno
-        )
+    if (code := current.code) is not None:
+        warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
     else:
         warnings.warn(text, UserWarning, stacklevel=2)
 
@@ -126,7 +123,9 @@ def pipeline(
     Raises:
         OptionError: a pass is not installed, or its `after` or `before` names an unknown pass.
     """
-    rounding = options.rounding if training or options.rounding != "stochastic" else "nearest"
+    rounding = options.rounding
+    if rounding == "stochastic" and not training:
+        rounding = "nearest"
     passes: list[Pass] = [
         Normalize(),
         Autocast(),
@@ -168,20 +167,15 @@ def _is_pass(value: object) -> TypeGuard[Pass]:
 def _installed(name: str) -> Pass:
     entries = entry_points(group="qsync_fx.passes")
     if name not in entries.names:
-        raise OptionError(
-            f"no installed package offers a pass {name!r}",
-            where='option "passes"',
-            do=nearest(name, entries.names)
-            if entries
-            else "install one that does, or give the pass itself",
-        )
+        message, do = f"no installed package offers a pass {name!r}", "install one that does"
+        do = nearest(name, entries.names) if entries else f"{do}, or give the pass itself"
+        raise OptionError(message, where='option "passes"', do=do)
     entry, *others = entries.select(name=name)
     if others:
-        raise OptionError(
-            f"several installed packages offer a pass {name!r}",
-            where=", ".join(map(package, (entry, *others))),
-            do="uninstall all but one of them, or give the pass itself",
-        )
+        where = ", ".join(map(package, (entry, *others)))
+        message = f"several installed packages offer a pass {name!r}"
+        do = "uninstall all but one of them, or give the pass itself"
+        raise OptionError(message, where=where, do=do)
     result = load(entry)
     if not _is_pass(result):
         raise unfit(entry, result, "a function decorated with @qsync_fx.graph_pass")
@@ -193,23 +187,17 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
     names = [step.name for step in passes]
     anchor = after or before or "assign"
     if anchor not in names:
-        raise OptionError(
-            f"pass {custom.name!r} wants to run {'after' if after else 'before'} {anchor!r}, which is no pass",
-            where='option "passes"',
-            do=nearest(anchor, names),
-        )
+        position = "after" if after else "before"
+        message = f"pass {custom.name!r} wants to run {position} {anchor!r}, which is no pass"
+        raise OptionError(message, where='option "passes"', do=nearest(anchor, names))
     index = names.index(anchor)
     if before and not after:
         return index
     # Custom passes with the same anchor run in the order of the option.
-    index += 1
-    while (
-        index < len(passes)
-        and isinstance(passes[index], GraphPass)
-        and getattr(passes[index], "after", None) == anchor
-    ):
-        index += 1
-    return index
+    following = itertools.takewhile(
+        lambda step: isinstance(step, GraphPass) and step.after == anchor, passes[index + 1 :]
+    )
+    return index + 1 + len(list(following))
 
 
 def run_or_fall_back(
@@ -308,17 +296,16 @@ def _readable(name: str) -> Iterator[None]:
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
     """Attribute an error to its pass, or to custom passes that changed the graph before it."""
-    error.step = step.name
-    text = (
-        "; the error's attribute `graph` has the text of the graph after it" if error.graph else ""
-    )
+    error.step, text = step.name, ""
+    if error.graph:
+        text = "; the error's attribute `graph` has the text of the graph after it"
     if not _is_ours(step):
         error.do = f"{error.do or f'correct the pass {step.name!r}'}{text}"
     elif changed:
         names = " and ".join(map(repr, changed))
         error.do = (
-            f"look at {names} first, which changed the graph before {step.name!r} ran; if the error is the same without, it is a bug in "
-            f"qsync_fx: please report it{text}"
+            f"look at {names} first, which changed the graph before {step.name!r} ran; if the "
+            f"error is the same without, it is a bug in qsync_fx: please report it{text}"
         )
     else:
         error.ours = True
@@ -330,9 +317,10 @@ def _is_ours(step: Pass) -> bool:
 
 
 def _call(step: Pass, graph: PrecisionGraph) -> None:
+    # Modes that a user's pass leaves enabled would change the traces of later passes.
+    modes = contextlib.nullcontext() if _is_ours(step) else restored()
     try:
-        # Modes that a user's pass leaves enabled would change the traces of later passes.
-        with contextlib.nullcontext() if _is_ours(step) else restored():
+        with modes:
             for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
                 _apply(step, step.name, part)
     except QSyncError as error:
@@ -348,17 +336,18 @@ def _call(step: Pass, graph: PrecisionGraph) -> None:
 def _apply(step: Callable[[PrecisionGraph], object], name: str, graph: PrecisionGraph) -> None:
     result = step(graph)
     if result is not None:
+        message = f"pass {name!r} returned {type(result).__name__}, which is discarded"
         raise PassError(
-            f"pass {name!r} returned {type(result).__name__}, which is discarded: passes change the graph in place",
+            f"{message}: passes change the graph in place",
             where=f"pass {name!r}",
-            do="change the nodes of graph.graph, or set graph.module, and return nothing",
+            do="change the nodes of graph.graph, or set graph.module, and return None",
         )
 
 
 def _line(step: Pass, error: Exception) -> str:
     """Return the innermost line of the pass in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(step.function, "__code__", None) if isinstance(step, GraphPass) else None
-    owned = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    code = getattr(getattr(step, "function", None), "__code__", None)
+    owned = [frame for frame in frames if frame.filename == getattr(code, "co_filename", None)]
     frame = (owned or frames)[-1]
     return f"pass {step.name!r}, {frame.filename}:{frame.lineno}: {frame.line}"

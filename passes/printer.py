@@ -34,26 +34,27 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     value = graph.value(node)
+    head = f"%{node.name}"
     # The class name of a mode's value differs between versions of torch.
-    head = f"%{node.name}" + (
-        f": {describe(value)}" if value is not None and not is_switch(node) else ""
-    )
+    if value is not None and not is_switch(node):
+        head += f": {describe(value)}"
     if node.op == "placeholder":
         return f"{head} = input"
     if node.op == "get_attr":
         return f"{head} = attribute {node.target}"
-    arguments = [_argument(a) for a in node.args] + [
-        f"{k}={_argument(v)}" for k, v in node.kwargs.items()
-    ]
+    arguments = [_argument(a) for a in node.args]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     name = target_name(node).removesuffix(".default")
     line = f"{head} = {name}({', '.join(arguments)})"
     note = node_metadata.NOTE.get(node)
     if note is None:
         return line
-    formats = f" {note.precision}" if note.precision else ""
+    line += f"  # {note.id} {note.kind}"
+    if note.precision:
+        line += f" {note.precision}"
     if note.output is not None and note.output is not note.precision:
-        formats += f"->{note.output}"
-    return f"{line}  # {note.id} {note.kind}{formats}"
+        line += f"->{note.output}"
+    return line
 
 
 def _argument(value: Any) -> str:
@@ -115,12 +116,5 @@ class Snapshots:
 
     def diff(self, first: str, second: str) -> str:
         """Return a unified diff of the graphs after two passes."""
-        lines = difflib.unified_diff(
-            self.texts[first].splitlines(),
-            self.texts[second].splitlines(),
-            first,
-            second,
-            lineterm="",
-            n=2,
-        )
-        return "\n".join(lines)
+        before, after = self.texts[first].splitlines(), self.texts[second].splitlines()
+        return "\n".join(difflib.unified_diff(before, after, first, second, lineterm="", n=2))

@@ -58,9 +58,9 @@ class _Rewriter:
         outer: tuple[_Rewriter, fx.Node] | None = None,
     ) -> None:
         self.graph, self.lowerings, self.outer = graph, lowerings, outer
-        self.streams: RandomStreams = (
-            outer[0].streams if outer is not None else RandomStreams(GRADIENTS, RESULT)
-        )
+        self.streams: RandomStreams = RandomStreams(GRADIENTS, RESULT)
+        if outer is not None:
+            self.streams = outer[0].streams
         self._seed: fx.Node | None = None
 
     def run(self) -> None:
@@ -100,10 +100,8 @@ class _Rewriter:
                 self._ask(node)
             elif 16 in (existing.gradient.bits, existing.carrier.bits):
                 self._say(operator, f"{node.target} has no variant with stochastic rounding")
-        elif fmt.bits == 16:
-            why = self._lower(operator)
-            if why:
-                self._say(operator, why)
+        elif fmt.bits == 16 and (why := self._lower(operator)):
+            self._say(operator, why)
 
     def _ask(self, node: fx.Node) -> None:
         """Make a lowered operator round gradients stochastically, with a random seed.
@@ -132,8 +130,9 @@ class _Rewriter:
         operands = tuple((_original(item), item, None) for item in used)
         stream = self.streams.take()
         settings = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
+        prepared = Operands(operands, *settings)  # type: ignore[arg-type]
         with self.graph.graph.inserting_before(node):
-            new = self.lowerings[row.name].emit(node, Operands(operands, *settings))  # type: ignore[arg-type]
+            new = self.lowerings[row.name].emit(node, prepared)
         if "gradients" not in arguments(new):
             self.graph.graph.erase_node(new)
             return f"{new.target} has no variant with stochastic rounding"
@@ -143,18 +142,19 @@ class _Rewriter:
         return ""
 
     def _seed_node(self) -> fx.Node:
-        if self._seed is None:
-            drawn_already = (
-                n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default
-            )
-            if self.outer is not None:
-                around, node = self.outer
-                self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
-            else:
-                self._seed = next(drawn_already, None) or drawn(self.graph, "stochastic")
+        if self._seed is not None:
+            return self._seed
+        if self.outer is not None:
+            around, node = self.outer
+            self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
+        else:
+            draws = (n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default)
+            self._seed = next(draws, None) or drawn(self.graph, "stochastic")
         return self._seed
 
 
 def _original(node: fx.Node) -> fx.Node:
     """Return the source of a converted operand: its gradient needs no rounding."""
-    return node_metadata.cast_source(node) if node_metadata.is_part(node, Part.CONVERT) else node
+    if node_metadata.is_part(node, Part.CONVERT):
+        return node_metadata.cast_source(node)
+    return node

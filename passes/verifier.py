@@ -94,20 +94,15 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
         if operator.kind is Kind.ADJUSTABLE and note.precision is None:
             yield operator.node, "it is adjustable and has no precision"
         if note.planned is not None and note.precision is not note.planned and not note.instead:
-            yield (
-                operator.node,
-                f"{note.planned} is planned, {note.precision} runs, and the reason does not say why",
-            )
+            problem = f"{note.planned} is planned, {note.precision} runs"
+            yield operator.node, f"{problem}, and the reason does not say why"
 
 
 def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
-        note = operator.note
-        if (
-            operator.kind is Kind.DEPENDENT
-            and note.precision is None
-            and any(is_float(t) for t in tensors(graph.value(operator.node)))
-        ):
+        if operator.kind is not Kind.DEPENDENT or operator.precision is not None:
+            continue
+        if any(is_float(t) for t in tensors(graph.value(operator.node))):
             yield operator.node, "it depends on its inputs and has no precision"
 
 
@@ -116,21 +111,20 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
         note, value = operator.note, graph.value(operator.node)
         if note.output is not None and is_float(value) and not in_place(operator.node):
             result, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
+            if result.dtype is wanted:
+                continue
             # After a lossless cast of the result alone, each reader converts as it needs.
-            widens = (
-                note.row is not None
-                and note.row.output_only
-                and torch.promote_types(result.dtype, wanted) is wanted
-            )
-            if result.dtype is not wanted and not widens:
+            widens = torch.promote_types(result.dtype, wanted) is wanted
+            if not widens or note.row is None or not note.row.output_only:
                 yield operator.node, f"its output should be {note.output} and is {describe(result)}"
 
 
 def _after_own_cast(node: fx.Node) -> fx.Node:
     """Return the last RESULT cast or copy that all readers of a node share; the node if none."""
-    while len(node.users) == 1 and node_metadata.has_purpose(
-        user := next(iter(node.users)), node_metadata.Purpose.RESULT
-    ):
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not node_metadata.has_purpose(user, node_metadata.Purpose.RESULT):
+            break
         node = user
     return node
 
@@ -142,38 +136,31 @@ def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
     strides.
     """
     written = graph.whole.written
-    traced = (
-        {} if written is None else {str(operator.id): operator for operator in written.operators()}
-    )
+    if written is None:
+        return
+    traced = {str(item.id): item.graph.value(item.node) for item in written.operators()}
     for operator in graph.own_operators():
-        before = traced.get(str(operator.id))
         node = _after_own_cast(operator.node)
-        old, new = (None if before is None else before.graph.value(before.node)), graph.value(node)
-        if (
-            isinstance(old, torch.Tensor)
-            and isinstance(new, torch.Tensor)
-            and not same_strides(old, new)
-        ):
-            yield (
-                operator.node,
-                f"its result has the strides {tuple(new.stride())}, where the model has {tuple(old.stride())}; "
-                f"put qsync.in_order(%{node.name}, {memory_order(old)}) behind it",
-            )
+        old, new = traced.get(str(operator.id)), graph.value(node)
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+            continue
+        if not same_strides(old, new):
+            strides = f"{tuple(new.stride())}, where the model has {tuple(old.stride())}"
+            copy = f"qsync.in_order(%{node.name}, {memory_order(old)})"
+            yield operator.node, f"its result has the strides {strides}; put {copy} behind it"
 
 
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
     visited: dict[tuple[object, ...], fx.Node] = {}
     sharing = Sharing(graph)
     for node in graph.nodes:
-        source = node.args[0] if node.args else None
         if node_metadata.is_cast(node) and node.target is not py_operator.getitem:
             if not node.users:
                 yield node, "this cast has no reader"
+            source = next(iter(node.args), None)
             if isinstance(source, fx.Node):
-                if (
-                    node.target is torch.ops.aten.to.dtype
-                    and graph.value(source).dtype is node.args[1]
-                ):
+                converts = node.target is torch.ops.aten.to.dtype
+                if converts and graph.value(source).dtype is node.args[1]:
                     yield node, f"%{source.name} is {node.args[1]} already"
                 key = (node.target, *_asked(node), sharing.epoch(source))
                 if key in visited:
@@ -197,34 +184,28 @@ def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
         for fact in (node_metadata.CAST.get(node), node_metadata.NOTE.get(node)):
             if fact is not None and fact.stream is not None:
                 if fact.stream in visited:
-                    yield (
-                        node,
-                        f"it draws its rounding from stream {fact.stream}, like %{visited[fact.stream].name}",
-                    )
+                    other = visited[fact.stream].name
+                    yield node, f"it draws its rounding from stream {fact.stream}, like %{other}"
                 visited[fact.stream] = node
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Check for stale casts.
-
-    A reader of a cast gets a stale value if the cast's source is written to between the cast and
-    the reader.
-    """
+    """Check that no cast's source is written to between the cast and a reader of the cast."""
     sharing = Sharing(graph)
     selected: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
-        cast = node_metadata.is_cast(node)
-        for used in () if cast else node.all_input_nodes:
+        if node_metadata.is_cast(node):
+            origin = next(iter(node.args), None)
+            if isinstance(origin, fx.Node):
+                selected[node] = selected.get(origin, (origin, sharing.writes(origin)))
+            sharing.passed(node)
+            continue
+        for used in node.all_input_nodes:
             source, before = selected.get(used, (used, 0))
             if source is not used and sharing.writes(source) > before:
-                yield (
-                    node,
-                    f"it reads %{used.name}, a cast of %{source.name} from before it was written to",
-                )
-        origin = node.args[0] if node.args else None
-        if cast and isinstance(origin, fx.Node):
-            selected[node] = selected.get(origin, (origin, sharing.writes(origin)))
-        for used in () if cast else node.all_input_nodes:
+                stale = f"a cast of %{source.name} from before it was written to"
+                yield node, f"it reads %{used.name}, {stale}"
+        for used in node.all_input_nodes:
             if used in selected and sharing.memory.of(used) & sharing.memory.of(node):
                 selected[node] = selected[used]
         sharing.passed(node)
@@ -232,9 +213,10 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
-        for user in (
-            node.users if node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE) else ()
-        ):
+        if not node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE):
+            continue
+        problem = f"it reads %{node.name}, which represents a quantized operand and has no gradient"
+        for user in node.users:
             note = node_metadata.NOTE.get(user)
             if (
                 note is None
@@ -242,10 +224,7 @@ def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
                 or note.precision is None
                 or not note.precision.scaled
             ):
-                yield (
-                    user,
-                    f"it reads %{node.name}, which represents a quantized operand and has no gradient",
-                )
+                yield user, problem
 
 
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -266,37 +245,29 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
         if _lowered(note, node):
             continue
         reader = OperandReader.of(node, note, graph.value(node))
-        for operand in () if reader.in_place else reader.operands:
+        if reader.in_place:
+            continue
+        for operand in reader.operands:
             value = graph.value(operand.node)
             requested = reader.asks(note.precision, operand, value)
-            if (
-                isinstance(requested, Precision)
-                and requested.plain
-                and value.dtype is not requested.dtype
-            ):
-                yield (
-                    node,
-                    f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}",
-                )
+            if not isinstance(requested, Precision) or not requested.plain:
+                continue
+            if value.dtype is not requested.dtype:
+                source = f"{describe(value)} from %{operand.node.name}"
+                yield node, f"it runs in {note.precision} and reads {source}"
 
 
 def _lowered(note: OperatorInfo, node: fx.Node) -> bool:
-    return (
-        note.kind is Kind.ADJUSTABLE
-        and note.precision is not None
-        and note.precision.name in node.args
-    )
+    fmt = note.precision
+    return note.kind is Kind.ADJUSTABLE and fmt is not None and fmt.name in node.args
 
 
 def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         fmt, node = operator.precision, operator.node
-        if (
-            operator.kind is Kind.ADJUSTABLE
-            and fmt is not None
-            and not fmt.plain
-            and not _lowered(operator.note, node)
-        ):
+        if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
+            continue
+        if not _lowered(operator.note, node):
             yield node, f"{fmt} is planned, and the node does not compute in it"
 
 
@@ -320,7 +291,9 @@ def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
 
 
 def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
-    for node in graph.nodes if any(graph.own_operators()) else ():
+    if not any(graph.own_operators()):
+        return
+    for node in graph.nodes:
         if computes(node) and tensors(graph.value(node)) and node_metadata.charged(node) is None:
             yield node, "its time is not assigned to any operator"
 
@@ -367,20 +340,12 @@ RULES = (
 
 
 def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
-    """Check every rule that is valid after the passes named in `passed`, in order.
-
-    Raises:
-        PassError: names the broken rule, the operator and its line, and the last pass.
-    """
+    """Raise `PassError` if a rule is broken that is valid after the passes named in `passed`."""
     _check(graph, [rule for rule in RULES if rule.since in passed], passed[-1])
 
 
 def verify_strides(graph: PrecisionGraph, step: str) -> None:
-    """Check the strides of a graph that `step` has rewritten after the pipeline.
-
-    Raises:
-        PassError: an operator's result has other strides than in the traced model.
-    """
+    """Raise `PassError` if `step`, after the pipeline, has changed strides of the traced model."""
     _check(graph, [STRIDES], step)
 
 
@@ -399,5 +364,6 @@ def _check(graph: PrecisionGraph, rules: Sequence[VerifierRule], step: str) -> N
 def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:
     if node is None:
         return None
-    note = node_metadata.NOTE.get(node)
-    return f"node %{node.name}" + (f", {Operator(graph, node).where}" if note else "")
+    if node in node_metadata.NOTE:
+        return f"node %{node.name}, {Operator(graph, node).where}"
+    return f"node %{node.name}"

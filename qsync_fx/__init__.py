@@ -55,16 +55,9 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(
         (
-            "QSyncError",
-            "OptionError",
-            "PrecisionError",
-            "PlanError",
-            "PlanWarning",
-            "PassError",
-            "DeviceError",
-            "ProfileError",
-            "RankError",
-        ),
+            "QSyncError OptionError PrecisionError PlanError PlanWarning PassError DeviceError "
+            "ProfileError RankError"
+        ).split(),
         "qsync_fx.errors",
     ),
     **dict.fromkeys(("plan_coverage", "PlanCoverage"), "qsync_fx.diagnostics.coverage_report"),

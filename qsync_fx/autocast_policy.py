@@ -34,15 +34,17 @@ def _names(text: str) -> frozenset[str]:
 
 _LOWER = {
     "cpu": _names(
-        "_addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc "
-        "conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm prelu "
-        "scaled_dot_product_attention"
+        "_addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm "
+        "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
+        "linalg_vecdot linear matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention"
     ),
     "cuda": _names(
-        "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr "
-        "baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
-        "convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear "
-        "lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"
+        "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell "
+        "_thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d "
+        "conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution "
+        "cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot "
+        "linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell "
+        "scaled_dot_product_attention"
     ),
 }
 _PROMOTE = {
@@ -56,22 +58,25 @@ _COMPOSED: Mapping[str, Mapping[Policy, frozenset[str]]] = {
         "lower": _names("chain_matmul linalg_matmul linalg_multi_dot"),
         "fp32": _names("nll_loss_nd"),
         "inside": _names(
-            "bilinear corrcoef cov einsum gru gru_cell inner linalg_matrix_power linalg_pinv lstm lstm_cell matrix_power "
-            "pinverse rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell tensordot"
+            "bilinear corrcoef cov einsum gru gru_cell inner linalg_matrix_power linalg_pinv lstm "
+            "lstm_cell matrix_power pinverse rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell "
+            "tensordot"
         ),
     },
     "cuda": {
         "lower": _names("conv1d.padding conv2d.padding conv3d.padding linalg_matmul"),
         "fp32": _names(
-            "cross_entropy_loss linalg_norm nll_loss_nd square _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec "
-            "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_bicubic2d.vec "
-            "upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec "
-            "upsample_nearest3d.vec upsample_trilinear3d.vec"
+            "cross_entropy_loss linalg_norm nll_loss_nd square _upsample_bicubic2d_aa.vec "
+            "_upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec "
+            "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_bicubic2d.vec "
+            "upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec "
+            "upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec"
         ),
         "promote": _names("inner"),
         "inside": _names(
-            "corrcoef cov cumulative_trapezoid gru linalg_lstsq linalg_matrix_power linalg_pinv lstm matrix_power "
-            "pairwise_distance pinverse rnn_relu rnn_tanh sum_to_size trapezoid trapz"
+            "corrcoef cov cumulative_trapezoid gru linalg_lstsq linalg_matrix_power linalg_pinv "
+            "lstm matrix_power pairwise_distance pinverse rnn_relu rnn_tanh sum_to_size trapezoid "
+            "trapz"
         ),
     },
 }
@@ -86,19 +91,13 @@ def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
     full = f"{name}.{target._schema.overload_name}".removesuffix(".")
     if not torch._C._dispatch_has_kernel(full):
         return None  # The dispatcher does not know overloads on plain numbers.
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
-        return (
-            _composed(name, full, device_type)
-            if not any(a.is_out for a in target._schema.arguments)
-            else None
-        )
-    if name in _LOWER[device_type]:
-        return "lower"
-    return "promote" if name in _PROMOTE[device_type] else "fp32"
-
-
-def _composed(name: str, full: str, device_type: str) -> Policy | None:
-    result = (
-        kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names
-    )
-    return next(result, None)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
+        if name in _LOWER[device_type]:
+            return "lower"
+        return "promote" if name in _PROMOTE[device_type] else "fp32"
+    if any(argument.is_out for argument in target._schema.arguments):
+        return None
+    for result, names in _COMPOSED[device_type].items():
+        if name in names or full in names:
+            return result
+    return None

@@ -73,20 +73,23 @@ def load(entry: EntryPoint) -> object:
     try:
         return entry.load()
     except Exception as error:
-        raise QSyncError(
-            f"the installed package {package(entry)} cannot be loaded: "
-            f"{type(error).__name__}: {error}",
-            where=place(entry),
-            do=f"upgrade or uninstall {package(entry)}; correct the package if it is your own",
-        ) from error
+        raise _broken(entry, f"cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
     """Return the error for an entry point of the wrong type."""
+    actual = f"a value of type {type(result).__name__}"
+    if isinstance(result, type):
+        actual = f"the class {result.__name__}"
+    return _broken(entry, f"offers {actual} where {wanted} is expected")
+
+
+def _broken(entry: EntryPoint, problem: str) -> QSyncError:
+    name = package(entry)
     return QSyncError(
-        f"the installed package {package(entry)} offers {_kind(result)} where {wanted} is expected",
+        f"the installed package {name} {problem}",
         where=place(entry),
-        do=f"upgrade or uninstall {package(entry)}; correct the package if it is your own",
+        do=f"upgrade or uninstall {name}; correct the package if it is your own",
     )
 
 
@@ -98,11 +101,3 @@ def package(entry: EntryPoint) -> str:
 def place(entry: EntryPoint) -> str:
     """Return the definition of an entry point, for error messages."""
     return f'entry point {entry.name} = "{entry.value}" in the group {entry.group}'
-
-
-def _kind(result: object) -> str:
-    return (
-        f"the class {result.__name__}"
-        if isinstance(result, type)
-        else f"a value of type {type(result).__name__}"
-    )

@@ -125,9 +125,10 @@ class ToolchainError(KernelError):
 def nearest(name: str, available: Iterable[str]) -> str:
     """Return advice for an unknown name: the closest available name, then all of them."""
     available = sorted(available)
-    close = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    everything = "known: " + ", ".join(available)
-    return f"did you mean {close[0]!r}? {everything}" if close else everything
+    known = f"known: {', '.join(available)}"
+    if close := difflib.get_close_matches(name, available, n=1, cutoff=0.5):
+        return f"did you mean {close[0]!r}? {known}"
+    return known
 
 
 def shown(text: str) -> str:

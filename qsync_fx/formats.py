@@ -67,11 +67,9 @@ class Precision:
     @property
     def plain(self) -> bool:
         """Whether the format is a plain cast to `dtype`, without scale or further rounding."""
-        return (
-            not self.scaled
-            and self.dtype.is_floating_point
-            and torch.finfo(self.dtype).eps == self.eps
-        )
+        if self.scaled or not self.dtype.is_floating_point:
+            return False
+        return torch.finfo(self.dtype).eps == self.eps
 
     def __str__(self) -> str:
         return self.name
@@ -80,26 +78,20 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Precision) and self._content() == other._content()
-        )
+        return isinstance(other, Precision) and self._content() == other._content()
 
     def __hash__(self) -> int:
         return hash(self.name)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Copy and unpickle a row of the table as the same object: passes compare by identity."""
-        return (
-            (precision, (self.name,))
-            if FORMATS.get(self.name) is self
-            else super().__reduce_ex__(protocol)
-        )
+        if FORMATS.get(self.name) is self:
+            return precision, (self.name,)
+        return super().__reduce_ex__(protocol)
 
     def _content(self) -> tuple[object, ...]:
         """Return the fields for equality; a format is named, because it may refer to itself."""
-        return tuple(
-            fact.name if isinstance(fact, Precision) else fact for fact in vars(self).values()
-        )
+        return tuple(getattr(field, "name", field) for field in vars(self).values())
 
 
 _Row: TypeAlias = tuple[
@@ -124,10 +116,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 class _Table(Mapping[str, Precision]):
-    """Read-only mapping from names to formats.
-
-    Rows refer to formats by name, and these names are resolved on construction.
-    """
+    """Read-only mapping from names to formats; rows refer to formats by name."""
 
     def __init__(self, rows: tuple[_Row, ...]) -> None:
         self._rows = {row[0]: object.__new__(Precision) for row in rows}

@@ -53,8 +53,10 @@ def duration(seconds: float) -> str:
 
 def roughly(seconds: float) -> str:
     """Return an estimate: 42.3 as "42 s", 150 as "2.5 minutes", 5000 as "1.4 hours"."""
+    if seconds < 1:
+        return f"{math.ceil(seconds)} s"
     if seconds < 59.5:
-        return f"{math.ceil(seconds) if seconds < 1 else round(seconds)} s"
+        return f"{round(seconds)} s"
     if seconds < 3570:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 3600:.1f} hours"

@@ -15,16 +15,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from qsync_fx.devices.format_support import default_precision
-from qsync_fx.devices.target_override import TARGETS
-from qsync_fx.errors import OptionError, nearest, shown
+from qsync_fx.devices.format_support import TARGETS, default_precision
+from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.option_help import DOCUMENTED as DOCUMENTED, RECIPE_HELP, RECIPES
-from qsync_fx.plan.cluster_plan import ClusterPlan
+from qsync_fx.plan.cluster_plan import ClusterPlan, HoldsPlan, part_of_this_process, read_plan
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.plan_loading import HoldsPlan, part_of_this_process, read_plan
 from qsync_fx.rounding import ROUNDINGS, Rounding
-from qsync_fx.serialization.strict_json import kind
+from qsync_fx.serialization.strict_json import kind, shown_value
 
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 GradientRounding = Literal["nearest", "stochastic"]
@@ -130,9 +128,8 @@ class Options:
         if self.root is not None and (
             not isinstance(self.root, str) or (self.root and "" in self.root.split("."))
         ):
-            raise _wrong(
-                "root", self.root, 'use a path such as "encoder.layer.0"; "" is the full model'
-            )
+            do = 'use a path such as "encoder.layer.0"; "" is the full model'
+            raise _wrong("root", self.root, do)
         if not isinstance(self.passes, tuple):
             raise _wrong("passes", self.passes, "use a list, also for one pass: [my_pass]")
         if self.precision is not None and self.plan is not None:
@@ -153,18 +150,14 @@ class Options:
     @property
     def non_default_options(self) -> str:
         """Changed options that affect numbers, except precision and plan: "scaling=channel"."""
-        compared = [item for item in fields(self) if item.compare]
-        changing = [
-            item
-            for item in compared
-            if item.name not in ("precision", "plan", "cached_plan", "strict")
-        ]
-        values = {item.name: getattr(self, item.name) for item in changing}
-        return ", ".join(
-            f"{item.name}={_in_words(values[item.name])}"
-            for item in changing
-            if values[item.name] != item.default
+        excluded = ("precision", "plan", "cached_plan", "strict")
+        changed = (
+            (item.name, getattr(self, item.name))
+            for item in fields(self)
+            if item.compare and item.name not in excluded
+            if getattr(self, item.name) != item.default
         )
+        return ", ".join(f"{name}={_in_words(value)}" for name, value in changed)
 
     @classmethod
     def from_recipe(cls, name: str, **options: object) -> Options:
@@ -207,18 +200,12 @@ class Options:
             mapping = _with_recipe(mapping)
         for name in mapping:
             if name not in DOCUMENTED:
-                message = shown(name) if isinstance(name, str) else kind(name)
-                raise OptionError(
-                    f"unknown option {message}",
-                    where="options",
-                    do=nearest(str(name)[:40], ("recipe", *DOCUMENTED)),
-                )
+                do = nearest(str(name)[:40], ("recipe", *DOCUMENTED))
+                raise OptionError(f"unknown option {shown_value(name)}", where="options", do=do)
         result = {name: _converted(name, value) for name, value in mapping.items()}
-        device_class = result.get("device_class")
-        if isinstance(result.get("plan"), Plan | ClusterPlan) and isinstance(
-            device_class, str | None
-        ):
-            result["plan"] = part_of_this_process(result["plan"], device_class)
+        plan, device_class = result.get("plan"), result.get("device_class")
+        if isinstance(plan, Plan | ClusterPlan) and isinstance(device_class, str | None):
+            result["plan"] = part_of_this_process(plan, device_class)
         return cls(**result)
 
 
@@ -249,9 +236,9 @@ def _in_words(value: object) -> str:
     """Return a text of a value that is equal in all processes; passes are named."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_in_words, value))}]"
-    return str(
-        value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__)
-    )
+    if isinstance(value, str | bool):
+        return str(value)
+    return str(getattr(value, "name", type(value).__name__))
 
 
 def _one_of(name: str, value: object, available: Iterable[str]) -> None:
@@ -262,12 +249,8 @@ def _one_of(name: str, value: object, available: Iterable[str]) -> None:
 
 
 def _wrong(name: str, value: object, do: str) -> OptionError:
-    inputs = shown(value) if isinstance(value, str) else kind(value)
-    return OptionError(
-        f'the option "{name}" cannot be {inputs}',
-        where=f'option "{name}": {DOCUMENTED.get(name, RECIPE_HELP)}',
-        do=do,
-    )
+    where = f'option "{name}": {DOCUMENTED.get(name, RECIPE_HELP)}'
+    return OptionError(f'the option "{name}" cannot be {shown_value(value)}', where=where, do=do)
 
 
 def active_plan(options: Options, device: torch.device) -> Plan:

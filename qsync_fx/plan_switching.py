@@ -26,7 +26,7 @@ from qsync_fx.coverage.first_step_check import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.plan_loading import HoldsPlan, given_plan, part_of_this_process, read_plan
+from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, part_of_this_process, read_plan
 from qsync_fx.serialization import Path
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -122,9 +122,8 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     from torch._dynamo.eval_frame import get_compiler_fn, innermost_backend
 
     backend: Any = innermost_backend(context.callback)
-    room = next(
-        (hook for hook in context.enter_exit_hooks if isinstance(hook, _RoomForPlans)), None
-    )
+    rooms = (hook for hook in context.enter_exit_hooks if isinstance(hook, _RoomForPlans))
+    room = next(rooms, None)
     if room is None:
         room = _RoomForPlans([backend])
         context.enter_exit_hooks.append(room)
@@ -144,9 +143,9 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
 
 def _part(context: Any, plan: object) -> Plan | None:
     """Return the plan for this rank, by the device class that the model was compiled with."""
-    if not isinstance(plan, ClusterPlan):
-        return Options.parse({} if plan is None else {"plan": plan}).plan
-    return part_of_this_process(plan, _in_force(context).device_class)
+    if isinstance(plan, ClusterPlan):
+        return part_of_this_process(plan, _in_force(context).device_class)
+    return Options.parse({"plan": plan}).plan
 
 
 def _in_force(context: Any) -> Options:
@@ -163,13 +162,9 @@ def _options(first: Options, plan: Plan | None) -> Options:
     A uniform plan is written as `precision` if the first options had one, so that equal plans give
     equal options.
     """
-    if (
-        first.precision is not None
-        and plan is not None
-        and plan.default is not None
-        and plan == Plan.uniform(plan.default)
-    ):
-        return replace(first, precision=plan.default.name, plan=None)
+    uniform = None if plan is None else plan.default
+    if first.precision is not None and uniform is not None and plan == Plan.uniform(uniform):
+        return replace(first, precision=uniform.name, plan=None)
     return replace(first, precision=None, plan=plan)
 
 
@@ -179,14 +174,11 @@ def _compile_again(backends: list[Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    as_others = eval_frame._FrameExecStrategy(
-        eval_frame._FrameAction.DEFAULT, eval_frame._FrameAction.DEFAULT
-    )
-    for code in (reference() for reference in input_codes.seen):
-        if code is not None and any(
-            entry.backend in backends for entry in _debug_get_cache_entry_list(code)
-        ):
-            eval_frame.set_code_exec_strategy(code, as_others)
+    default = eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(default, default)
+    for code in filter(None, (reference() for reference in input_codes.seen)):
+        if any(entry.backend in backends for entry in _debug_get_cache_entry_list(code)):
+            eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def _contexts(model: Any) -> Iterator[Any]:
@@ -195,31 +187,27 @@ def _contexts(model: Any) -> Iterator[Any]:
 
     from qsync_fx.backend.entry import qsync
 
-    result = [_context(model)]
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        owned = (
-            module.dynamo_ctx
-            if isinstance(module, OptimizedModule)
-            else _context(module._compiled_call_impl)
-        )
-        result += [owned, _context(module.forward)]
-    for context in result:
+    contexts = [_context(model)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, OptimizedModule):
+            contexts.append(module.dynamo_ctx)
+        else:
+            contexts.append(_context(module._compiled_call_impl))
+        contexts.append(_context(module.forward))
+    for context in contexts:
         callback = getattr(context, "callback", None)
-        if (
-            callable(callback)
-            and getattr(innermost_backend(callback), "compiler_fn", None) is qsync
-        ):
+        if not callable(callback):
+            continue
+        if getattr(innermost_backend(callback), "compiler_fn", None) is qsync:
             yield context
 
 
 def _context(function: Any) -> Any:
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or not hasattr(
-        function, "_torchdynamo_orig_callable"
-    ):
+    if not isinstance(function, FunctionType):
         return None
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    return next(
-        (cell.cell_contents for name, cell in zip(names, cells, strict=True) if name == "self"),
-        None,
-    )
+    if not hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return next((cell.cell_contents for name, cell in cells if name == "self"), None)

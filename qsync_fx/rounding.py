@@ -133,11 +133,8 @@ class RoundingStream:
                 do="pass the result of qsync_fx.rounding_stream.state_dict()",
             )
         with self._lock:
-            self._seed, self._draws, self._seen = (
-                numbers["seed"],
-                numbers["draws"],
-                _seed_of_torch(),
-            )
+            self._seed, self._draws = numbers["seed"], numbers["draws"]
+            self._seen = _seed_of_torch()
 
     @untraced
     def restart(self) -> None:
@@ -164,9 +161,9 @@ def _seed_of_torch() -> int:
 
 
 def _rank() -> int:
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return 0
 
 
 rounding_stream = RoundingStream()

@@ -49,20 +49,13 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         free = options.update(max_width=AS_LONG_AS_IT_TAKES)
-        methods = (self.table, turned(self.table))
-        result = next(
-            (
-                item
-                for item in methods
-                if console.measure(item, options=free).maximum <= options.max_width
-            ),
-            None,
-        )
-        if result is None:
-            result = self.table
-            for column in result.columns:
-                column.no_wrap, column.overflow = False, "fold"
-        yield result
+        for table in (self.table, turned(self.table)):
+            if console.measure(table, options=free).maximum <= options.max_width:
+                yield table
+                return
+        for column in self.table.columns:
+            column.no_wrap, column.overflow = False, "fold"
+        yield self.table
 
 
 def turned(table: Table) -> Table:

@@ -133,7 +133,7 @@ LAYERS = (
     "devices plan",
     "options",
     "graph",
-    "coverage plan_cache predictor",
+    "coverage predictor",
     "passes communication optim",
     "backend",
     "diagnostics plan_switching",

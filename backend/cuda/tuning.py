@@ -31,8 +31,7 @@ from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Prob
 from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
-from qsync_fx.serialization.convert import Check, converter, structured
-from qsync_fx.serialization.schema import Schema
+from qsync_fx.serialization.schema import Check, Schema, converter, structured
 from qsync_fx.serialization.strict_json import Malformed
 
 PROBLEM_FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
@@ -513,7 +512,7 @@ class RecordedTimer:
 
 
 @dataclass
-class TableWriter:
+class RecordingTimer:
     """Timer that records the measurements of another timer, which may be dropped afterwards."""
 
     timer: Timer | None

@@ -16,7 +16,7 @@ from torch import Tensor
 from qsync_fx.backend.operators.linear import linear
 from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.product_utils import ProductArguments, define_product
-from qsync_fx.ops.contractions import STRETCHED, Contraction
+from qsync_fx.ops.matmul import STRETCHED, Contraction
 
 
 def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import Context, node_metadata
 from qsync_fx.graph.fx_utils import arguments, memory_order
 from qsync_fx.ops import OperatorRow, row_for
-from qsync_fx.ops.contractions import Contraction
+from qsync_fx.ops.matmul import Contraction
 from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, extent
 
 

@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 
 from benchmarks.published.fitting import Fitting, Numbers
 from qsync_fx import devices
-from qsync_fx.devices.roofline import GemmShape, RooflineMachine, multiplied, uncorrected
-from qsync_fx.devices.spec import ConvolutionSpec, Tiles
+from qsync_fx.devices.roofline import (
+    ConvolutionSpec,
+    GemmShape,
+    RooflineMachine,
+    Tiles,
+    multiplied,
+    uncorrected,
+)
 from qsync_fx.formats import FP32, precision
 
 

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from qsync_fx import devices
-from qsync_fx.devices.roofline import interpolated
-from qsync_fx.devices.spec import ConvolutionSpec, Tiles
+from qsync_fx.devices.roofline import ConvolutionSpec, Tiles, interpolated
 from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -12,6 +12,7 @@ reads its current value, its gradient reaches the tensor itself, and writes to i
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from qsync_fx.graph.alias_analysis import AliasSets, handed_in, may_write, opera
 from qsync_fx.graph.fx_utils import describe, tensors
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.passes.rewriting.match import Match, MatchSite
-from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable, trace_call
+from qsync_fx.passes.rewriting.pattern import TracedPattern, Untraceable, trace_call
 from qsync_fx.passes.tracing.operator_ids import identify_new
 from qsync_fx.passes.tracing.retrace import Modes, restored
 
@@ -40,12 +41,11 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     if graph.parent is not None:
         caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
         outer = attached(graph.parent, tensor)
-        available = next(
-            (inner for inner, value in operands(caller, graph) if value is outer), None
-        )
-        return handed_in(graph, caller, outer, "attached") if available is None else available
-    mode, module = graph.context.fake_mode, graph.module
-    fake: Any = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+        for inner, value in operands(caller, graph):
+            if value is outer:
+                return inner
+        return handed_in(graph, caller, outer, "attached")
+    module, fake = graph.module, _fake(graph, tensor)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") and node.meta.get("val") is fake:
             return node
@@ -68,15 +68,18 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
         node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
         if not any(other.op == "get_attr" and other.target == name for other in graph.nodes):
+            # AOTAutograd would treat it as a parameter of the top-level graph.
             path, _, last = name.rpartition(".")
-            delattr(
-                module.get_submodule(path), last
-            )  # AOTAutograd would treat it as a parameter of the top-level graph
+            delattr(module.get_submodule(path), last)
         return result
-    mode: Any = graph.context.fake_mode
-    return _held(
-        graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
-    )
+    return _held(graph, node, _fake(graph, tensor))
+
+
+def _fake(graph: PrecisionGraph, tensor: Tensor) -> Tensor:
+    mode = graph.context.fake_mode
+    if mode is None:
+        return tensor
+    return mode.from_tensor(tensor, static_shapes=True)
 
 
 def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
@@ -114,7 +117,9 @@ def inlined(
     for node in traced.module.graph.nodes:
         if node.op in ("call_function", "get_attr"):
             new = local[node] = graph.graph.node_copy(node, lambda used: local[used])
-            new.meta = {**{key: node.meta[key] for key in ("val",) if key in node.meta}, **origin}
+            new.meta = dict(origin)
+            if "val" in node.meta:
+                new.meta["val"] = node.meta["val"]
             if node.op == "get_attr":
                 _constant(graph, new, getattr(traced.module, str(node.target)))
     return local
@@ -147,20 +152,13 @@ def put(
             number, shape or dtype.
     """
     wanted = inspect.signature(function).parameters
-    arguments = {
-        argument: value for argument, value in site.arguments.items() if argument in wanted
-    }
+    arguments = {key: value for key, value in site.arguments.items() if key in wanted}
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
-    traced = _traced(
-        graph,
-        name,
-        function,
-        arguments,
-        {"match": match} if "match" in wanted else {},
-        match.main.where,
-        modes,
-    )
-    _check(traced, site, name, match.main.where)
+    if "match" in wanted:
+        function = functools.partial(function, match=match)
+    where = match.main.where
+    traced = _traced(graph, name, function, arguments, where, modes)
+    _check(traced, site, name, where)
     last = site.matched[-1]
     model = {key: value for key, value in match.main.node.meta.items() if key in OF_THE_MODEL}
     with graph.graph.inserting_before(last.next):
@@ -181,26 +179,19 @@ def _traced(
     name: str,
     function: Callable[..., Any],
     arguments: dict[str, Any],
-    others: dict[str, Any],
     where: str,
     modes: Modes,
 ) -> TracedPattern:
     values = fx.node.map_arg(arguments, graph.value)
     assert graph.context.fake_mode is not None
-
-    def run(**value: Any) -> Any:
-        return function(**value, **others)
-
     with restored(), graph.context.fake_mode:
         modes.apply()
         try:
-            return trace_call(run, values, recorded=True)
+            return trace_call(function, values, recorded=True)
         except Untraceable as error:
-            raise PassError(
-                f"the replacement of {name!r} cannot be traced: {error}",
-                where=where,
-                do="use only torch operators on its arguments, existing tensors and facts of its match",
-            ) from error.__cause__
+            message = f"the replacement of {name!r} cannot be traced: {error}"
+            do = "use only torch operators on its arguments, existing tensors and its match"
+            raise PassError(message, where=where, do=do) from error.__cause__
 
 
 def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> None:
@@ -210,7 +201,8 @@ def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> Non
         raise PassError(
             f"the replacement of {name!r} returns {new} where the model computes {old}",
             where=where,
-            do="return as many tensors as the pattern does, of the same shapes and types (y.to(x.dtype) gives y the type of x)",
+            do="return as many tensors as the pattern, of the same shapes and dtypes "
+            "(y.to(x.dtype) converts y to the dtype of x)",
         )
 
 
@@ -229,28 +221,23 @@ def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Mod
         outside = [user for user in node.users if user not in matched]
         if node not in site.outputs and outside:
             return f"its inner value %{node.name} is read by %{outside[0].name} too"
-        early = [user for user in outside if order[user] < last]
-        if early:
-            return f"its result %{node.name} is read by %{early[0].name} before its last result is computed"
+        for user in outside:
+            if order[user] < last:
+                reader = f"is read by %{user.name} before its last result is computed"
+                return f"its result %{node.name} {reader}"
     return _written_within(graph, site, order)
 
 
 def _written_within(graph: PrecisionGraph, site: MatchSite, order: Mapping[fx.Node, int]) -> str:
     first, last = order[site.matched[0]], order[site.matched[-1]]
-    between = [
-        node for node in graph.nodes[first:last] if node not in site.matched and may_write(node)
-    ]
-    if not between:
+    others = (node for node in graph.nodes[first:last] if node not in site.matched)
+    writers = [node for node in others if may_write(node)]
+    if not writers:
         return ""
     memory = AliasSets(graph)
-    used = {
-        node
-        for item in site.matched
-        for node in (item, *item.all_input_nodes)
-        if tensors(graph.value(node))
-    }
-    places = frozenset().union(*map(memory.of, used))
-    for node in between:
+    used = {node for item in site.matched for node in (item, *item.all_input_nodes)}
+    places = frozenset().union(*(memory.of(node) for node in used if tensors(graph.value(node))))
+    for node in writers:
         if any(memory.of(written) & places for written in may_write(node)):
             return f"%{node.name} writes in place to a value of it before its end"
     return ""

@@ -23,8 +23,14 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.graph.fx_utils import describe, tensors
 from qsync_fx.graph.graph import Operator, PrecisionGraph
-from qsync_fx.passes.rewriting.pattern import Pattern, PatternShape, operands, same
-from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable
+from qsync_fx.passes.rewriting.pattern import (
+    Pattern,
+    PatternShape,
+    TracedPattern,
+    Untraceable,
+    operands,
+    same,
+)
 from qsync_fx.passes.tracing.retrace import Modes, restored
 
 
@@ -94,10 +100,9 @@ def sites(
                     exact = _confirmed(graph, pattern, arguments, outputs, modes[node], cache)
                     if exact is not None:
                         visited.add(outputs)
-                        matched = {item for item in exact if item.op == "call_function"}
-                        yield MatchSite(
-                            arguments, tuple(sorted(matched, key=order.__getitem__)), outputs
-                        )
+                        calls = {item for item in exact if item.op == "call_function"}
+                        matched = tuple(sorted(calls, key=order.__getitem__))
+                        yield MatchSite(arguments, matched, outputs)
                         break
 
 
@@ -133,8 +138,10 @@ def _arguments(pattern: Pattern, shape: PatternShape, bound: _Bound) -> Iterator
     for shown in shape.literals.values():
         result: list[Any] = []
         for node, name in shown:
-            value = operands(bound[node]).get(name) if node in bound else None
-            if node in bound and not any(same(value, other) for other in result):
+            if node not in bound:
+                continue
+            value = operands(bound[node]).get(name)
+            if not any(same(value, other) for other in result):
                 result.append(value)
         choices.append(result)
     for values in itertools.product(*choices):
@@ -151,23 +158,18 @@ def _confirmed(
 ) -> list[fx.Node] | None:
     """Return the nodes of a site that matches exactly; None for a different computation."""
     leaves = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
-    key = (
-        modes,
-        *(_kind(graph.value(leaf)) for leaf in leaves),
-        str({k: v for k, v in arguments.items() if v not in leaves}),
-    )
+    literals = str({name: value for name, value in arguments.items() if value not in leaves})
+    key = (modes, *(_kind(graph.value(leaf)) for leaf in leaves), literals)
     if key not in cache:
         cache[key] = _traced(graph, pattern, arguments, modes)
     traced = cache[key]
     if traced is None or len(traced.outputs) != len(outputs):
         return None
     bound: _Bound = dict(zip(traced.inputs, leaves, strict=True))
-    if all(
-        _fits(output, node, bound, exact=True)
-        for output, node in zip(traced.outputs, outputs, strict=True)
-    ):
-        return [node for node in bound.values() if isinstance(node, fx.Node) and node not in leaves]
-    return None
+    for output, node in zip(traced.outputs, outputs, strict=True):
+        if not _fits(output, node, bound, exact=True):
+            return None
+    return [node for node in bound.values() if isinstance(node, fx.Node) and node not in leaves]
 
 
 def _traced(
@@ -190,10 +192,7 @@ def _kind(value: Any) -> Any:
 
 
 def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
-    """Return whether `result` computes `pattern`, and record the bindings in `bound`.
-
-    Unless `exact`, scalar arguments may differ.
-    """
+    """Return whether `result` computes `pattern`, if `exact` with its scalars; fill `bound`."""
     if isinstance(pattern, fx.Node) and tensors(pattern.meta.get("val")):
         if pattern in bound:
             return bound[pattern] is result
@@ -204,20 +203,19 @@ def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
                 return False
             inputs, used = operands(pattern), operands(result)
             exactly = exact or pattern.target is py_operator.getitem
-            if inputs.keys() != used.keys() or not all(
-                _fits(inputs[k], used[k], bound, exactly) for k in inputs
-            ):
+            if inputs.keys() != used.keys():
+                return False
+            if not all(_fits(inputs[k], used[k], bound, exactly) for k in inputs):
                 return False
         bound[pattern] = result
         return True
-    if _holds_tensors(pattern) or _holds_tensors(result):
-        both = (
-            isinstance(pattern, (list, tuple))
-            and isinstance(result, (list, tuple))
-            and len(pattern) == len(result)
-        )
-        return both and all(_fits(p, f, bound, exact) for p, f in zip(pattern, result, strict=True))
-    return not exact or same(pattern, result)
+    if not _holds_tensors(pattern) and not _holds_tensors(result):
+        return not exact or same(pattern, result)
+    if not isinstance(pattern, list | tuple) or not isinstance(result, list | tuple):
+        return False
+    if len(pattern) != len(result):
+        return False
+    return all(_fits(p, r, bound, exact) for p, r in zip(pattern, result, strict=True))
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -18,7 +18,7 @@ from qsync_fx.errors import OptionError, PassError, QSyncError
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.node_metadata import Rewritten
 from qsync_fx.passes.casting import drop_unread_casts
-from qsync_fx.passes.pass_base import GraphPass
+from qsync_fx.passes.pass_base import GraphPass, place_after
 from qsync_fx.passes.rewriting.apply_rewrite import obstacle, put
 from qsync_fx.passes.rewriting.match import Match, MatchSite, sites
 from qsync_fx.passes.rewriting.pattern import Pattern
@@ -42,31 +42,25 @@ class Rewrite(GraphPass):
         and writes to buffers persist.
         """
         available = {*inspect.signature(self.function).parameters, "match"}
-        unknown = [name for name in inspect.signature(function).parameters if name not in available]
-        if unknown:
-            raise OptionError(
-                f"the replacement of {self.name!r} takes {unknown[0]!r}, which the pattern does not have",
-                do=f"take some of {', '.join(sorted(available))}",
-            )
+        for name in inspect.signature(function).parameters:
+            if name not in available:
+                owner = f"the replacement of {self.name!r}"
+                message = f"{owner} takes {name!r}, which the pattern does not have"
+                raise OptionError(message, do=f"take some of {', '.join(sorted(available))}")
         if self._puts:
-            raise OptionError(
-                f"the rewrite {self.name!r} already has a replacement",
-                do="write one rewrite for each replacement",
-            )
+            message = f"the rewrite {self.name!r} already has a replacement"
+            raise OptionError(message, do="write one rewrite for each replacement")
         self._puts.append(function)
         return self
 
     def __call__(self, graph: PrecisionGraph) -> None:
         if not self._puts:
-            raise OptionError(
-                f"the rewrite {self.name!r} has no replacement",
-                do=f"decorate one with @{self.name}.replacement",
-            )
+            message = f"the rewrite {self.name!r} has no replacement"
+            raise OptionError(message, do=f"decorate one with @{self.name}.replacement")
         result = Rewritten()
-        for part in (
-            graph.walk() if graph.context.fake_mode is not None else ()
-        ):  # without a fake mode the graph contains no tensors
-            result += self._rewrite(part)
+        if graph.context.fake_mode is not None:  # else the graph contains no tensors
+            for part in graph.walk():
+                result += self._rewrite(part)
         graph.rewritten[self.name] = result
         graph.module.recompile()
 
@@ -97,9 +91,8 @@ class Rewrite(GraphPass):
         return Rewritten(len(chosen), tuple(left))
 
     def _match(self, graph: PrecisionGraph, site: MatchSite) -> Match:
-        operators = tuple(
-            Operator(graph, node) for node in site.matched if node in node_metadata.NOTE
-        )
+        noted = (node for node in site.matched if node in node_metadata.NOTE)
+        operators = tuple(Operator(graph, node) for node in noted)
         return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
 
     def _wanted(self, where: Callable[[Match], Any], match: Match) -> bool:
@@ -108,11 +101,9 @@ class Rewrite(GraphPass):
         except QSyncError:
             raise
         except Exception as error:
-            raise PassError(
-                f"the guard of {self.name!r} failed: {type(error).__name__}: {error}",
-                where=match.main.where,
-                do="correct the function given as where=",
-            ) from error
+            message = f"the guard of {self.name!r} failed: {type(error).__name__}: {error}"
+            do = "correct the function given as where="
+            raise PassError(message, where=match.main.where, do=do) from error
 
 
 def _moved(site: MatchSite, now: Mapping[fx.Node, fx.Node]) -> MatchSite:
@@ -163,22 +154,13 @@ def rewrite(
         ... def put(x, weight, bias):
         ...     return torch.nn.functional.linear(x, weight, bias).clamp(min=0)
     """
-    if after is not None and before is not None:
-        raise OptionError(
-            "a pass has one place, but both after= and before= are given", do="give one of them"
-        )
+    after = place_after(after, before, "normalize")
 
     def make(function: Callable[..., Any]) -> Rewrite:
-        place = "normalize" if after is None and before is None else after
-        result = Rewrite(
-            name or function.__name__,
-            function,
-            after=place,
-            before=before,
-            where=where,
-            example=None if example is None else tuple(example),
-        )
+        examples = example if example is None else tuple(example)
+        title = name or function.__name__
+        result = Rewrite(title, function, after, before, where=where, example=examples)
         result._pattern  # noqa: B018 - checks the signature at definition
         return result
 
-    return make(function) if function is not None else make
+    return make if function is None else make(function)

@@ -15,7 +15,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -34,8 +34,7 @@ from qsync_fx.coverage.compilation_log import declared
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.module_paths import WRAPPED, joined, paths, unwrapped
 from qsync_fx.options import Options
-from qsync_fx.plan.operator_id import escaped
-from qsync_fx.plan.patterns import module_regex
+from qsync_fx.plan.operator_id import escaped, module_regex
 from qsync_fx.plan.plan import Plan
 
 
@@ -63,11 +62,11 @@ def root_of(
         return _as_the_user_says(compiled, holding, options.root)
     candidates = [compiled, *holding]
     if len(candidates) > 1 and options.plan is not None:
-        result = [named_in(outer, options.plan) for outer in candidates]
-        candidates = [
-            outer for outer, count in zip(candidates, result, strict=True) if count == max(result)
-        ]
-    return (candidates[-1] if _pieces(candidates[-1]) > 1 else candidates[0]), ""
+        counts = {outer: named_in(outer, options.plan) for outer in candidates}
+        candidates = [outer for outer in candidates if counts[outer] == max(counts.values())]
+    if _pieces(candidates[-1]) > 1:
+        return candidates[-1], ""
+    return candidates[0], ""
 
 
 def named_in(root: nn.Module, plan: Plan) -> int:
@@ -90,9 +89,10 @@ def _as_the_user_says(
         if path in named:
             owned = next(name for name, module in named.items() if module is compiled)
             raise OptionError(
-                f"{type(compiled).__name__} is compiled as {path!r}, and in {type(outer).__name__}, which calls it, it is {owned!r}",
+                f"{type(compiled).__name__} is compiled as {path!r}, and in "
+                f"{type(outer).__name__}, which calls it, it is {owned!r}",
                 where='option "root"',
-                do=f'give {{"root": {owned!r}}}, or leave it out: it is found where the model calls its block',
+                do=f'set {{"root": {owned!r}}}, or remove the option to detect the path',
             )
     return compiled, path
 
@@ -143,8 +143,7 @@ class SourcePlace:
 
     def path_of(self, address: str) -> str | None:
         """Return the path of the module at an address; None if it is not part of the model."""
-        result = self.modules.get(address)
-        return result[0] if result else None
+        return self.modules.get(address, (None,))[0]
 
     @property
     def path(self) -> str:
@@ -159,8 +158,9 @@ class SourcePlace:
     @property
     def resumes_at(self) -> int | None:
         """The line where the frame resumes after a graph break; None for the first line."""
-        result = _RESUMES.fullmatch(self.code.co_name) if self.code is not None else None
-        return int(result[1]) if result else None
+        if self.code is None or (result := _RESUMES.fullmatch(self.code.co_name)) is None:
+            return None
+        return int(result[1])
 
 
 def clean_path(path: str) -> str:
@@ -174,21 +174,20 @@ def clean_path(path: str) -> str:
 def place(options: Options) -> SourcePlace:
     """Return the position of the graph that Dynamo is compiling."""
     tx = translator()
-    code = tx.f_code if tx is not None else None
+    code = getattr(tx, "f_code", None)
     around = calls(sys._getframe())
-    inside = [unwrapped(module) for module in around.inside]
-    compiled = unwrapped(around.compiled) if isinstance(around.compiled, nn.Module) else None
-    chain = [*inside, *([compiled] if compiled is not None else [])]
-    if not chain:
-        inputs = (
-            modules_in_reach(code, tx.f_locals, tx.f_globals)
-            if tx is not None and code is not None
-            else ()
-        )
-        return SourcePlace(code, entered=around.entered(code), given=tuple(inputs))
-    outside = [unwrapped(module) for module in around.outside] if compiled is not None else []
-    root, within = root_of(chain[-1], outside, options)
-    return SourcePlace(code, chain[0], root, within, around.entered(code))
+    chain = [unwrapped(module) for module in around.inside]
+    outside: list[nn.Module] = []
+    if isinstance(around.compiled, nn.Module):
+        chain.append(unwrapped(around.compiled))
+        outside = [unwrapped(module) for module in around.outside]
+    if chain:
+        root, within = root_of(chain[-1], outside, options)
+        return SourcePlace(code, chain[0], root, within, around.entered(code))
+    inputs: Iterable[tuple[str, nn.Module]] = ()
+    if code is not None:
+        inputs = modules_in_reach(code, tx.f_locals, tx.f_globals)
+    return SourcePlace(code, entered=around.entered(code), given=tuple(inputs))
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
@@ -200,12 +199,8 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
     Raises:
         PlanError: the model has more such submodules than Dynamo's recompile limit.
     """
-    tx = translator()
-    name = (
-        next((name for name, value in tx.f_locals.items() if value is current.module), None)
-        if tx is not None
-        else None
-    )
+    variables = getattr(translator(), "f_locals", {})
+    name = next((name for name, value in variables.items() if value is current.module), None)
     if not current.nested or name is None or current.root is None:
         return False
     kind = type(current.module)
@@ -213,23 +208,19 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
     limit = torch._dynamo.config.recompile_limit
     # Most instances of torch's own classes are inlined into a larger graph and need no code.
     if equal > limit and (not kind.__module__.startswith("torch.") or _last_version()):
-        why = (
-            f"{kind.__name__} is compiled block by block"
-            if current.entered
-            else f"the graph breaks inside {kind.__name__}"
-        )
+        why, where = f"the graph breaks inside {kind.__name__}", f"module {current.path}"
+        do = f"set torch._dynamo.config.recompile_limit = {4 * equal}"
+        if current.entered:
+            why = f"{kind.__name__} is compiled block by block"
+        else:
+            do += ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"
+        if current.code is not None:
+            where += f", {current.code.co_filename}:{current.code.co_firstlineno}"
         raise PlanError(
-            f"{why}; the model has {equal} of this class, each needs its own compiled code to follow the plan, and "
-            f"torch._dynamo.config.recompile_limit is {limit}",
-            where=f"module {current.path}, {current.code.co_filename}:{current.code.co_firstlineno}"
-            if current.code
-            else None,
-            do=f"set torch._dynamo.config.recompile_limit = {4 * equal}"
-            + (
-                ""
-                if current.entered
-                else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"
-            ),
+            f"{why}; the model has {equal} of this class, each needs its own compiled code to "
+            f"follow the plan, and torch._dynamo.config.recompile_limit is {limit}",
+            where=where,
+            do=do,
         )
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return True
@@ -247,28 +238,26 @@ def warn_at_the_limit(current: SourcePlace) -> None:
     if current.code is None or not _last_version():
         return
     text = (
-        f"this is version {limit} of {_name(current.code, current.module)}, and Dynamo keeps {limit} of a function: another one would run "
-        "without the plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
-        "TORCH_LOGS=recompiles tells why each was made."
+        f"this is version {limit} of {_name(current.code, current.module)}, and Dynamo compiles "
+        f"at most {limit} of a function. Another version would ignore the plan and is an error. "
+        "Raise torch._dynamo.config.recompile_limit if the model needs more; "
+        "TORCH_LOGS=recompiles shows the reason for each version"
     )
     warnings.warn_explicit(text, UserWarning, current.code.co_filename, current.code.co_firstlineno)
 
 
 def _name(code: CodeType, module: nn.Module | None) -> str:
     """Return a function's name; for Dynamo's wrapper of a torch module, the module's forward."""
-    around = module is not None and code.co_filename.startswith(
-        str(Path(torch._dynamo.__file__).parent)
-    )
-    return f"{type(module).__name__}.forward" if around else code.co_qualname
+    if module is not None and Path(torch._dynamo.__file__).parent in Path(code.co_filename).parents:
+        return f"{type(module).__name__}.forward"
+    return code.co_qualname
 
 
 def _last_version() -> bool:
     """Return whether Dynamo compiles a frame for the last time before its recompile limit."""
     compilation = CompileContext.current_compile_id()
-    return (
-        compilation is not None
-        and compilation.frame_compile_id == torch._dynamo.config.recompile_limit - 1
-    )
+    last = torch._dynamo.config.recompile_limit - 1
+    return compilation is not None and compilation.frame_compile_id == last
 
 
 def translator() -> Any:
@@ -305,14 +294,11 @@ class Calls:
         if _compiles(self.caller):
             return True
         module = _called(self.caller)
-        if (
-            module is None
-            or not isinstance(self.compiled, nn.Module)
-            or unwrapped(module) is not unwrapped(self.compiled)
-        ):
+        if module is None or not isinstance(self.compiled, nn.Module):
             return False
         # Hooks have the same caller as the module's own forward pass.
-        return getattr(module.forward, "__code__", None) is code
+        is_forward = getattr(module.forward, "__code__", None) is code
+        return is_forward and unwrapped(module) is unwrapped(self.compiled)
 
 
 def calls(frame: FrameType | None) -> Calls:
@@ -345,14 +331,12 @@ def modules_in_reach(
 
     The second kind covers a trainer's `self.model`.
     """
-    had = [*local.values(), *(everywhere[name] for name in code.co_names if name in everywhere)]
-    yield from (("", thing) for thing in had if isinstance(thing, nn.Module))
-    for thing in had:
-        if not isinstance(thing, nn.Module | ModuleType | type):
-            attributes = getattr(thing, "__dict__", {})
-            yield from (
-                (name, value) for name, value in attributes.items() if isinstance(value, nn.Module)
-            )
+    values = [*local.values(), *(everywhere[name] for name in code.co_names if name in everywhere)]
+    yield from (("", value) for value in values if isinstance(value, nn.Module))
+    for value in values:
+        if not isinstance(value, nn.Module | ModuleType | type):
+            attributes = getattr(value, "__dict__", {}).items()
+            yield from (item for item in attributes if isinstance(item[1], nn.Module))
 
 
 def given_to_compile(function: object) -> object:
@@ -365,29 +349,25 @@ def given_to_compile(function: object) -> object:
 
 
 def _is_compiler(frame: FrameType) -> bool:
-    if frame.f_code.co_name == "__call__" and isinstance(
-        frame.f_locals.get("self"), CatchErrorsWrapper
-    ):
+    if frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py"):
         return True
-    return frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+    owner = frame.f_locals.get("self")
+    return frame.f_code.co_name == "__call__" and isinstance(owner, CatchErrorsWrapper)
 
 
 def _compiles(frame: FrameType) -> bool:
     """Return whether a frame is torch.compile's wrapper around a function."""
     code = frame.f_code
-    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py") or code.co_name not in (
-        "compile_wrapper",
-        "_fn",
-    ):
+    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py"):
         return False
-    return isinstance(frame.f_locals.get("self"), OptimizeContext)
+    owner = frame.f_locals.get("self")
+    return code.co_name in ("compile_wrapper", "_fn") and isinstance(owner, OptimizeContext)
 
 
 def _called(frame: FrameType) -> nn.Module | None:
     """Return the module whose call a frame is."""
-    if frame.f_code.co_name not in _CALLS or not frame.f_code.co_filename.endswith(
-        "torch/nn/modules/module.py"
-    ):
+    code = frame.f_code
+    if code.co_name not in _CALLS or not code.co_filename.endswith("torch/nn/modules/module.py"):
         return None
     module = frame.f_locals.get("self")
     return module if isinstance(module, nn.Module) else None

@@ -42,29 +42,34 @@ def _inside(name: str) -> Iterator[None]:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
-    proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
-    average_attn_weights: bool = True, mask_type: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor,
+    qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
+    need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the self-attention of `nn.MultiheadAttention`.
 
     Args:
         mask_type: 0: mask [L, L]; 1: key padding mask; 2: mask [N, heads, L, L].
     """
+    masks: dict[str, Any] = {"key_padding_mask": None, "attn_mask": None}
+    if mask is not None and mask_type == 1:
+        masks["key_padding_mask"] = mask
+    elif mask is not None:
+        masks["attn_mask"] = mask.flatten(0, 1) if mask_type == 2 else mask
     transposed = query.transpose(1, 0)
     out, weights = F.multi_head_attention_forward(
-        transposed, transposed, transposed, embed_dim, num_heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias,
-        training=False, key_padding_mask=mask if mask_type == 1 else None, need_weights=need_weights,
-        attn_mask=mask.flatten(0, 1) if mask is not None and mask_type == 2 else mask if mask_type == 0 else None,
-        average_attn_weights=average_attn_weights,
+        transposed, transposed, transposed, embed_dim, num_heads, qkv_weight, qkv_bias,
+        None, None, False, 0.0, proj_weight, proj_bias, training=False, need_weights=need_weights,
+        average_attn_weights=average_attn_weights, **masks,
     )  # fmt: skip
     return out.transpose(1, 0), weights
 
 
 def _encoder_layer(
-    src: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor,
-    use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor,
-    norm_bias_2: Tensor, ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
+    src: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
+    proj_weight: Tensor, proj_bias: Tensor, use_gelu: bool, norm_first: bool, eps: float,
+    norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor, norm_bias_2: Tensor,
+    ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `nn.TransformerEncoderLayer`, operator by operator as in training.
@@ -76,7 +81,8 @@ def _encoder_layer(
     def attend(x: Tensor) -> Tensor:
         with _inside("self_attn"):
             return _attention(
-                x, x, x, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, mask_type=mask_type
+                x, x, x, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask,
+                False, mask_type=mask_type,
             )[0]  # fmt: skip
 
     def feed(x: Tensor) -> Tensor:
@@ -110,9 +116,7 @@ def without_idle_conversions(graph: PrecisionGraph) -> None:
     and `y[::2].float().as_strided(...)` reads values of `y` outside its operand. The model uses
     such a conversion for the memory of its input, so it must return its input in every format.
     """
-    conversions = [
-        node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts
-    ]
+    conversions = [node for node in graph.nodes if getattr(row_for(node.target), "converts", False)]
     if not conversions:
         return
     memory = AliasSets(graph)
@@ -122,13 +126,12 @@ def without_idle_conversions(graph: PrecisionGraph) -> None:
     strided = [node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default]
     by_strides = frozenset(place for node in strided for place in memory.of(node))
     for node in conversions:
-        source, places = node.args[0], memory.of(node)
-        if (
-            not isinstance(source, fx.Node)
-            or graph.value(source).dtype is not graph.value(node).dtype
-        ):
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
             continue
-        shared = places & memory.of(source)
+        if graph.value(source).dtype is not graph.value(node).dtype:
+            continue
+        shared = memory.of(node) & memory.of(source)
         if shared & (memory.written | by_strides) or any(leaving[place] > 1 for place in shared):
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
@@ -151,11 +154,9 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
         if plain is None:
             continue
         (written,) = writes(node)
-        if (
-            node.args[0] is not written
-            or not _is_fresh(written)
-            or not _same_type(graph, node, written)
-        ):
+        if node.args[0] is not written or not _is_fresh(written):
+            continue
+        if not _same_type(graph, node, written):
             continue
         if any(not _returns_fresh(user) for user in written.users if order[user] < order[node]):
             continue
@@ -185,15 +186,13 @@ def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
 
 def _plain_target(node: fx.Node) -> Any:
     target = node.target
-    if (
-        not isinstance(target, torch._ops.OpOverload)
-        or not target._schema.name.endswith("_")
-        or len(writes(node)) != 1
-    ):
+    if not isinstance(target, torch._ops.OpOverload) or len(writes(node)) != 1:
         return None
     namespace, _, name = target._schema.name.partition("::")
+    if not name.endswith("_"):
+        return None
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
+    return getattr(packet, target._overloadname, None)
 
 
 def _is_fresh(node: fx.Node) -> bool:
@@ -207,19 +206,13 @@ def _returns_fresh(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    row = row_for(target)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(
-        _qualified_name(target), "CompositeImplicitAutograd"
-    ):
+    row, schema = row_for(target), target._schema
+    name = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         # A composite operator may return its input although its schema does not say so, such as
         # dropout in evaluation.
         return row is not None and row.kind is Kind.ADJUSTABLE
-    return all(result.alias_info is None for result in target._schema.returns)
-
-
-def _qualified_name(target: torch._ops.OpOverload) -> str:
-    schema = target._schema
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return all(result.alias_info is None for result in schema.returns)
 
 
 def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
@@ -234,7 +227,9 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         leaf = torch.empty_like(value)
-        return leaf.requires_grad_().clone() if used is node.args[0] and is_float(value) else leaf
+        if used is node.args[0] and is_float(value):
+            return leaf.requires_grad_().clone()
+        return leaf
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fresh)
     try:
@@ -251,13 +246,10 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
 
 def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
     ours = graph.value(written)
-    operands = [graph.value(used) for used in node.all_input_nodes]
-    dtypes = {
-        v.dtype for v in operands if isinstance(v, torch.Tensor) and v.dtype.is_floating_point
-    }
-    shapes = [v.shape for v in operands if isinstance(v, torch.Tensor)]
+    operands = [v for v in map(graph.value, node.all_input_nodes) if isinstance(v, torch.Tensor)]
+    dtypes = {v.dtype for v in operands if v.dtype.is_floating_point}
     # A plain operator promotes and broadcasts, an in-place write does neither.
-    return dtypes == {ours.dtype} and all(len(shape) <= ours.dim() for shape in shapes)
+    return dtypes == {ours.dtype} and all(v.dim() <= ours.dim() for v in operands)
 
 
 _MOVES = ("to", "cpu", "cuda")
@@ -282,32 +274,23 @@ def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.
             if before.dtype is after.dtype:
                 return _as_it_is(graph, node, local[source], after.device)
             if before.device == after.device and others:
-                return _described(
-                    graph.call_function(
-                        torch.ops.aten.type_as.default, (local[source], local[others[0]])
-                    ),
-                    node,
-                )
+                args = (local[source], local[others[0]])
+                return _described(graph.call_function(torch.ops.aten.type_as.default, args), node)
     return graph.node_copy(node, lambda used: local[used])
 
 
 def _names_a_type(node: fx.Node) -> bool:
-    return any(
-        isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())
-    )
+    return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
 
 
 def _as_it_is(graph: fx.Graph, node: fx.Node, source: fx.Node, device: torch.device) -> fx.Node:
     """Insert a copy to a device or memory format that preserves the source's dtype."""
-    options: dict[str, Any] = {
-        name: node.kwargs[name] for name in ("non_blocking", "memory_format") if name in node.kwargs
-    }
-    return _described(
-        graph.call_function(
-            torch.ops.aten._to_copy.default, (source,), {"device": device, **options}
-        ),
-        node,
-    )
+    options: dict[str, Any] = {"device": device}
+    for name in ("non_blocking", "memory_format"):
+        if name in node.kwargs:
+            options[name] = node.kwargs[name]
+    copy = graph.call_function(torch.ops.aten._to_copy.default, (source,), options)
+    return _described(copy, node)
 
 
 def _described(new: fx.Node, node: fx.Node) -> fx.Node:

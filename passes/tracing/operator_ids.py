@@ -12,7 +12,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -47,29 +47,26 @@ def numbering(current: SourcePlace) -> Numbering:
     if context is None:
         return Numbering()
     if context not in _numberings:
-        ended = _at_breaks.get(current.root, {}) if current.root is not None else {}
-        line = current.resumes_at
-        before = (
-            ended.get((current.code.co_filename, line))
-            if current.code is not None and line is not None
-            else None
-        )
-        _numberings[context] = before.copy() if before is not None else Numbering()
+        before, line = Numbering(), current.resumes_at
+        if current.root is not None and current.code is not None and line is not None:
+            breaks = _at_breaks.get(current.root, {})
+            before = breaks.get((current.code.co_filename, line), before)
+        _numberings[context] = before.copy()
     return _numberings[context]
 
 
 def numbering_now() -> Callable[[], None]:
     """Return a function that resets the numbering to its current state, for a second attempt."""
     context = TracingContext.try_get()
-    before = _numberings[context].copy() if context is not None and context in _numberings else None
+    if context is None:
+        return lambda: None
+    before = _numberings.get(context)
+    state = before and before.copy()
 
     def put_back() -> None:
-        if context is None:
-            return
-        if before is None:
-            _numberings.pop(context, None)
-        else:
-            _numberings[context] = before
+        _numberings.pop(context, None)
+        if state is not None:
+            _numberings[context] = state
 
     return put_back
 
@@ -77,12 +74,13 @@ def numbering_now() -> Callable[[], None]:
 def remember_break(current: SourcePlace, numbers: Numbering) -> None:
     """Store the numbering for the frame that resumes after a graph break."""
     tx = translator()
-    reason = tx.output.compile_subgraph_reason if tx is not None else None
-    if reason is not None and reason.graph_break and current.root is not None:
+    if tx is None or current.root is None:
+        return
+    reason = tx.output.compile_subgraph_reason
+    if reason is not None and reason.graph_break:
+        breaks = _at_breaks.setdefault(current.root, {})
         for frame in reason.user_stack:
-            _at_breaks.setdefault(current.root, {})[frame.filename, frame.lineno or 0] = (
-                numbers.copy()
-            )
+            breaks[frame.filename, frame.lineno or 0] = numbers.copy()
 
 
 def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) -> None:
@@ -92,14 +90,18 @@ def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) ->
             identify(body, numbers, current)
         if not _is_operator(graph, node):
             continue
-        (name, row), module, by = (
-            _named(node),
+        row, module, by = (
+            row_for(node.target),
             module_path(node, current),
             node_metadata.put_in_by(node),
         )
-        near = OpId(module, name, after="" if module else numbers.last)
-        op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
-        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+        name = _operator_name(node, row)
+        if by:
+            near = OpId(module, name, after="" if module else numbers.last)
+            op_id = numbers.put_in(near, f"{by}.{name}")
+        else:
+            op_id = numbers.number(module, name)
+        _note(node, OperatorInfo(op_id, _kind(row), "", row, by=by))
 
 
 def mark(node: fx.Node, by: str) -> None:
@@ -127,45 +129,28 @@ def identify_new(
         instead_of: the replaced operators. A new operator of the same name inherits id and decision
             and removes the entry.
     """
-    full = graph.whole
+    notes = node_metadata.NOTE
     for node in nodes:
         if not _is_operator(graph, node):
             continue
-        name, row = _named(node)
-        old = next(
-            (entry for entry in instead_of if node_metadata.NOTE[entry].id.operator == name), None
-        )
+        row = row_for(node.target)
+        name = _operator_name(node, row)
+        old = next((entry for entry in instead_of if notes[entry].id.operator == name), None)
         if old is not None:
             instead_of.remove(old)
-            _note(node, dataclasses.replace(node_metadata.NOTE[old], row=row, by=by, how=settings))
+            _note(node, dataclasses.replace(notes[old], row=row, by=by, how=settings))
             continue
-        op_id = full.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
-        region = _region(graph, node, near)
-        _note(
-            node,
-            OperatorInfo(
-                op_id,
-                row.kind if row else Kind.FIXED,
-                "",
-                row,
-                autocast=region,
-                by=by,
-                how=settings,
-            ),
-        )
+        near_id, region = OpId("", name), None
+        if near is not None:
+            near_id, region = near.id, near.autocast
+        if isinstance(region, Precision):
+            region = format_of(graph.value(node)) or region
+        op_id = graph.whole.numbers.put_in(near_id, f"{by}.{name}")
+        _note(node, OperatorInfo(op_id, _kind(row), "", row, autocast=region, by=by, how=settings))
 
 
-def _region(
-    graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None
-) -> Precision | Literal["off"] | None:
-    """Return the autocast region of an operator inserted near another one."""
-    region = near.autocast if near is not None else None
-    return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
-
-
-def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
-    row = row_for(node.target)
-    return (row.name if row else _operator_name(node)), row
+def _kind(row: OperatorRow | None) -> Kind:
+    return row.kind if row is not None else Kind.FIXED
 
 
 def _note(node: fx.Node, note: OperatorInfo) -> None:
@@ -174,13 +159,10 @@ def _note(node: fx.Node, note: OperatorInfo) -> None:
 
 
 def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
-    called = (
-        node.op in ("call_function", "call_method")
-        and getattr(node.target, "__name__", "") != "getitem"
-    )
-    return (
-        called and not is_switch(node) and node not in node_metadata.CAST and _computes(graph, node)
-    )
+    if node.op not in ("call_function", "call_method") or is_switch(node):
+        return False
+    unpacks = getattr(node.target, "__name__", "") == "getitem"
+    return not unpacks and node not in node_metadata.CAST and _computes(graph, node)
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
@@ -198,7 +180,9 @@ def module_path(node: fx.Node, current: SourcePlace) -> str:
     address, (path, _) = list(stack.items())[-1]
     # A repeated call of a module has the key "address@1".
     available = current.path_of(address.partition("@")[0])
-    return available if available is not None else joined(current.path, clean_path(path))
+    if available is not None:
+        return available
+    return joined(current.path, clean_path(path))
 
 
 def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
@@ -212,7 +196,7 @@ def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
             continue
         text = source.name() if callable(source.name) else source.name
         path = clean_path(text)
-        node_metadata.PATH[node] = joined(_holder(text, current), path) if path else ""
+        node_metadata.PATH[node] = path and joined(_holder(text, current), path)
         name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
         if name and not name[0].isdigit():
             node._rename(name)
@@ -223,11 +207,16 @@ def _holder(text: str, current: SourcePlace) -> str:
     tx, result = translator(), _VARIABLE.match(text)
     if tx is None or result is None:
         return ""
-    live = (tx.f_locals if result[1] == "L" else tx.f_globals).get(result[2])
-    return current.path_of(str(id(unwrapped(live)))) or "" if isinstance(live, nn.Module) else ""
+    variables = {"L": tx.f_locals, "G": tx.f_globals}[result[1]]
+    module = variables.get(result[2])
+    if not isinstance(module, nn.Module):
+        return ""
+    return current.path_of(str(id(unwrapped(module)))) or ""
 
 
-def _operator_name(node: fx.Node) -> str:
+def _operator_name(node: fx.Node, row: OperatorRow | None) -> str:
+    if row is not None:
+        return row.name
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.partition("::")[2]
     return re.sub(r"\W", "_", getattr(node.target, "__name__", str(node.target)))

@@ -68,11 +68,8 @@ class Modes:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Restore all state that executing a graph's switches may change."""
-    before, cache, dtype = (
-        Modes.current(),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-    )
+    before, dtype = Modes.current(), torch.get_default_dtype()
+    cache = torch.is_autocast_cache_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
@@ -105,7 +102,7 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """Consecutive nodes, either retraced together or copied as Dynamo wrote them."""
+    """Consecutive nodes, maybe none, either retraced together or copied as Dynamo wrote them."""
 
     nodes: tuple[fx.Node, ...]
     kept: bool
@@ -138,12 +135,12 @@ def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
         if before or nesting:
             region.append(node)
             if nesting == 0:
-                yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
+                yield GraphPiece(tuple(current), kept=False)
                 yield GraphPiece(tuple(region), kept=True, leveled=True)
                 saved.update(region)
                 current, region = [], []
         elif _stays(node) or _unpacks(node, saved):
-            yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
+            yield GraphPiece(tuple(current), kept=False)
             yield GraphPiece((node,), kept=True)
             saved.add(node)
             current = []
@@ -239,11 +236,9 @@ def current(value: Any) -> Any:
     mode = active_fake_mode()
 
     def convert(fake: Any) -> Any:
-        if (
-            not isinstance(fake, FakeTensor)
-            or fake.fake_mode is mode
-            or fake.layout is not torch.strided
-        ):
+        if not isinstance(fake, FakeTensor) or fake.fake_mode is mode:
+            return fake
+        if fake.layout is not torch.strided:
             return fake
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
@@ -292,11 +287,7 @@ class _Builder:
     def keep(
         self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False
     ) -> None:
-        """Copy a node that stays as Dynamo wrote it.
-
-        Args:
-            leveled: whether the node is between the entry and the exit of a level.
-        """
+        """Copy a node that stays as Dynamo wrote it; `leveled` nodes are inside a level."""
         if is_switch(node):
             self.copy(node, self._execute(node, leveled))
             return
@@ -313,9 +304,8 @@ class _Builder:
         elif hooks_gradients(node):
             node_metadata.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
-            node_metadata.OPAQUE[new] = (
-                "kept as Dynamo wrote it: inside vmap values are not plain tensors"
-            )
+            reason = "it stays as Dynamo wrote it: inside vmap values are not plain tensors"
+            node_metadata.OPAQUE[new] = reason
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
         """Execute a call that changes state, so that later pieces are traced in that state.
@@ -367,12 +357,8 @@ class _Builder:
         if not _bakes_in_fakes(traced):
             self._inline(traced, external, results)
         elif len(nodes) == 1:
-            self._leave(
-                nodes,
-                nodes[0],
-                "UntracedValue",
-                "it computes a value outside the dispatcher, where tracing cannot see it",
-            )
+            message = "it computes a value outside the dispatcher, where tracing cannot see it"
+            self._leave(nodes, nodes[0], "UntracedValue", message)
         else:
             # Retracing smaller pieces isolates the responsible node.
             self.retrace(nodes[: len(nodes) // 2])
@@ -391,9 +377,7 @@ class _Builder:
         if where:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
-        node_metadata.OPAQUE[new] = (
-            f"kept as Dynamo wrote it, because it cannot be re-traced ({kind})"
-        )
+        node_metadata.OPAQUE[new] = f"it stays as Dynamo wrote it: it cannot be re-traced ({kind})"
         # Inputs of a trace are single tensors, so a trace cannot read a tuple.
         items = _items(bad)
         for item in items:
@@ -406,9 +390,8 @@ class _Builder:
     ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
         """Return the nodes as a module, its external inputs, and the nodes with external users."""
         inside = set(nodes)
-        needed = dict.fromkeys(
-            used for node in nodes for used in node.all_input_nodes if used not in inside
-        )
+        operands = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
+        needed = [used for used in operands if used not in inside]
         bodies = [used for used in needed if _is_body(self.module, used)]
         external = [used for used in needed if used not in bodies]
         graph = fx.Graph()
@@ -457,10 +440,8 @@ class _Builder:
 
 def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
     """Return whether a fake tensor became a constant: its computation bypassed the dispatcher."""
-    named = (
-        _attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
-    )
-    return any(isinstance(value, FakeTensor) for value in named)
+    names = (str(node.target) for node in traced.graph.nodes if node.op == "get_attr")
+    return any(isinstance(_attribute(traced, name), FakeTensor) for name in names)
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
@@ -472,13 +453,10 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(
-        _attribute(module, str(node.target)), torch.nn.Module
-    )
+    if node.op != "get_attr":
+        return False
+    return isinstance(_attribute(module, str(node.target)), torch.nn.Module)
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(path)(module)

@@ -39,7 +39,7 @@ from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
 from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, ProfileError, nearest
-from qsync_fx.plan_cache import KEPT, SUFFIX, CachedPlan, folder
+from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, SUFFIX, CachedPlan, folder
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.replayer.cluster import Cluster, Memory
 from qsync_fx.predictor.replayer.cluster_step import simulate
@@ -336,7 +336,7 @@ def cache_plan(profile: Profile) -> pathlib.Path:
         do = "set QSYNC_CACHE_DIR to a folder that is writable, or give a path"
         raise ProfileError(message, where=str(path.parent), do=do) from error
     profile.save(path)
-    KEPT.write(path.with_suffix(SUFFIX), KEPT.encode(result))
+    CACHED_PLAN_FILE.write(path.with_suffix(SUFFIX), CACHED_PLAN_FILE.encode(result))
     return path
 
 

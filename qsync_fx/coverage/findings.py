@@ -19,8 +19,7 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import format_of
 from qsync_fx.module_paths import joined, own_parameters
 from qsync_fx.plan import Plan
-from qsync_fx.plan.operator_id import OpId, escaped
-from qsync_fx.plan.patterns import module_regex
+from qsync_fx.plan.operator_id import OpId, escaped, module_regex
 from qsync_fx.plan.validation import misfit
 
 

@@ -20,9 +20,9 @@ from qsync_fx.coverage.compilation_log import Frame, Log, Outcome, Ran, below, s
 from qsync_fx.module_paths import joined, own_parameters, paths, unwrapped
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import active_plan
+from qsync_fx.plan.cluster_plan import this_process
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.plan_loading import this_process
 
 
 class Tree:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -59,43 +60,32 @@ def cpu(cpuinfo: str | None = None) -> Cpu:
         with contextlib.suppress(OSError):
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     entries = [
-        {
-            key.strip(): value.strip()
-            for key, _, value in (line.partition(":") for line in entry.splitlines())
-        }
+        {key.strip(): value.strip() for key, value in re.findall("(.*?):(.*)", entry)}
         for entry in cpuinfo.split("\n\n")
-        if entry.strip()
     ]
-    first = entries[0] if entries else {}
-    flags = set(first.get("flags", first.get("Features", "")).split())
+    flags = set(entries[0].get("flags", entries[0].get("Features", "")).split())
+    features = (
+        name
+        for name, alternatives in _FEATURES.items()
+        if any(flags.issuperset(alternative.split()) for alternative in alternatives)
+    )
     cores = {
         (entry["physical id"], entry["core id"])
         for entry in entries
         if {"physical id", "core id"} <= entry.keys()
     }
+    threads = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        threads = len(os.sched_getaffinity(0))
     return Cpu(
-        model=first.get("model name", platform.processor()),
-        features=tuple(
-            name
-            for name, methods in _FEATURES.items()
-            if any(flags.issuperset(method.split()) for method in methods)
-        ),
+        model=entries[0].get("model name", platform.processor()),
+        features=tuple(features),
         cores=len(cores) or None,
-        threads=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        threads=threads,
     )
 
 
-_WITHOUT: Final = (
-    "SSE41",
-    "AVX",
-    "AVX2",
-    "AVX2_VNNI",
-    "AVX2_VNNI_2",
-    "AVX512_CORE",
-    "AVX512_CORE_VNNI",
-)
+_WITHOUT: Final = "SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI".split()
 """Values of ONEDNN_MAX_CPU_ISA that exclude BF16 units; no query of torch reports them."""
 
 

@@ -57,7 +57,9 @@ def check_exists(name: str | os.PathLike[str]) -> None:
 def name_of(device: Device) -> str | None:
     """Return the name that finds a device's file; None if only its path finds it."""
     path = Path(device.path)
-    return path.stem if path.stem in names() and _path(path.stem) == path else None
+    if path.stem in names() and _path(path.stem) == path:
+        return path.stem
+    return None
 
 
 def is_path(name: str) -> bool:
@@ -84,9 +86,8 @@ def _identity(path: Path) -> tuple[Path, int, int]:
         result = path.stat()
     except (OSError, ValueError) as error:
         message = f"the device file cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise DeviceError(
-            message, where=shown(str(path)), do="check the path and its permissions"
-        ) from error
+        do = "check the path and its permissions"
+        raise DeviceError(message, where=shown(str(path)), do=do) from error
     return path, result.st_mtime_ns, result.st_size
 
 

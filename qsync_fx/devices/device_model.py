@@ -8,7 +8,7 @@ remedy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,22 +17,20 @@ from typing import Any, Final, Literal, get_args
 from qsync_fx.devices.format_support import ANY, row_at
 from qsync_fx.devices.roofline import (
     FEATURES,
+    ConvolutionSpec,
+    FunctionalUnit,
     GemmShape,
     Layout,
+    LinkSpec,
+    MemorySpec,
     Product,
+    ReductionSpec,
     RooflineMachine,
+    Tiles,
     convolved,
     moved,
     multiplied,
     reduced,
-)
-from qsync_fx.devices.spec import (
-    ConvolutionSpec,
-    FunctionalUnit,
-    LinkSpec,
-    MemorySpec,
-    ReductionSpec,
-    Tiles,
 )
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
@@ -89,7 +87,9 @@ class Device:
         tried = encoding(requested)
         while tried.name not in self.units and tried is not FP32:
             carrier = encoding(row_at(self.capability or ANY, tried).carrier)
-            tried = carrier if carrier is not tried else FP32
+            if carrier is tried:
+                return FP32
+            tried = carrier
         return tried
 
     @property
@@ -102,7 +102,9 @@ class Device:
         # device_catalog imports this module.
         from qsync_fx.devices.device_catalog import name_of
 
-        return None if self.kind == "cpu" else name_of(self) or self.path or self.name
+        if self.kind == "cpu":
+            return None
+        return name_of(self) or self.path or self.name
 
     def gemm_seconds(
         self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn"
@@ -140,28 +142,22 @@ class Device:
             precision: format of the operands.
             product: forward output, input gradient or weight gradient.
         """
-        strides = (stride, stride) if isinstance(stride, int) else tuple(stride)
-        around = (padding, padding) if isinstance(padding, int) else tuple(padding)
-        _check(
-            n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": strides[0], "stride across": strides[1]}
-        )
-        if min(around) < 0:
-            raise DeviceError(
-                f"the padding is {min(around)}, but must not be negative",
-                where="conv_seconds",
-                do="use a padding of 0 or more",
-            )
-        if r > h + 2 * around[0] or s > w + 2 * around[1]:
+        down, across = _pair(stride)
+        above, beside = _pair(padding)
+        _check(n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": down, "stride across": across})
+        if min(above, beside) < 0:
+            message = f"the padding is {min(above, beside)}, but must not be negative"
+            raise DeviceError(message, where="conv_seconds", do="use a padding of 0 or more")
+        if r > h + 2 * above or s > w + 2 * beside:
             raise DeviceError(
                 f"the window of {r} x {s} is larger than the input of {h} x {w} with padding "
-                f"{around[0]}, {around[1]}",
+                f"{above}, {beside}",
                 where="conv_seconds",
                 do="use a smaller window, or a larger input or padding",
             )
         _one_of("product", product, PRODUCTS, "conv_seconds")
-        return _convolution(
-            self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product
-        )
+        sizes = (n, c, h, w, k, r, s, down, across, above, beside)
+        return _convolution(self, sizes, self.unit(precision).name, product)
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
         """Return the seconds of an all-reduce of `nbytes` bytes over devices in one server."""
@@ -198,13 +194,19 @@ class Device:
             return 0.0
         read = source.dtype.itemsize * numel
         seconds = self.memory_seconds(read + target.dtype.itemsize * numel)
-        return seconds + self.memory_seconds(read) if target.scaled else seconds
+        if target.scaled:
+            seconds += self.memory_seconds(read)
+        return seconds
 
     def machine(self, unit: str) -> RooflineMachine:
         """Return the constants of this device for products of a unit's format."""
-        return RooflineMachine(
-            self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth
-        )
+        peak, bandwidth = self.units[unit].peak, self.memory.bandwidth
+        return RooflineMachine(self.processors, self.clock, peak, bandwidth)
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the vertical and the horizontal size."""
+    return (size, size) if isinstance(size, int) else size
 
 
 def _check(**sizes: int) -> None:
@@ -219,9 +221,8 @@ def _check(**sizes: int) -> None:
 
 def _one_of(description: str, value: str, available: Sequence[str], where: str) -> None:
     if value not in available:
-        raise DeviceError(
-            f"unknown {description} {value!r}", where=where, do=nearest(str(value), available)
-        )
+        message, do = f"unknown {description} {value!r}", nearest(str(value), available)
+        raise DeviceError(message, where=where, do=do)
 
 
 def _check_bytes(size: float, name: str = "nbytes") -> None:
@@ -245,54 +246,46 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     from qsync_fx.devices.device_catalog import get
 
     narrow = precision(unit).bits < 32
-    index: Device | None = device
-    requested: list[str] = []
-    while index is not None:
-        if index.name in requested:
+    current: Device = device
+    visited: list[str] = []
+    while True:
+        if current.name in visited:
             raise DeviceError(
-                f"the devices {' and '.join(requested)} refer to each other for their constants",
+                f"the devices {' and '.join(visited)} refer to each other for their constants",
                 where=f"device {device.name}",
                 do="define the constants in one of their files",
             )
-        requested.append(index.name)
-        for name in (
-            unit,
-            *(other for other in index.products if (precision(other).bits < 32) is narrow),
-        ):
-            if name in index.products and name in index.convolutions:
-                return index, name
-        index = get(index.calibrated_as) if index.calibrated_as else None
-    return device, ""
+        visited.append(current.name)
+        similar = [fmt for fmt in current.products if (precision(fmt).bits < 32) is narrow]
+        for name in (unit, *similar):
+            if name in current.products and name in current.convolutions:
+                return current, name
+        if not current.calibrated_as:
+            return device, ""
+        current = get(current.calibrated_as)
 
 
 @functools.lru_cache(maxsize=65536)
 def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> float:
-    index, name = constants(device, unit)
+    source, name = constants(device, unit)
     fmt = precision(unit)
-    by = index.products[name] if name else _USUAL
-    result = max(fmt.output.dtype.itemsize, fmt.dtype.itemsize) if fmt.kind == "float" else 4
-    return float(
-        multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0]
-    )
+    by = source.products.get(name, _USUAL)
+    operand_bytes, result_bytes = fmt.dtype.itemsize, 4
+    if fmt.kind == "float":
+        result_bytes = max(fmt.output.dtype.itemsize, operand_bytes)
+    on = device.machine(unit)
+    return float(multiplied(by, on, m, n, k, layout, operand_bytes, result_bytes)[0])
 
 
 @functools.lru_cache(maxsize=65536)
 def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Product) -> float:
-    index, name = constants(device, unit)
+    source, name = constants(device, unit)
     fmt = precision(unit)
-    result = index.convolutions.get(name, {})
-    by = result.get(product) or result.get(PRODUCTS[0]) or _USUAL
+    fitted = source.convolutions.get(name, {})
+    by = fitted.get(product) or fitted.get(PRODUCTS[0]) or _USUAL
+    on, shape, width = device.machine(unit), GemmShape.of(*sizes), fmt.dtype.itemsize
     tensor_cores = device.kind == "gpu" and fmt is not FP32
-    return float(
-        convolved(
-            by,
-            device.machine(unit),
-            GemmShape.of(*sizes),
-            product,
-            fmt.dtype.itemsize,
-            tensor_cores,
-        )[0]
-    )
+    return float(convolved(by, on, shape, product, width, tensor_cores)[0])
 
 
 _USUAL = ConvolutionSpec(
@@ -310,19 +303,31 @@ _EDGES = (32, 64, 128)
 
 
 def _positive(value: Any, *names: str) -> str | None:
-    wrong = next((name for name in names if not getattr(value, name) > 0), None)
-    return (
-        None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is not positive"
-    )
+    for name in names:
+        if not getattr(value, name) > 0:
+            return f" has {name} = {getattr(value, name)}, which is not positive"
+    return None
 
 
 def _from_zero(value: Any, *names: str) -> str | None:
-    wrong = next((name for name in names if not getattr(value, name) >= 0), None)
-    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is negative"
+    for name in names:
+        if not getattr(value, name) >= 0:
+            return f" has {name} = {getattr(value, name)}, which is negative"
+    return None
 
 
 def _sourced(value: Any) -> str | None:
-    return None if value.source.strip() else " does not name the origin of its constants (source)"
+    if value.source.strip():
+        return None
+    return " does not name the origin of its constants (source)"
+
+
+def _unknown(names: Iterable[str], available: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """Return the first unknown name in quotes, with the nearest available one."""
+    for name in names:
+        if name not in available:
+            return f"{shown(name)}: {nearest(name[:40], available)}"
+    return None
 
 
 def _memory(memory: MemorySpec) -> str | None:
@@ -346,34 +351,27 @@ def _tiles(tiles: Tiles) -> str | None:
         return f" has alone = {tiles.alone}, which is not above 0 and at most 1"
     if tiles.overlap < 1:
         return f" has overlap = {tiles.overlap}, which is below 1"
-    if wrong := next((name for name in tiles.layouts if name not in LAYOUTS), None):
-        return f" has an unknown layout {shown(wrong)}: {nearest(wrong[:40], LAYOUTS)}"
+    if wrong := _unknown(tiles.layouts, LAYOUTS):
+        return f" has an unknown layout {wrong}"
     if any(not factor > 0 for factor in tiles.layouts.values()):
         return " has a layout with a factor that is not positive"
     return (
         _sourced(tiles)
         or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
-        or _from_zero(
-            tiles, "small_tiles", "latency", "prologue", "reduction", "launch", "throttle"
-        )
+        or _from_zero(tiles, "small_tiles", "latency", "prologue")
+        or _from_zero(tiles, "reduction", "launch", "throttle")
     )
 
 
 def _parsed_convolution(by: ConvolutionSpec) -> str | None:
-    if wrong := next((name for name in by.corrections if name not in FEATURES), None):
-        return (
-            f" has a correction for an unknown feature {shown(wrong)}: "
-            f"{nearest(wrong[:40], FEATURES)}"
-        )
+    if wrong := _unknown(by.corrections, FEATURES):
+        return f" has a correction for an unknown feature {wrong}"
     for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
         if getattr(by, name) not in edges:
             allowed = ", ".join(map(str, edges))
             return f" has {name} = {getattr(by, name)}, which is not one of {allowed}"
-    owned = (
-        {field.name for field in fields(ConvolutionSpec)}
-        - {field.name for field in fields(Tiles)}
-        - {"corrections"}
-    )
+    inherited = {field.name for field in fields(Tiles)} | {"corrections"}
+    owned = {field.name for field in fields(ConvolutionSpec)} - inherited
     return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(owned))
 
 
@@ -399,35 +397,20 @@ def _device(device: Device) -> str | None:
         return " has an unknown field 'path': remove it"
     if not device.name or not all(letter.isalnum() or letter in "-_." for letter in device.name):
         return f" has the name {shown(device.name)}: use only letters, digits, '-', '_' and '.'"
-    if (device.capability is None) is (device.kind == "gpu"):
-        return (
-            " has no capability, which a GPU needs"
-            if device.kind == "gpu"
-            else " has a capability, which only a GPU has"
-        )
-    if device.capability is not None and not (
-        0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10
-    ):
-        return (
-            f" has an invalid capability = {list(device.capability)}; an example is [7, 5] for a T4"
-        )
+    if device.kind == "gpu" and device.capability is None:
+        return " has no capability, which a GPU needs"
+    if device.kind != "gpu" and device.capability is not None:
+        return " has a capability, which only a GPU has"
+    major, minor = device.capability or (1, 0)
+    if not (0 < major < 99 and 0 <= minor < 10):
+        return f" has an invalid capability = {[major, minor]}; an example is [7, 5] for a T4"
     for spec_field in ("units", "products", "convolutions"):
-        if wrong := next(
-            (name for name in getattr(device, spec_field) if name not in FORMATS), None
-        ):
-            return (
-                f" has {spec_field} of an unknown format {shown(wrong)}: "
-                f"{nearest(wrong[:40], FORMATS)}"
-            )
+        if wrong := _unknown(getattr(device, spec_field), FORMATS):
+            return f" has {spec_field} of an unknown format {wrong}"
     if "fp32" not in device.units:
         return " has no unit for fp32"
-    if wrong := next(
-        (p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None
-    ):
-        return (
-            f" has convolutions with an unknown product {shown(wrong)}: "
-            f"{nearest(wrong[:40], PRODUCTS)}"
-        )
+    if wrong := _unknown((p for by in device.convolutions.values() for p in by), PRODUCTS):
+        return f" has convolutions with an unknown product {wrong}"
     return _sourced(device) or _positive(device, "processors", "clock")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +28,7 @@ from qsync_fx.devices.cpu_features import (
     native_integer_unit,
     wrong_path,
 )
+from qsync_fx.devices.device_catalog import get, gpus, is_path, names
 from qsync_fx.errors import DeviceError
 from qsync_fx.formats import FP32, Precision, encoding, precision, promoted
 from qsync_fx.ops.spec import OperatorRow
@@ -67,8 +68,8 @@ target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_targe
 
 def target_of(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability that a device is assumed to have; None without assumption."""
-    result = target.get()
-    return result[1] if result is not None and result[0] == device.type else None
+    device_type, assumed = target.get() or ("", None)
+    return assumed if device_type == device.type else None
 
 
 ANY = (99, 0)
@@ -77,27 +78,28 @@ ANY = (99, 0)
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the actual or assumed compute capability of a device."""
-    assumed = target_of(device) or (
-        Offer.kernels(device).capability if device.type != "meta" else None
-    )
+    assumed = target_of(device)
+    if assumed is None and device.type != "meta":
+        assumed = Offer.kernels(device).capability
     if assumed is not None:
         return assumed
-    return (
-        torch.cuda.get_device_capability(device)
-        if device.type == "cuda" and torch.cuda.is_available()
-        else ANY
-    )
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)
+    return ANY
 
 
 @contextlib.contextmanager
 def standing_for(device: torch.device) -> Iterator[None]:
     """Treat tensors of device type "meta" as tensors on `device`."""
-    token = target.set(("meta", result)) if (result := capability(device)) != ANY else None
+    result = capability(device)
+    if result == ANY:
+        yield
+        return
+    token = target.set(("meta", result))
     try:
         yield
     finally:
-        if token is not None:
-            target.reset(token)
+        target.reset(token)
 
 
 CUDA_SINCE = {
@@ -189,27 +191,20 @@ def row_on(device: torch.device, fmt: Precision) -> Precision:
 
 def row_at(capability: tuple[int, int], fmt: Precision) -> Precision:
     """Return a format's row for GPUs of a compute capability; see `row_on`."""
-    return (
-        fmt
-        if all(_compiled_at(capability, precision(name)) for name in _INSTEAD)
-        else _without(fmt)
-    )
+    if all(_compiled_at(capability, precision(name)) for name in _INSTEAD):
+        return fmt
+    return _without(fmt)
 
 
 @functools.cache
 def _without(fmt: Precision) -> Precision:
-    wide = fmt.scaled and fmt.kind == "float"
-
-    def instead(other: Precision) -> Precision:
-        return precision(_INSTEAD.get(other.name, other))
-
-    return dataclasses.replace(
-        fmt,
-        carrier=FP32 if wide else instead(fmt.carrier),
-        output=instead(fmt.output),
-        gradient=instead(fmt.gradient),
-        elsewhere=instead(fmt.elsewhere),
-    )
+    formats = {
+        field: precision(_INSTEAD.get(getattr(fmt, field).name, getattr(fmt, field)))
+        for field in ("carrier", "output", "gradient", "elsewhere")
+    }
+    if fmt.scaled and fmt.kind == "float":
+        formats["carrier"] = FP32
+    return dataclasses.replace(fmt, **formats)  # type: ignore[arg-type]
 
 
 def forget() -> None:
@@ -228,59 +223,41 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
     if fmt.name == "bf16":
         if native_bf16_unit():
             return Support("native", fmt, "this CPU computes BF16 through oneDNN")
-        return Support(
-            "simulated", fmt, "this CPU has no BF16 unit: values are converted to FP32 and back"
-        )
+        reason = "this CPU has no BF16 unit: values are converted to FP32 and back"
+        return Support("simulated", fmt, reason)
     if fmt.name == "fp16":
         if exact:
             return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")
-        return Support(
-            "substituted",
-            precision("bf16"),
+        reason = (
             "FP16 runs as BF16 on the CPU, which has no FP16 unit (emulate_unsupported=True "
-            "forbids this)",
+            "forbids this)"
         )
+        return Support("substituted", precision("bf16"), reason)
     if encoding(fmt).name == "int8":
-        return _integers(fmt)
-    return Support(
-        "simulated",
-        fmt,
-        f"the CPU has no {fmt} unit: exact {fmt} values are computed in {fmt.carrier}",
-    )
+        return Support(*_integer_support(fmt))
+    reason = f"the CPU has no {fmt} unit: exact {fmt} values are computed in {fmt.carrier}"
+    return Support("simulated", fmt, reason)
 
 
-def _integers(fmt: Precision) -> Support:
+def _integer_support(fmt: Precision) -> tuple[Literal["native", "simulated"], Precision, str]:
     if (wrong := wrong_path()) is not None:
-        return Support(
-            "simulated",
-            fmt,
-            f"{wrong.where} is invalid, so operators in {fmt} fail: {wrong.what}",
-        )
+        reason = f"{wrong.where} is invalid, so operators in {fmt} fail: {wrong.what}"
+        return "simulated", fmt, reason
     if native_integer_unit():
-        return Support(
-            "native",
-            fmt,
-            "this CPU has a unit for INT8; convolutions with few channels run exactly in BF16",
-        )
+        reason = "this CPU has a unit for INT8; convolutions with few channels run exactly in BF16"
+        return "native", fmt, reason
     if not cpu_multiplies_integers():
-        return Support(
-            "simulated",
-            fmt,
-            "the INT8 unit of this CPU saturates sums (no VNNI): exact values are computed in FP32",
-        )
+        reason = "the INT8 unit of this CPU saturates sums (no VNNI): exact values are computed in "
+        return "simulated", fmt, f"{reason}FP32"
     # Exact sums do not imply a unit: oneDNN is also exact without one.
     if {"vnni", "amx"}.intersection(cpu().features):
-        return Support(
-            "native",
-            fmt,
+        reason = (
             "oneDNN uses an INT8 unit that the native module's ISA variant does not use; "
-            "convolutions run exactly in BF16",
+            "convolutions run exactly in BF16"
         )
-    return Support(
-        "simulated",
-        fmt,
-        "this CPU has no known INT8 unit: oneDNN multiplies exact values without one",
-    )
+        return "native", fmt, reason
+    reason = "this CPU has no known INT8 unit: oneDNN multiplies exact values without one"
+    return "simulated", fmt, reason
 
 
 def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
@@ -288,49 +265,35 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     values = encoding(fmt)
     since = CUDA_SINCE.get(values.name)
     major, minor = result = kernels.capability or torch.cuda.get_device_capability(device)
+    gpu = f"compute capability {major}.{minor}"
     carrier = row_on(device, fmt).carrier
     if fmt.plain and not compiles(device, fmt):
         instead = precision(_INSTEAD[fmt.name])
         if exact:
             raise DeviceError(
-                f"{fmt} cannot be compiled for compute capability {major}.{minor}, and "
-                f"emulate_unsupported=True forbids {instead} as a substitute",
+                f"{fmt} cannot be compiled for {gpu}, and emulate_unsupported=True forbids "
+                f"{instead} as a substitute",
                 where=f"device {device}",
                 do=f"plan {instead} for this device, or set emulate_unsupported=False",
             )
-        return Support(
-            "substituted",
-            instead,
-            f"{fmt} runs as {instead}: {fmt} cannot be compiled for compute capability "
-            f"{major}.{minor}",
-        )
+        reason = f"{fmt} runs as {instead}: {fmt} cannot be compiled for {gpu}"
+        return Support("substituted", instead, reason)
     if since is None or result < since:
-        return Support(
-            "simulated",
-            fmt,
-            f"compute capability {major}.{minor} has no {values} unit: exact {values} values are "
-            f"computed in {carrier}",
-        )
+        reason = f"{gpu} has no {values} unit: exact {values} values are computed in {carrier}"
+        return Support("simulated", fmt, reason)
     if fmt.plain:
-        return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
+        return Support("native", fmt, f"{gpu} has {fmt} tensor cores")
     if values.name in kernels.formats:
-        return Support(
-            "native",
-            fmt,
-            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores if that is faster",
+        reason = (
+            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores if that is faster"
         )
-    reason = kernels.reason or f"qsync_fx has no kernel for products of {values} and {values}"
+        return Support("native", fmt, reason)
+    why = kernels.reason or f"qsync_fx has no kernel for products of {values} and {values}"
     if fmt.kind == "integer":
-        return Support(
-            "native",
-            fmt,
-            f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {reason}",
-        )
-    return Support(
-        "simulated",
-        fmt,
-        f"exact {values} values are computed in {carrier}, not by {values} tensor cores: {reason}",
-    )
+        reason = f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {why}"
+        return Support("native", fmt, reason)
+    reason = f"exact {values} values are computed in {carrier}, not by {values} tensor cores: {why}"
+    return Support("simulated", fmt, reason)
 
 
 def resolve(
@@ -357,21 +320,21 @@ def resolve(
     # Scaled formats and formats that exist only inside products need an operator of ours, which
     # exists for products with a weight.
     if not runs.plain and (refused is not None or not row.scaled):
-        runs = live if live is not None and live.bits < 32 else row_on(device, planned).elsewhere
-        but = f", and {row.unscaled}:" if row.unscaled else ","
-        why = (
-            f"{refused}, so it"
-            if refused is not None
-            else f"{planned} applies to products with a weight{but} {row.name}"
-        )
+        runs = row_on(device, planned).elsewhere
+        if live is not None and live.bits < 32:
+            runs = live
+        why = f"{planned} applies to products with a weight, {row.name}"
+        if refused is not None:
+            why = f"{refused}, so it"
+        elif row.unscaled:
+            why = f"{planned} applies to products with a weight, and {row.unscaled}: {row.name}"
         reasons.append(f"{why} runs in {runs}")
     # torch computes in the model's own format, regardless of the unit of the device.
-    result = (
-        support(device, runs, exact or runs is live) if runs is not live or not runs.plain else None
-    )
-    if result is not None and result.runs_as is not runs:
-        runs = result.runs_as
-        reasons.append(result.reason)
+    if runs is not live or not runs.plain:
+        result = support(device, runs, exact or runs is live)
+        if result.runs_as is not runs:
+            runs = result.runs_as
+            reasons.append(result.reason)
     return runs, "; ".join(reasons)
 
 
@@ -389,3 +352,54 @@ def stays(owned: Precision, planned: Precision, automatic: bool) -> bool:
     wide = planned.output
     widened = not planned.scaled and owned.dtype is not wide.dtype and promoted(owned, wide) is wide
     return owned.name == "fp64" or widened or (automatic and owned.bits < 32)
+
+
+class _Targets(Mapping[str, tuple[int, int]]):
+    """GPUs of the catalog and of user files, by name or by path of the file."""
+
+    def __getitem__(self, name: str) -> tuple[int, int]:
+        if not is_path(name) and name not in names():
+            raise KeyError(name)
+        capability = get(name).capability
+        if capability is None:
+            raise KeyError(name)
+        return capability
+
+    def __iter__(self) -> Iterator[str]:
+        return gpus()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in gpus())
+
+
+TARGETS: Mapping[str, tuple[int, int]] = _Targets()
+"""Available target GPUs and their compute capability."""
+
+
+@contextlib.contextmanager
+def targeted(name: str | None, on: torch.device) -> Iterator[None]:
+    """Treat all devices of the type of `on` as the GPU `name` of `TARGETS`; None has no effect."""
+    if name is None:
+        yield
+        return
+    token = target.set((on.type, TARGETS[name]))
+    forget()
+    try:
+        yield
+    finally:
+        target.reset(token)
+        forget()
+
+
+def check_target(name: str, device: torch.device) -> None:
+    """Raise `DeviceError` if the local device is not the GPU that code is to be compiled for."""
+    if device.type == "cuda" and capability(device) == TARGETS[name]:
+        return
+    current = str(device)
+    if device.type == "cuda":
+        current = f"a GPU of compute capability {'.'.join(map(str, capability(device)))}"
+    raise DeviceError(
+        f"the graph runs on {current}, but its target is {name}",
+        where='option "target"',
+        do="remove the option to compile; use it only with qsync_fx.explain and qsync inspect",
+    )

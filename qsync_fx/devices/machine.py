@@ -55,7 +55,9 @@ class HugePages:
             return "disabled on this system (/sys/kernel/mm/transparent_hugepage/enabled)"
         if self.asked:
             return "used: requested by this process"
-        return f"not used; faster training: {SWITCH} python ..." if self.can_ask else "not used"
+        if self.can_ask:
+            return f"not used; faster training: {SWITCH} python ..."
+        return "not used"
 
 
 def huge_pages() -> HugePages:
@@ -64,13 +66,10 @@ def huge_pages() -> HugePages:
         text = _POLICY.read_text()
     except OSError:
         text = ""
-    # A preloaded allocator ignores glibc's setting.
-    is_libc_malloc = "malloc" not in environment.text("LD_PRELOAD")
-    return of(
-        text,
-        environment.text("GLIBC_TUNABLES"),
-        platform.libc_ver() if is_libc_malloc else ("", ""),
-    )
+    library = platform.libc_ver()
+    if "malloc" in environment.text("LD_PRELOAD"):
+        library = ("", "")  # a preloaded allocator ignores glibc's setting
+    return of(text, environment.text("GLIBC_TUNABLES"), library)
 
 
 def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
@@ -87,9 +86,8 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     # The last of repeated settings is active; 2 requests reserved pages.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
     available = name == "glibc" and parts >= _SINCE
-    return HugePages(
-        chosen, available and settings.get("glibc.malloc.hugetlb") in ("1", "2"), available
-    )
+    asked = available and settings.get("glibc.malloc.hugetlb") in ("1", "2")
+    return HugePages(chosen, asked, available)
 
 
 _PREDICTED = ", predicted"
@@ -149,39 +147,29 @@ def this_machine(device: torch.device | str = "cpu") -> Machine:
         major, minor = torch.cuda.get_device_capability(device)
         features = [f"compute capability {major}.{minor}"]
         # One thread queues kernels, regardless of the number of CPU threads.
-        return Machine(
-            "cuda",
-            torch.cuda.get_device_name(device),
-            features,
-            1,
-            torch.__version__,
-            qsync_fx.__version__,
-        )
+        return _machine("cuda", torch.cuda.get_device_name(device), features, 1)
     processor = cpu()
-    return Machine(
-        "cpu",
-        processor.model,
-        list(processor.features),
-        torch.get_num_threads(),
-        torch.__version__,
-        qsync_fx.__version__,
-    )
+    return _machine("cpu", processor.model, list(processor.features), torch.get_num_threads())
 
 
 def of_catalog(device: Device) -> Machine:
     """Return the machine of profiles that are predicted for a device of the catalog."""
     kind = "cuda" if device.kind == "gpu" else "cpu"
-    return Machine(
-        kind, f"{device.title}{_PREDICTED}", [], 1, torch.__version__, qsync_fx.__version__
-    )
+    return _machine(kind, f"{device.title}{_PREDICTED}", [], 1)
+
+
+def _machine(device: str, name: str, features: list[str], threads: int) -> Machine:
+    return Machine(device, name, features, threads, torch.__version__, qsync_fx.__version__)
 
 
 def here_for(machine: Machine) -> Machine:
     """Return the local machine of the same kind: its GPU for a GPU, if any; else its CPU."""
-    return this_machine(
-        machine.device if machine.device == "cuda" and torch.cuda.is_available() else "cpu"
-    )
+    if machine.device == "cuda" and torch.cuda.is_available():
+        return this_machine("cuda")
+    return this_machine()
 
 
 def _listed(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    return " ".join(map(str, value)) or "none"

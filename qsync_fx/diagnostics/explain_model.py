@@ -115,9 +115,10 @@ def explained(
     module: fx.GraphModule, inputs: Sequence[Any], options: Options, before: Sequence[Explained]
 ) -> Explained:
     """Return the explanation of a graph from Dynamo; `before` are the model's earlier graphs."""
-    from qsync_fx.backend.compile import candidates, rewrite
+    from qsync_fx.backend.compile import rewrite
     from qsync_fx.backend.dynamo_hooks import record
     from qsync_fx.backend.entry import through_dynamo
+    from qsync_fx.passes.cached_plan import candidates
     from qsync_fx.passes.tracing.dynamo_frames import compile_for_this_module_only, place
 
     snapshots, timing = Snapshots(), Timing()

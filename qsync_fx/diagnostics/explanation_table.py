@@ -19,7 +19,7 @@ from qsync_fx.coverage.causes import Reason, reason, way_out
 from qsync_fx.coverage.compilation_log import Ran
 from qsync_fx.coverage.findings import Uncovered
 from qsync_fx.coverage.first_step_check import unused_text
-from qsync_fx.devices.target_override import TARGETS
+from qsync_fx.devices.format_support import TARGETS
 from qsync_fx.formats import Precision
 from qsync_fx.formatting import short
 from qsync_fx.graph.graph import Context, Operator

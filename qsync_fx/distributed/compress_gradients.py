@@ -38,9 +38,8 @@ from qsync_fx.distributed.consensus.rendezvous import Meeting, several_ranks, to
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
-from qsync_fx.plan.cluster_plan import ClusterPlan, nodes_noted
+from qsync_fx.plan.cluster_plan import ClusterPlan, given_plan, nodes_noted, read_plan
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.plan_loading import given_plan, read_plan
 
 Way = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter from a plan."""

@@ -33,9 +33,14 @@ from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.formats import Precision
-from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
-from qsync_fx.plan.plan_file import CLUSTER_PLAN
-from qsync_fx.plan.plan_loading import named_class, this_process
+from qsync_fx.plan.cluster_plan import (
+    ClusterPlan,
+    between_nodes,
+    is_called,
+    named_class,
+    this_process,
+)
+from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Profile

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
-from qsync_fx.devices.format_support import ANY, capability, resolve, row_on, support
-from qsync_fx.devices.target_override import targeted
+from qsync_fx.devices.format_support import ANY, capability, resolve, row_on, support, targeted
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph import node_metadata

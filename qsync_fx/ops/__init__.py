@@ -2,8 +2,8 @@
 
 Each module with rows defines `ROWS`, a tuple of `OperatorRow` (spec.py); a new operator is a new
 row. Installed packages add tuples of rows through the entry point group `qsync_fx.ops`. Two rows
-with the same target are an error. `row_for` looks up a node's target; `contractions` describes
-products. Start in `spec`.
+with the same target are an error. `row_for` looks up a node's target; `Contraction` (matmul.py)
+describes products. Start in `spec`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ from qsync_fx.ops.spec import Flops, Kind, OperatorRow, Place
 __all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
 
-_NO_ROWS = ("qsync_fx.ops.spec", "qsync_fx.ops.contractions")
-"""Modules without rows."""
-
-
 @functools.cache
 def table() -> Mapping[str, OperatorRow]:
     """Return every row by target ("aten::linear"), including rows of installed packages."""
     sources: dict[str, tuple[OperatorRow, ...]] = {}
     for module in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if not module.ispkg and module.name not in _NO_ROWS:
+        if not module.ispkg and module.name != f"{__name__}.spec":
             sources[module.name] = importlib.import_module(module.name).ROWS
     sources |= tuples("qsync_fx.ops", OperatorRow, "qsync_fx.ops.OperatorRow")
     result: dict[str, OperatorRow] = {}
@@ -66,12 +62,5 @@ def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
     if row is None or not any(argument.is_out for argument in target._schema.arguments):
         return row
     reason = "it writes into a tensor that already has a type"
-    return dataclasses.replace(
-        row,
-        kind=Kind.FIXED,
-        reason=reason,
-        operands=(),
-        scaled=(),
-        contracts=None,
-        output_only=False,
-    )
+    fixed = dataclasses.replace(row, kind=Kind.FIXED, reason=reason, operands=(), scaled=())
+    return dataclasses.replace(fixed, contracts=None, output_only=False)

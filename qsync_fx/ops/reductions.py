@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from qsync_fx.ops.spec import Kind, OperatorRow, dependent, fixed
 
-REASON = "a normalisation: the plan chooses among the float precisions, statistics and parameters stay in FP32"
+REASON = (
+    "a normalisation: the plan chooses among the float precisions, statistics and parameters stay "
+    "in FP32"
+)
 
 
 def row(
@@ -52,8 +55,8 @@ _SOFTMAX_ROWS = (
     ),
     *fixed(
         "a logarithm of probabilities feeds a loss, and stays in FP32 with it",
-        "log_softmax _log_softmax special_log_softmax log_sigmoid log_sigmoid_forward logsumexp special_logsumexp "
-        "logaddexp logaddexp2 _masked_softmax",
+        "log_softmax _log_softmax special_log_softmax log_sigmoid log_sigmoid_forward logsumexp "
+        "special_logsumexp logaddexp logaddexp2 _masked_softmax",
         loss=True,
     ),
 )
@@ -61,10 +64,11 @@ _SOFTMAX_ROWS = (
 
 _LOSS_ROWS = fixed(
     "a loss and its inputs stay in FP32",
-    "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward mse_loss l1_loss "
-    "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div ctc_loss _ctc_loss "
-    "poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward "
-    "margin_ranking_loss hinge_embedding_loss cosine_embedding_loss triplet_margin_loss",
+    "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward "
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div ctc_loss _ctc_loss poisson_nll_loss soft_margin_loss "
+    "multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward margin_ranking_loss "
+    "hinge_embedding_loss cosine_embedding_loss triplet_margin_loss",
     loss=True,
 )
 
@@ -76,15 +80,15 @@ _REDUCTION_ROWS = (
     ),
     *fixed(
         "it adds many values, and the total needs more range and resolution than they have",
-        "sum nansum sum_to_size cumsum logcumsumexp _logcumsumexp trace trapezoid trapz cumulative_trapezoid "
-        "segment_reduce scatter_reduce index_reduce",
+        "sum nansum sum_to_size cumsum logcumsumexp _logcumsumexp trace trapezoid trapz "
+        "cumulative_trapezoid segment_reduce scatter_reduce index_reduce",
     ),
     *fixed("it multiplies many values, which leaves the range of a narrow float", "prod cumprod"),
     *fixed(
         "it squares and adds, which leaves the range of a narrow float",
-        "norm native_norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm var std "
-        "var_mean std_mean dist cdist _cdist_forward _euclidean_dist pdist _pdist_forward pairwise_distance "
-        "cosine_similarity cov corrcoef",
+        "norm native_norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm "
+        "linalg_matrix_norm var std var_mean std_mean dist cdist _cdist_forward _euclidean_dist "
+        "pdist _pdist_forward pairwise_distance cosine_similarity cov corrcoef",
     ),
     *fixed("it takes differences of neighbours, which cancel", "diff gradient"),
 )
@@ -93,15 +97,17 @@ _REDUCTION_ROWS = (
 _POOLING_ROWS = (
     *dependent(
         "it pools neighbouring values, so it takes the precision of its inputs",
-        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
-        "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d "
-        "_adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
-        "fractional_max_pool3d max_unpool2d max_unpool3d",
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
+        "max_pool3d_with_indices avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+        "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d "
+        "max_unpool2d max_unpool3d",
     ),
     *dependent(
         "it resamples, so it takes the precision of its inputs",
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+        "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d "
+        "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
     ),
     *fixed(
         "torch has no kernel for it in a narrow float on every device",

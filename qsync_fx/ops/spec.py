@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx.ops.contractions import Contraction
+    from qsync_fx.ops.matmul import Contraction
 
 Place = int | tuple[int, int]
 """Position of an operand: an argument index, or (index, item) for an item of a list."""

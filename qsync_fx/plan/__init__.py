@@ -1,9 +1,8 @@
 """Precision plans: which operator computes in which precision.
 
-`Plan` maps operators, selected by `OpId` (`operator_id`) or by patterns (`patterns`), to
-precisions; `ClusterPlan` has a plan per device class, and the gradient codecs. `plan_loading` reads
-files and selects the part of a process, `validation` compares a plan with a model, `plan_file` is
-the file format. Start at `plan.py`.
+`Plan` (plan.py) maps operators, selected by `OpId` or by patterns (operator_id.py), to precisions.
+`ClusterPlan` (cluster_plan.py) has a plan per device class, and the gradient codecs; the file also
+loads plans and selects the part of a process. `validation` compares a plan with a model.
 """
 
 from __future__ import annotations

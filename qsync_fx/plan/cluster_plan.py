@@ -15,17 +15,30 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
+import torch
+from torch import distributed
+
+from qsync_fx import environment
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32
-from qsync_fx.plan.plan import DEVICE_CLASS, Plan
-from qsync_fx.plan.plan_file import CLUSTER_PLAN, Fields, block, notes_of, texts_block
+from qsync_fx.plan.plan import (
+    CLUSTER_PLAN,
+    DEVICE_CLASS,
+    PLAN,
+    Fields,
+    Plan,
+    block,
+    notes_of,
+    texts_field,
+)
 from qsync_fx.serialization.schema import Path
-from qsync_fx.serialization.strict_json import Parsed, kind, step
+from qsync_fx.serialization.strict_json import Parsed, kind, shown_value, step
 
 PLAIN: Final = FP32.name
 """Gradients without compression."""
@@ -53,7 +66,9 @@ def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
 def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
     """Return the arguments of `between_nodes` for these notes; None without such a note."""
     result = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
-    return None if result is None else (int(result[1]), result[2] is not None)
+    if result is None:
+        return None
+    return int(result[1]), result[2] is not None
 
 
 def checked(value: object) -> dict[str, str]:
@@ -67,25 +82,23 @@ def checked(value: object) -> dict[str, str]:
             do = 'use a name of model.named_parameters(), such as "fc.weight"'
             raise PlanError("a parameter name must be a printable string", where=where, do=do)
         if not isinstance(codec, str) or codec not in CODECS:
-            message = shown(codec) if isinstance(codec, str) else kind(codec)
-            raise PlanError(
-                f"{message} is not a gradient codec",
-                where=where,
-                do=nearest(str(codec)[:40], CODECS),
-            )
+            message = f"{shown_value(codec)} is not a gradient codec"
+            raise PlanError(message, where=where, do=nearest(str(codec)[:40], CODECS))
     return dict(value)
 
 
 def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
     """Return one line per codec with the number of its parameters."""
-    result: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, codec in codecs.items():
-        result.setdefault(codec, []).append(name)
-    return [
-        f"gradients in {codec}: {names[0]}"
-        + (f" and {len(names) - 1} more parameters" if len(names) > 1 else "")
-        for codec, names in sorted(result.items())
-    ]
+        names.setdefault(codec, []).append(name)
+    lines = []
+    for codec, (first, *others) in sorted(names.items()):
+        line = f"gradients in {codec}: {first}"
+        if others:
+            line += f" and {len(others)} more parameters"
+        lines.append(line)
+    return lines
 
 
 CHOSEN_BY = "chosen by"
@@ -151,22 +164,13 @@ class ClusterPlan:
 
     def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
         """Return the plan of a class; its notes identify it as a part of this cluster plan."""
-        if name not in self.classes:
-            inputs = shown(name) if isinstance(name, str) else kind(name)
-            raise PlanError(
-                f"the plan has no class {inputs}", do=nearest(str(name)[:40], self.classes)
-            )
+        _check_class(name, self.classes, None)
         part = self.classes[name]
         plans = {key: plan.without_notes() for key, plan in self.classes.items()}
         text = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
         digest = hashlib.sha256(text.to_json().encode()).hexdigest()[:16]
-        notes = {
-            **self.notes,
-            **part.notes,
-            DEVICE_CLASS: name,
-            CHOSEN_BY: chosen_by,
-            CLUSTER: digest,
-        }
+        origin = {DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
+        notes = {**self.notes, **part.notes, **origin}
         return Plan(part.default, part.patterns, part.operators, notes)
 
     def for_process(self, process: LocalPlan) -> Plan:
@@ -181,17 +185,18 @@ class ClusterPlan:
         ]
         if len(fit) == 1:
             return self.for_class(fit[0], f"the device name is {process.device!r}")
-        who = f"rank {rank} of {process.world}" if rank is not None else "this process has no rank"
-        table = (
-            f"the plan's rank table is for {len(self.ranks)} ranks"
-            if self.ranks
-            else "the plan has no rank table"
-        )
-        several = f", which matches {' and '.join(fit)}" if fit else ""
+        who, table = "this process has no rank", "the plan has no rank table"
+        if rank is not None:
+            who = f"rank {rank} of {process.world}"
+        if self.ranks:
+            table = f"the plan's rank table is for {len(self.ranks)} ranks"
+        device = f"the device name is {process.device!r}"
+        if fit:
+            device += f", which matches {' and '.join(fit)}"
         raise PlanError(
             "the class of this rank's device in the cluster plan is unknown: "
             f"the plan has the classes {', '.join(self.classes)}",
-            where=f"{who}; {table}; the device name is {process.device!r}{several}",
+            where=f"{who}; {table}; {device}",
             do='set the class with options={"plan": ..., "device_class": NAME} or the environment '
             "variable QSYNC_DEVICE_CLASS, or add a rank table with plan.for_ranks([NAME, ...])",
         )
@@ -210,11 +215,11 @@ class ClusterPlan:
             f'"format": "{CLUSTER_PLAN.name}"',
             f'"version": {CLUSTER_PLAN.version}',
             block('"classes": {', classes),
+            *texts_field("devices", self.devices),
         ]
-        entries += [texts_block("devices", self.devices)] if self.devices else []
-        entries += [f'"ranks": {json.dumps(self.ranks)}'] if self.ranks else []
-        entries += [texts_block("codecs", self.codecs)] if self.codecs else []
-        entries += [texts_block("notes", self.notes)] if self.notes else []
+        if self.ranks:
+            entries.append(f'"ranks": {json.dumps(self.ranks)}')
+        entries += [*texts_field("codecs", self.codecs), *texts_field("notes", self.notes)]
         return block("{", entries) + "\n"
 
     @classmethod
@@ -245,16 +250,8 @@ class ClusterPlan:
         return hash((*(frozenset(part.items()) for part in parts), self.ranks))
 
     def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
-        return (
-            ClusterPlan,
-            (
-                dict(self.classes),
-                dict(self.devices),
-                self.ranks,
-                dict(self.notes),
-                dict(self.codecs),
-            ),
-        )
+        classes, devices, codecs = dict(self.classes), dict(self.devices), dict(self.codecs)
+        return (ClusterPlan, (classes, devices, self.ranks, dict(self.notes), codecs))
 
     def __repr__(self) -> str:
         return f"<ClusterPlan classes={', '.join(self.classes)} ranks={len(self.ranks)}>"
@@ -262,57 +259,45 @@ class ClusterPlan:
     def __str__(self) -> str:
         lines = [repr(self)]
         for name, plan in self.classes.items():
-            ranks = [rank for rank, item in enumerate(self.ranks) if item == name]
-            who = f", {_spans(ranks)}" if ranks else ""
-            called = f", device name {self.devices[name]!r}" if name in self.devices else ""
-            lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
+            title = name
+            if name in self.devices:
+                title += f", device name {self.devices[name]!r}"
+            if ranks := [rank for rank, item in enumerate(self.ranks) if item == name]:
+                title += f", {_spans(ranks)}"
+            lines += [f"{title}:", textwrap.indent(str(plan), "  ")]
         lines += describe_codecs(self.codecs)
         for name, text in sorted(self.notes.items()):
-            several = "\n" in text and all(line.isprintable() for line in text.splitlines())
-            reported = (
-                ["", *(f"  {line}" for line in text.splitlines())]
-                if several
-                else [f"  {shown(text)}"]
-            )
-            lines += [f"note {shown(name)}{reported[0]}", *reported[1:]]
+            if "\n" in text and all(line.isprintable() for line in text.splitlines()):
+                lines += [f"note {shown(name)}", *(f"  {line}" for line in text.splitlines())]
+            else:
+                lines.append(f"note {shown(name)}  {shown(text)}")
         return "\n".join(lines)
 
 
 def _classes(value: object) -> dict[str, Plan]:
     result = _mapping("classes", value)
     if not result:
-        raise PlanError(
-            "the cluster plan has no classes", where="classes", do='pass {"t4": Plan(...), ...}'
-        )
+        do = 'pass {"t4": Plan(...), ...}'
+        raise PlanError("the cluster plan has no classes", where="classes", do=do)
     for name, plan in result.items():
         where = f"classes{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise PlanError(
-                "the name of a device class must be a printable string",
-                where=where,
-                do='use a name such as "t4"',
-            )
+            message = "the name of a device class must be a printable string"
+            raise PlanError(message, where=where, do='use a name such as "t4"')
         if not isinstance(plan, Plan):
-            raise PlanError(
-                f"the value of a device class must be a plan, not {kind(plan)}",
-                where=where,
-                do="pass a Plan",
-            )
+            message = f"the value of a device class must be a plan, not {kind(plan)}"
+            raise PlanError(message, where=where, do="pass a Plan")
     return result
 
 
 def _devices(value: object, classes: Mapping[str, Plan]) -> dict[str, str]:
     result = _mapping("devices", value)
     for name, called in result.items():
-        _known(name, classes, "devices")
+        _check_class(name, classes, "devices")
         if not isinstance(called, str) or not _words(called):
-            message = shown(called) if isinstance(called, str) else kind(called)
-            where = f"devices{step(name)}"
-            raise PlanError(
-                f"a device name must be a string with a word in it, not {message}",
-                where=where,
-                do='use a name such as "Tesla T4"',
-            )
+            message = f"a device name must be a string with a word in it, not {shown_value(called)}"
+            do = 'use a name such as "Tesla T4"'
+            raise PlanError(message, where=f"devices{step(name)}", do=do)
     return result
 
 
@@ -321,16 +306,14 @@ def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
         do = 'list the class of each rank from rank 0, as in ["v100", "t4"]'
         raise PlanError(f"the rank table must be a list, not {kind(value)}", where="ranks", do=do)
     for rank, name in enumerate(value):
-        _known(name, classes, f"ranks[{rank}]")
+        _check_class(name, classes, f"ranks[{rank}]")
     return tuple(value)
 
 
-def _known(name: object, classes: Mapping[str, Plan], where: str) -> None:
+def _check_class(name: object, classes: Mapping[str, Plan], where: str | None) -> None:
     if not isinstance(name, str) or name not in classes:
-        message = shown(name) if isinstance(name, str) else kind(name)
-        raise PlanError(
-            f"the plan has no class {message}", where=where, do=nearest(str(name)[:40], classes)
-        )
+        message, do = f"the plan has no class {shown_value(name)}", nearest(str(name)[:40], classes)
+        raise PlanError(message, where=where, do=do)
 
 
 def _plan_in_file(name: str, body: object) -> Plan:
@@ -338,11 +321,8 @@ def _plan_in_file(name: str, body: object) -> Plan:
     fields = _mapping(where, body)
     available = Fields.__dataclass_fields__
     if (unknown := next((key for key in fields if key not in available), None)) is not None:
-        raise PlanError(
-            f"a plan has no field {shown(unknown)}",
-            where=where,
-            do=nearest(unknown[:40], available),
-        )
+        message, do = f"a plan has no field {shown(unknown)}", nearest(unknown[:40], available)
+        raise PlanError(message, where=where, do=do)
     try:
         return Plan(**fields)
     except PlanError as error:
@@ -351,9 +331,8 @@ def _plan_in_file(name: str, body: object) -> Plan:
 
 def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise PlanError(
-            f"the value must be an object, not {kind(value)}", where=where, do=CLUSTER_PLAN.remedy
-        )
+        message = f"the value must be an object, not {kind(value)}"
+        raise PlanError(message, where=where, do=CLUSTER_PLAN.remedy)
     return dict(value)
 
 
@@ -377,3 +356,94 @@ def _spans(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(
         " to ".join(map(str, span)) for span in spans
     )
+
+
+@runtime_checkable
+class HoldsPlan(Protocol):
+    """Protocol of values that contain a plan, such as an allocator's result."""
+
+    def as_plan(self) -> Plan | ClusterPlan:
+        """Return the plan."""
+
+
+def given_plan(value: object) -> object:
+    """Return the plan of a value that contains one, and any other value unchanged."""
+    return value.as_plan() if isinstance(value, HoldsPlan) else value
+
+
+def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
+    """Return one or several plans of a device as a list; raise `PlanError` for any other value."""
+    several = [value] if isinstance(value, Plan | ClusterPlan | HoldsPlan) else value
+    return [_device_plan(given_plan(item)) for item in several]
+
+
+def _device_plan(value: object) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    message, do = f"a value of type {type(value).__name__} is not a plan for one device", "a Plan"
+    if isinstance(value, ClusterPlan):
+        do = "the plan of one class: plan.for_class(name)"
+    raise PlanError(message, where="plan", do=f"pass {do}")
+
+
+def read_plan(path: Path) -> Plan | ClusterPlan:
+    """Read an untrusted plan file; raise `PlanError` with the problem and its location."""
+    data = CLUSTER_PLAN.read(path)
+    try:
+        if len(data) <= PLAN.largest:
+            text = PLAN.parsed(data)
+            return (ClusterPlan if CLUSTER_PLAN.is_named_in(text) else Plan).from_json(text)
+        text = CLUSTER_PLAN.parsed(data)
+        if CLUSTER_PLAN.is_named_in(text):
+            return ClusterPlan.from_json(text)
+        return Plan.from_json(data)
+    except PlanError as error:
+        raise PLAN.within(path, error) from None
+
+
+CLASS_VARIABLE: Final = "QSYNC_DEVICE_CLASS"
+"""Environment variable with the class of this process's device."""
+
+
+def this_process() -> LocalPlan:
+    """Return rank, world size and device name of this process."""
+    rank, world = _rank_and_world()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return LocalPlan(rank, world, device)
+
+
+def named_class() -> str | None:
+    """Return the device class that the environment names, or None."""
+    return environment.text(CLASS_VARIABLE) or None
+
+
+def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
+    """Return the plan for this process.
+
+    Args:
+        plan: a plan, returned unchanged, or a cluster plan.
+        device_class: class of the part; None to determine it from environment, rank and device.
+
+    Raises:
+        PlanError: the class is unknown or ambiguous, or `plan` has no classes.
+    """
+    if isinstance(plan, Plan):
+        if device_class is None:
+            return plan
+        message = f"the plan has no class {device_class!r}: it is not a plan for a cluster"
+        do = "remove the option, or use a plan for a cluster"
+        raise PlanError(message, where='option "device_class"', do=do)
+    if device_class is not None:
+        return plan.for_class(device_class, 'the option "device_class"')
+    if named := named_class():
+        return plan.for_class(named, f"the environment variable {CLASS_VARIABLE}")
+    return plan.for_process(this_process())
+
+
+def _rank_and_world() -> tuple[int | None, int | None]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, world = environment.launcher_number("RANK"), environment.launcher_number("WORLD_SIZE")
+    if rank is None or world is None:
+        return None, None
+    return rank, world

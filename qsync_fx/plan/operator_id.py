@@ -12,17 +12,256 @@ Invariant: ids and texts are one to one: `OpId.parse(str(op_id)) == op_id` and
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from qsync_fx.errors import PlanError, shown
-from qsync_fx.plan.patterns import pattern_regex
+
+_LONGEST_PATTERN = 1000
+_LONGEST_WRITTEN_OUT = 10_000
+
+# An id consists of characters, plain or as %XX of their UTF-8 bytes; segments are separated by
+# dots.
+# The groups are atomic (?>...): a `*` or `**` matches the leftmost continuation that fits. The text
+# between two of them has a fixed number of characters, so a later match never helps: discarding the
+# alternatives loses no match, and matching backtracks over one segment at most.
+_ESCAPED = r"%[0-9A-F]{2}(?:%[89AB][0-9A-F])*+"
+_IN_SEGMENT = rf"(?>[^./#@%]|{_ESCAPED})"
+_IN_OPERATOR = rf"(?>[^@#%]|{_ESCAPED})"
+_END = r"(?=[/#]|\Z)"
+_SEPARATOR = rf"(?:\.|{_END})"
+_ANY_SEGMENTS = rf"(?:[^./#@]++{_SEPARATOR})*"
+
+_PART_OF_GLOB = re.compile(rf"\*|\?|\[(?P<none_of>[!^]?)(?P<one_of>[^\[\]]*)\]|{_ESCAPED}|[^%\[\]]")
+_MEMBER = re.compile(rf"(?P<first>[0-9A-Za-z])-(?P<last>[0-9A-Za-z])|{_ESCAPED}|[^%*?]")
+_NUMBERS = re.compile(r"(0|[1-9][0-9]{0,8})\.\.(0|[1-9][0-9]{0,8})")
+_ALPHABETS = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern to an expression over ids; raise `PlanError` if it is malformed."""
+    if not isinstance(pattern, str):
+        raise PlanError(
+            f"a pattern must be a string, not {type(pattern).__name__}",
+            do='write a pattern such as "encoder.*.output"',
+        )
+    return _compiled(pattern)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if len(pattern) > _LONGEST_PATTERN:
+        message = f"the pattern is too long: {len(pattern)} characters"
+        raise PlanError(message, do=f"use at most {_LONGEST_PATTERN} characters")
+    if not pattern.isprintable():
+        message = f"{shown(pattern)} has non-printable characters"
+        raise PlanError(message, do="escape them as %XX, as in operator ids")
+    return re.compile("|".join(map(_expression, _written_out(pattern))))
+
+
+@functools.lru_cache(maxsize=4096)
+def module_regex(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern to an expression over module paths in which it may select operators.
+
+    For operators outside modules it is the path of the preceding module.
+
+    Raises:
+        PlanError: the pattern is malformed.
+    """
+    pattern_regex(pattern)
+    return re.compile("|".join(map(_module_expression, _written_out(pattern))))
+
+
+def _module_expression(pattern: str) -> str:
+    module, slash, rest = pattern.partition("/")
+    _, index, after = rest.partition("#")[0].partition("@")
+    if module or not slash:
+        return _path(module, pattern, full=bool(slash))
+    if after:
+        return _path(after, pattern, full=True)
+    return r"\Z" if index else ""
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the pattern restricted to each single alternative in its braces; [] without a choice.
+
+    A range such as `{0..11}` is one alternative, since its numbers need not all exist.
+    """
+    result = []
+    for braces in re.finditer(r"\{([^{}]*)\}", pattern):
+        items = [text.strip() for text in braces[1].split(",")]
+        if len(items) == 1:
+            continue
+        for item in items:
+            only = f"{{{item}}}" if _NUMBERS.fullmatch(item) else item
+            result.append(f"{pattern[: braces.start()]}{only}{pattern[braces.end() :]}")
+    return result
+
+
+def _written_out(pattern: str) -> list[str]:
+    """Return the brace-free patterns to which a pattern expands."""
+    parts: list[list[str]] = []
+    count = 1
+    for text in re.split(r"(\{[^{}]*\})", pattern):
+        if text.startswith("{") and text.endswith("}"):
+            parts.append(_alternatives(text[1:-1], pattern))
+        elif brace := re.search(r"\{", text) or re.search(r"\}", text):
+            raise PlanError(
+                f"{shown(pattern)} has an unmatched {brace[0]} or nested braces",
+                do='write "{attention,output}" or "{0..11}"; escape a brace in a name as %7B or '
+                "%7D, as in operator ids",
+            )
+        else:
+            parts.append([text])
+        count *= len(parts[-1])
+        if count * len(pattern) > _LONGEST_WRITTEN_OUT:
+            raise _too_long(pattern)
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def _alternatives(braced: str, pattern: str) -> list[str]:
+    if not braced:
+        do = 'write the alternatives, as in "{attention,output}" or "{0..11}"'
+        raise PlanError(f"{shown(pattern)} has empty braces", do=do)
+    result: list[str] = []
+    for text in map(str.strip, braced.split(",")):
+        if numbers := _NUMBERS.fullmatch(text):
+            first, last = sorted(map(int, numbers.groups()))
+            if last - first > _LONGEST_WRITTEN_OUT:
+                raise _too_long(pattern)
+            result += map(str, range(first, last + 1))
+        else:
+            result.append(text)
+    return result
+
+
+def _too_long(pattern: str) -> PlanError:
+    return PlanError(
+        f"{shown(pattern)} expands to too many patterns",
+        do=f"use at most {_LONGEST_WRITTEN_OUT} characters in the expansion of its braces, or use "
+        '"*", which matches any number',
+    )
+
+
+def _expression(pattern: str) -> str:
+    """Return the expression for a pattern without braces."""
+    module, slash, rest = pattern.partition("/")
+    if not slash:
+        if not module:
+            raise PlanError("the pattern is empty", do='write "**" to select every operator')
+        return _path(module, pattern)
+    rest, sharp, index = rest.partition("#")
+    operator, position, after = rest.partition("@")
+    if not operator or "/" in rest + index or "**" in operator:
+        raise PlanError(
+            f"{shown(pattern)} is not a pattern",
+            do='write one operator name after "/", such as "softmax", "conv*" or "*"; "**" '
+            "matches only module segments",
+        )
+    if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
+        do = 'write "#0", "#1", ..., or remove "#" to select all occurrences'
+        raise PlanError(f"{shown(pattern)} has no number after #", do=do)
+    before, position_part, index_part = "", "(?:@[^#]*+)?", "(?:#[0-9]++)?"
+    if module:
+        before = _path(module, pattern, full=True)
+    if after:
+        position_part = rf"@{_path(after, pattern, full=True)}"
+    elif position:
+        position_part = "(?!@)"
+    if index == "0":
+        index_part = "(?!#)"
+    elif sharp:
+        index_part = f"#{index}"
+    name = rf"/(?>{_glob(operator, _IN_OPERATOR, pattern)}(?=[@#]|\Z))"
+    return rf"{before}{name}{position_part}{index_part}\Z"
+
+
+def _path(glob: str, pattern: str, full: bool = False) -> str:
+    """Return the expression for a glob over module paths; unless `full`, submodules match too."""
+    blocks: list[list[str]] = [[]]
+    for segment in glob.split("."):
+        if segment == "**":
+            blocks.append([])
+        elif not segment or "**" in segment or "#" in segment or "@" in segment:
+            raise PlanError(
+                f"{shown(pattern)} is not a pattern",
+                do='write segments separated by dots, "*" within a segment, and "**" for any '
+                'number of segments; write "#" and "@" after "/"',
+            )
+        else:
+            blocks[-1].append(rf"(?>(?=[^./#@]){_glob(segment, _IN_SEGMENT, pattern)}{_SEPARATOR})")
+    first, *others = ("".join(block) for block in blocks)
+    end = _END if full else ""
+    if not others:
+        return first + end
+    *middle, last = others
+    result = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
+    if full:
+        return f"{result}{_ANY_SEGMENTS}?{last}{end}"
+    return f"{result}(?>{_ANY_SEGMENTS}?{last})" if last else result
+
+
+def _glob(glob: str, character: str, pattern: str) -> str:
+    """Return the expression for a glob in which `*` matches any run of `character`."""
+    pieces, index = [""], 0
+    while index < len(glob):
+        part = _PART_OF_GLOB.match(glob, index)
+        if part is None:
+            raise _stray(glob[index], pattern)
+        if part[0] == "*":
+            pieces.append("")
+        elif part[0] == "?":
+            pieces[-1] += character
+        elif part["one_of"] is None:
+            pieces[-1] += re.escape(part[0])
+        else:
+            item = f"(?:{'|'.join(_members(part['one_of'], pattern))})"
+            pieces[-1] += f"(?!{item}){character}" if part["none_of"] else item
+        index = part.end()
+    first, *others = pieces
+    if not others:
+        return first
+    *middle, last = others
+    return first + "".join(f"(?>{character}*?{piece})" for piece in middle) + f"{character}*{last}"
+
+
+def _members(one_of: str, pattern: str) -> Iterable[str]:
+    """Yield the expressions for the members of a set between [ and ]."""
+    index = 0
+    while index < len(one_of):
+        member = _MEMBER.match(one_of, index)
+        if member is None:
+            raise _stray(one_of[index], pattern)
+        first, last = member.group("first", "last")
+        if first is None:
+            yield re.escape(member[0])
+        elif first <= last and any({first, last} <= set(alphabet) for alphabet in _ALPHABETS):
+            yield f"[{first}-{last}]"
+        else:
+            message = f"{shown(pattern)} has an invalid range [{first}-{last}]"
+            raise PlanError(message, do="write a range such as [0-9] or [a-f]")
+        index = member.end()
+    if not one_of:
+        raise _stray("[", pattern)
+
+
+def _stray(character: str, pattern: str) -> PlanError:
+    return PlanError(
+        f"{shown(pattern)} has a misplaced {character}",
+        do='write "[02]", "[0-9]" or "[!0]" for one character, without . / # @ in the brackets; '
+        "escape special characters of a name as in operator ids: %25 for %, %2A for *, %3F for ?, "
+        "%5B for [, %5D for ]",
+    )
+
 
 _LARGEST_INDEX = 999_999_999
 _ESCAPES = "%/#@*?[]{}"
 _NEEDS_NO_ESCAPE = re.compile(rf"[^{re.escape(_ESCAPES)}]*")
-_ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
+_ESCAPED_RUN = re.compile(r"(?:%[0-9A-F]{2})+")
 _TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
 _ID_FORMAT = (
     'write "module.path/operator", and append "#1" for its second occurrence in that module; '
@@ -59,21 +298,17 @@ class OpId:
     def __post_init__(self) -> None:
         for name in ("module", "operator", "after"):
             if not isinstance(getattr(self, name), str):
-                raise PlanError(
-                    f"the {name} of an operator id must be a string, "
-                    f"not {type(getattr(self, name)).__name__}"
-                )
+                actual = type(getattr(self, name)).__name__
+                raise PlanError(f"the {name} of an operator id must be a string, not {actual}")
         if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
-            raise PlanError(
-                f"the index of an operator id must be an integer from 0 to {_LARGEST_INDEX}"
-            )
+            allowed = f"an integer from 0 to {_LARGEST_INDEX}"
+            raise PlanError(f"the index of an operator id must be {allowed}")
         if not self.operator:
             raise PlanError("the operator id has no operator name", do=_ID_FORMAT)
         for path in (self.module, self.after):
             if path and "" in path.split("."):
-                raise PlanError(
-                    f"the module path {shown(path)} has an empty segment", do=_ID_FORMAT
-                )
+                message = f"the module path {shown(path)} has an empty segment"
+                raise PlanError(message, do=_ID_FORMAT)
         if self.module and self.after:
             raise PlanError(
                 "the operator id has both `module` and `after`",
@@ -82,9 +317,10 @@ class OpId:
             )
 
     def __str__(self) -> str:
-        after = f"@{escaped(self.after)}" if self.after else ""
-        index = f"#{self.index}" if self.index else ""
-        return f"{escaped(self.module)}/{escaped(self.operator)}{after}{index}"
+        text = f"{escaped(self.module)}/{escaped(self.operator)}"
+        if self.after:
+            text += f"@{escaped(self.after)}"
+        return f"{text}#{self.index}" if self.index else text
 
     @classmethod
     def parse(cls, text: str) -> OpId:
@@ -99,16 +335,13 @@ class OpId:
         try:
             module, operator, after = (_unescaped(part or "") for part in result.group(1, 2, 3))
         except UnicodeDecodeError:
-            raise PlanError(
-                f"{shown(text)} has an escape %XX that is not valid UTF-8",
-                do="escape each byte of the character's UTF-8 encoding",
-            ) from None
+            message = f"{shown(text)} has an escape %XX that is not valid UTF-8"
+            do = "escape each byte of the character's UTF-8 encoding"
+            raise PlanError(message, do=do) from None
         op_id = cls(module, operator, int(result[4] or 0), after)
         if str(op_id) != text:
-            raise PlanError(
-                f"{shown(text)} is not the normal form of this operator id",
-                do=f"write {str(op_id)!r}",
-            )
+            message = f"{shown(text)} is not the normal form of this operator id"
+            raise PlanError(message, do=f"write {str(op_id)!r}")
         return op_id
 
     def matches(self, pattern: str) -> bool:
@@ -138,18 +371,18 @@ class Numbering:
     last: str = ""
 
     def number(self, module: str, operator: str) -> OpId:
-        after = "" if module else self.last
         if module:
             self.last = module
-        key = (module, operator, after)
-        self.seen[key] += 1
-        return OpId(module, operator, self.seen[key] - 1, after)
+            return self._next(module, operator, "")
+        return self._next("", operator, self.last)
 
     def put_in(self, near: OpId, operator: str) -> OpId:
         """Return the id of an operator inserted at `near`; the model's ids do not change."""
-        key = (near.module, operator, near.after)
-        self.seen[key] += 1
-        return OpId(near.module, operator, self.seen[key] - 1, near.after)
+        return self._next(near.module, operator, near.after)
+
+    def _next(self, module: str, operator: str, after: str) -> OpId:
+        self.seen[module, operator, after] += 1
+        return OpId(module, operator, self.seen[module, operator, after] - 1, after)
 
     def copy(self) -> Numbering:
         return Numbering(Counter(self.seen), self.last)
@@ -166,6 +399,7 @@ def _hexadecimal(character: str) -> str:
 
 
 def _unescaped(part: str) -> str:
-    return _ESCAPED.sub(
-        lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part
-    )
+    def decoded(run: re.Match[str]) -> str:
+        return bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass")
+
+    return _ESCAPED_RUN.sub(decoded, part)

@@ -10,18 +10,93 @@ operators are equal; notes do not count. So equal plans share compiled code.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.formats import FORMATS, Precision
-from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.patterns import pattern_regex
-from qsync_fx.plan.plan_file import PLAN, block, notes_of, texts_block
+from qsync_fx.plan.operator_id import OpId, pattern_regex
 from qsync_fx.plan.validation import check_plan
-from qsync_fx.serialization import Parsed, Path, kind
+from qsync_fx.serialization import Parsed, Path, Schema, kind
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of a plan file; `Plan` validates them, as it does values from Python."""
+
+    default: Any = None
+    patterns: Any = ()
+    operators: Any = field(default_factory=dict)
+    notes: Any = field(default_factory=dict)
+
+
+PLAN = Schema(
+    Fields,
+    noun="plan",
+    error=PlanError,
+    remedy="write plans with Plan.save; read plans for a cluster with ClusterPlan.load",
+    name="qsync-plan",
+    smaller="use patterns instead of single operators",
+)
+
+
+@dataclass(frozen=True)
+class ClusterFields:
+    """Fields of a cluster plan's file; `ClusterPlan` validates them."""
+
+    classes: Any = field(default_factory=dict)
+    devices: Any = field(default_factory=dict)
+    ranks: Any = ()
+    notes: Any = field(default_factory=dict)
+    codecs: Any = field(default_factory=dict)
+
+
+CLUSTER_PLAN = Schema(
+    ClusterFields,
+    noun="plan",
+    error=PlanError,
+    remedy="write plans for clusters with ClusterPlan.save",
+    name="qsync-cluster-plan",
+    largest=4 * PLAN.largest,
+    smaller="use patterns instead of single operators",
+)
+
+
+def block(opening: str, entries: Iterable[str]) -> str:
+    """Return a JSON object or list that begins with `opening`, one entry per line."""
+    closing = {"{": "}", "[": "]"}[opening[-1]]
+    body = ",\n".join(textwrap.indent(entry, "  ") for entry in entries)
+    if not body:
+        return opening + closing
+    return f"{opening}\n{body}\n{closing}"
+
+
+def texts_field(name: str, texts: Mapping[str, str]) -> list[str]:
+    """Return a JSON field with an object of texts, sorted by name; no field without texts."""
+    if not texts:
+        return []
+    entries = (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items()))
+    return [block(f'"{name}": {{', entries)]
+
+
+def notes_of(value: object) -> dict[str, str]:
+    """Return notes as a dictionary; raise `PlanError` if they are invalid."""
+    if not isinstance(value, Mapping):
+        message = f"notes must be a mapping, not {kind(value)}"
+        raise PlanError(message, where="notes", do='write {"made by": "..."}')
+    for name, text in value.items():
+        where, do = f"notes[{json.dumps(str(name)[:120])}]", "convert names and values to strings"
+        if not isinstance(name, str):
+            raise PlanError("the name of a note must be a string", where=where, do=do)
+        if not isinstance(text, str):
+            message = f"a note must map a string to a string, not to {kind(text)}"
+            raise PlanError(message, where=where, do=do)
+    return dict(value)
+
 
 # The key type of Mapping is invariant: a Mapping of the union alone would reject usual
 # dictionaries.
@@ -83,7 +158,7 @@ class Plan:
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         set_field = object.__setattr__
-        set_field(self, "default", None if default is None else _precision(default, "default"))
+        set_field(self, "default", default if default is None else _precision(default, "default"))
         set_field(self, "patterns", _patterns(patterns))
         set_field(self, "operators", MappingProxyType(_operators(operators)))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
@@ -100,15 +175,12 @@ class Plan:
         selects.
         """
         if isinstance(selected, OpId):
-            return Plan(
-                self.default, self.patterns, {**self.operators, selected: precision}, self.notes
-            )
+            operators = {**self.operators, selected: precision}
+            return Plan(self.default, self.patterns, operators, self.notes)
         pattern_regex(selected)
-        others = tuple(entry for entry in self.patterns if entry[0] != selected)
-        saved = {
-            op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(selected)
-        }
-        return Plan(self.default, (*others, (selected, precision)), saved, self.notes)
+        patterns = [entry for entry in self.patterns if entry[0] != selected]
+        others = {key: fmt for key, fmt in self.operators.items() if not key.matches(selected)}
+        return Plan(self.default, (*patterns, (selected, precision)), others, self.notes)
 
     def without_notes(self) -> Plan:
         """Return an equal plan without notes."""
@@ -123,16 +195,16 @@ class Plan:
                 return Choice(precision, f'{self._name}: pattern "{pattern}"')
         if self.default is None:
             return None
-        uniform = not self.patterns and not self.operators
-        reason = f"{self._name}: {'uniform' if uniform else 'default'} {self.default}"
-        return Choice(self.default, reason, explicit=False)
+        role = "default" if self.patterns or self.operators else "uniform"
+        return Choice(self.default, f"{self._name}: {role} {self.default}", explicit=False)
 
     @property
     def _name(self) -> str:
         if CACHED in self.notes:
             return "plan of a cached profile"
-        part = self.notes.get(DEVICE_CLASS)
-        return "plan" if part is None else f"plan of {part}"
+        if DEVICE_CLASS in self.notes:
+            return f"plan of {self.notes[DEVICE_CLASS]}"
+        return "plan"
 
     def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
         """Raise `PlanError` if the plan was made for another model.
@@ -146,29 +218,20 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, identical for equal plans with equal notes."""
-        return (
-            block("{", (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}', *self.entries()))
-            + "\n"
-        )
+        head = (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}')
+        return block("{", (*head, *self.entries())) + "\n"
 
     def entries(self) -> list[str]:
         """Return the entries of its JSON object, one per field."""
-        precision = {
-            op_id: chosen.name
-            for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
-        }
-        entries = [
+        ids = sorted(self.operators, key=_natural)
+        patterns = (json.dumps([pattern, fmt.name]) for pattern, fmt in self.patterns)
+        operators = (f'{json.dumps(str(op_id))}: "{self.operators[op_id]}"' for op_id in ids)
+        return [
             f'"default": {json.dumps(self.default and self.default.name)}',
-            block(
-                '"patterns": [',
-                (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns),
-            ),
-            block(
-                '"operators": {',
-                (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items()),
-            ),
+            block('"patterns": [', patterns),
+            block('"operators": {', operators),
+            *texts_field("notes", self.notes),
         ]
-        return entries + ([texts_block("notes", self.notes)] if self.notes else [])
 
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> Plan:
@@ -197,21 +260,18 @@ class Plan:
         return (Plan, (self.default, self.patterns, dict(self.operators), dict(self.notes)))
 
     def __repr__(self) -> str:
-        default = repr(self.default.name) if self.default else "None"
-        if not self.patterns and not self.operators:
-            return f"Plan.uniform({default})" if self.default else "Plan()"
-        return (
-            f"<Plan default={default} patterns={len(self.patterns)} "
-            f"operators={len(self.operators)}>"
-        )
+        default = self.default and self.default.name
+        if self.patterns or self.operators:
+            counts = f"patterns={len(self.patterns)} operators={len(self.operators)}"
+            return f"<Plan default={default!r} {counts}>"
+        return f"Plan.uniform({default!r})" if default else "Plan()"
 
     def __str__(self) -> str:
         counts = Counter(chosen.name for chosen in self.operators.values())
         rows = [(str(count), name) for name, count in counts.most_common()]
         rows += [(f'pattern "{pattern}"', chosen.name) for pattern, chosen in self.patterns]
-        rows += (
-            [("all others" if rows else "all operators", self.default.name)] if self.default else []
-        )
+        if self.default:
+            rows.append(("all others" if rows else "all operators", self.default.name))
         rows += [(f"note {shown(name)}", shown(text)) for name, text in sorted(self.notes.items())]
         width = max((len(left) for left, _ in rows), default=0)
         return "\n".join([repr(self), *(f"  {left:<{width}}  {right}" for left, right in rows)])
@@ -220,37 +280,28 @@ class Plan:
 def _precision(value: object, where: str) -> Precision:
     name = value.name if isinstance(value, Precision) else value
     if not isinstance(name, str):
-        raise PlanError(
-            f"a precision must be a string, not {kind(name)}", where=where, do=nearest("", FORMATS)
-        )
+        message = f"a precision must be a string, not {kind(name)}"
+        raise PlanError(message, where=where, do=nearest("", FORMATS))
     if name not in FORMATS:
-        raise PlanError(
-            f"{shown(name)} is not a precision", where=where, do=nearest(name[:40], FORMATS)
-        )
+        message = f"{shown(name)} is not a precision"
+        raise PlanError(message, where=where, do=nearest(name[:40], FORMATS))
     return FORMATS[name]
 
 
 def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
     if not isinstance(value, list | tuple):
-        raise PlanError(
-            f"patterns must be a list, not {kind(value)}", where="patterns", do=_PATTERNS_FORMAT
-        )
+        message = f"patterns must be a list, not {kind(value)}"
+        raise PlanError(message, where="patterns", do=_PATTERNS_FORMAT)
     if len(value) > _MOST_PATTERNS:
-        raise PlanError(
-            f"the plan has too many patterns: {len(value)}",
-            where="patterns",
-            do=f"use at most {_MOST_PATTERNS} patterns",
-        )
+        message = f"the plan has too many patterns: {len(value)}"
+        raise PlanError(message, where="patterns", do=f"use at most {_MOST_PATTERNS} patterns")
     result = []
     for position, entry in enumerate(value):
         where = f"patterns[{position}]"
         if not isinstance(entry, list | tuple) or len(entry) != 2:
-            message = f"a list of {len(entry)}" if isinstance(entry, list | tuple) else kind(entry)
-            raise PlanError(
-                f"an entry must be a pair of pattern and precision, not {message}",
-                where=where,
-                do=_PATTERNS_FORMAT,
-            )
+            actual = f"a list of {len(entry)}" if isinstance(entry, list | tuple) else kind(entry)
+            message = f"an entry must be a pair of pattern and precision, not {actual}"
+            raise PlanError(message, where=where, do=_PATTERNS_FORMAT)
         try:
             pattern_regex(entry[0])
         except PlanError as error:
@@ -261,11 +312,8 @@ def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
 
 def _operators(argument: object) -> dict[OpId, Precision]:
     if not isinstance(argument, Mapping):
-        raise PlanError(
-            f"operators must be a mapping, not {kind(argument)}",
-            where="operators",
-            do='write {"encoder.dense/linear": "int8"}',
-        )
+        message = f"operators must be a mapping, not {kind(argument)}"
+        raise PlanError(message, where="operators", do='write {"encoder.dense/linear": "int8"}')
     result: dict[OpId, Precision] = {}
     for key, value in argument.items():
         where = f"operators[{json.dumps(str(key)[:120])}]"

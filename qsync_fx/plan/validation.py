@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.formatting import many
-from qsync_fx.plan.operator_id import OpId, escaped
-from qsync_fx.plan.patterns import alternatives, module_regex, pattern_regex
+from qsync_fx.plan.operator_id import OpId, alternatives, escaped, module_regex, pattern_regex
 
 if TYPE_CHECKING:
     from qsync_fx.formats import Precision
@@ -50,34 +49,27 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) ->
     """Return the differences between a plan and the operators, including `observed` ones."""
     available = dict.fromkeys((*op_ids, *observed))
     texts = [str(op_id) for op_id in available]
-    operators = [
-        (op_id, precision) for op_id, precision in plan.operators.items() if op_id not in available
-    ]
-    patterns = [
-        (idle, precision) for pattern, precision in plan.patterns for idle in _idle(pattern, texts)
-    ]
-    # The error message shows only these.
-    near_operators = {op_id: tuple(_close(str(op_id), texts)) for op_id, _ in operators[:_SHOWN]}
-    near_patterns = {pattern: _near(pattern, texts) for pattern, _ in patterns[:_SHOWN]}
-    return Misfit(
-        tuple(op_id for op_id in op_ids if plan.precision_for(op_id) is None),
-        (
-            *((op_id, precision, near_operators.get(op_id, ())) for op_id, precision in operators),
-            *(
-                (pattern, precision, near_patterns.get(pattern, ()))
-                for pattern, precision in patterns
-            ),
-        ),
-    )
+    unused: list[tuple[OpId | str, Precision, tuple[str, ...]]] = []
+    operators = (item for item in plan.operators.items() if item[0] not in available)
+    # The error message shows only the first entries.
+    for count, (op_id, precision) in enumerate(operators):
+        near = () if count >= _SHOWN else tuple(_close(str(op_id), texts))
+        unused.append((op_id, precision, near))
+    patterns = ((idle, fmt) for pattern, fmt in plan.patterns for idle in _idle(pattern, texts))
+    for count, (pattern, precision) in enumerate(patterns):
+        near = () if count >= _SHOWN else _near(pattern, texts)
+        unused.append((pattern, precision, near))
+    missing = tuple(op_id for op_id in op_ids if plan.precision_for(op_id) is None)
+    return Misfit(missing, tuple(unused))
 
 
 def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
     """Return the parts of a pattern that select no operator: itself, or alternatives in braces."""
-    if not any(map(pattern_regex(pattern).match, texts)):
-        return [pattern]
-    return [
-        item for item in alternatives(pattern) if not any(map(pattern_regex(item).match, texts))
-    ]
+
+    def is_idle(pattern: str) -> bool:
+        return not any(map(pattern_regex(pattern).match, texts))
+
+    return [pattern] if is_idle(pattern) else list(filter(is_idle, alternatives(pattern)))
 
 
 def check_plan(
@@ -97,28 +89,23 @@ def check_plan(
         as_written: operators and patterns of the plan that are valid without a graph.
     """
     result = misfit(plan, op_ids, observed)
-    result = replace(
-        result, unused=tuple(entry for entry in result.unused if entry[0] not in as_written)
-    )
-    extra = (
-        result.operators
-        if complete
-        else [op_id for op_id in result.operators if _is_elsewhere(op_id, modules)]
-    )
+    unused = tuple(entry for entry in result.unused if entry[0] not in as_written)
+    result = replace(result, unused=unused)
+    extra = [op_id for op_id in result.operators if complete or _is_elsewhere(op_id, modules)]
     if result.missing or extra:
         raise _another_model(plan, result, extra, op_ids)
     idle = {entry: near for entry, _, near in result.unused if isinstance(entry, str)}
     for position, (pattern, _) in enumerate(plan.patterns):
         for part in filter(idle.__contains__, (pattern, *alternatives(pattern))):
-            where = f"patterns[{position}] of the plan" + (
-                f", {shown(pattern)}" if part != pattern else ""
-            )
+            where = f"patterns[{position}] of the plan"
+            if part != pattern:
+                where += f", {shown(pattern)}"
             if complete:
                 message = f"none of the {len(op_ids)} adjustable operators"
                 raise _selects_nothing(part, where, message, idle[part])
-            if modules is not None and not any(
-                map(module_regex(part).match, map(escaped, modules))
-            ):
+            if modules is None:
+                continue
+            if not any(map(module_regex(part).match, map(escaped, modules))):
                 near = idle[part] or tuple(_close(part.partition("/")[0], modules))
                 raise _selects_nothing(part, where, f"none of the {len(modules)} modules", near)
 
@@ -131,32 +118,27 @@ def _is_elsewhere(op_id: OpId, modules: Collection[str] | None) -> bool:
 def _another_model(
     plan: Plan, result: Misfit, extra: Sequence[OpId], op_ids: Sequence[OpId]
 ) -> PlanError:
-    subject, where = [], []
+    subject, where, advice = [], [], "use the plan of this model"
     if result.missing:
         subject.append(f"has no precision for {len(result.missing)} of the {len(op_ids)} operators")
         where.append(_list("missing from the plan", result.missing))
+        advice += ", or set a default precision in the plan"
     if extra:
         subject.append(f"names {many(len(extra), 'operator')} that the model does not have")
         where.append(_list("in the plan, not in this model", extra))
     elif result.operators:
         where.append(_list("in the plan, not in this part of the model", result.operators))
-    do = [
-        "use the plan of this model"
-        + (", or set a default precision in the plan" if result.missing else "")
-    ]
-    do += _nearest_to(result.missing, list(plan.operators), "the plan")
-    do += _nearest_to(result.operators, op_ids, "the model") if len(do) == 1 else []
-    return PlanError(f"the plan {' and '.join(subject)}", where="; ".join(where), do="; ".join(do))
+    near = _nearest_to(result.missing, list(plan.operators), "the plan")
+    near = near or _nearest_to(result.operators, op_ids, "the model")
+    do = "; ".join([advice, *near])
+    return PlanError(f"the plan {' and '.join(subject)}", where="; ".join(where), do=do)
 
 
 def _selects_nothing(pattern: str, where: str, description: str, near: Sequence[str]) -> PlanError:
-    return PlanError(
-        f"the pattern {shown(pattern)} selects {description}",
-        where=where,
-        do=f"nearest: {', '.join(near)}"
-        if near
-        else 'remove it, or list operator ids with "qsync inspect"',
-    )
+    do = 'remove it, or list operator ids with "qsync inspect"'
+    if near:
+        do = f"nearest: {', '.join(near)}"
+    return PlanError(f"the pattern {shown(pattern)} selects {description}", where=where, do=do)
 
 
 def _near(pattern: str, texts: list[str]) -> tuple[str, ...]:
@@ -165,8 +147,9 @@ def _near(pattern: str, texts: list[str]) -> tuple[str, ...]:
 
 def _list(title: str, op_ids: Sequence[OpId]) -> str:
     texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, op_ids[:_SHOWN])]
-    more = f", ... ({len(op_ids)} in total)" if len(op_ids) > _SHOWN else ""
-    return f"{title}: {', '.join(texts)}{more}"
+    if len(op_ids) > _SHOWN:
+        texts.append(f"... ({len(op_ids)} in total)")
+    return f"{title}: {', '.join(texts)}"
 
 
 def _nearest_to(strangers: Sequence[OpId], available: Sequence[OpId], owner: str) -> list[str]:

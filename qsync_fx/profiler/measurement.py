@@ -36,8 +36,8 @@ from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.formats import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
+from qsync_fx.plan.cluster_plan import HoldsPlan, device_plans
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.plan_loading import HoldsPlan, device_plans
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.profiler.links.collective_times import ranks

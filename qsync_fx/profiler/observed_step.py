@@ -30,8 +30,8 @@ from qsync_fx.graph.graph import Operator
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
+from qsync_fx.passes.cached_plan import Fingerprint, fingerprint
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan_cache import Fingerprint, fingerprint
 from qsync_fx.predictor.memory.peak_memory import LossMemory
 from qsync_fx.profiler.profile import Model
 from qsync_fx.profiler.timing.measured_memory import loss_in_step

@@ -23,8 +23,8 @@ from rich.text import Text
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError
 from qsync_fx.formatting import many, milliseconds, short
+from qsync_fx.passes.cached_plan import Fingerprint
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan_cache import Fingerprint
 from qsync_fx.predictor.cost_mapper.plan_states import states
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
 from qsync_fx.predictor.memory.peak_memory import Anchor, LossMemory, OptimizerMemory

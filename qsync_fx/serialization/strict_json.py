@@ -47,8 +47,8 @@ class Object(dict[str, object]):
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
-        repeated = (key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        self.twice = None if len(self) == len(pairs) else next(repeated)
+        counts = Counter(key for key, _ in pairs)
+        self.twice = next((key for key, count in counts.items() if count > 1), None)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ def kind(value: object) -> str:
             return "null"
         case bool():
             return str(value).lower()
+        case Number(text) if len(text) > 40:
+            return f"a number of {len(text)} digits"
         case Number(text):
-            return f"the number {text}" if len(text) <= 40 else f"a number of {len(text)} digits"
+            return f"the number {text}"
         case str():
             return "text"
         case Mapping():
@@ -79,6 +81,11 @@ def kind(value: object) -> str:
             return "a list"
         case _:
             return f"a value of type {type(value).__name__}"
+
+
+def shown_value(value: object) -> str:
+    """Return a text in quotes, and the `kind` of any other value."""
+    return shown(value) if isinstance(value, str) else kind(value)
 
 
 def parse(text: str | bytes) -> object:
@@ -93,13 +100,13 @@ def parse(text: str | bytes) -> object:
             parse_constant=_number,
         )
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        message = (
-            " is truncated" if cut and text.strip() else " is empty" if cut else "not valid JSON"
-        )
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        do = "get a complete copy of the file" if cut else "correct the syntax at this position"
-        raise Malformed(message, where, do) from None
+        do = "get a complete copy of the file"
+        if not text.strip():
+            raise Malformed(" is empty", where, do) from None
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            raise Malformed(" is truncated", where, do) from None
+        raise Malformed("not valid JSON", where, "correct the syntax at this position") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 
@@ -111,10 +118,8 @@ def decoded(text: str | bytes) -> str:
     try:
         return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        where = f"byte {error.start}"
-        raise Malformed(
-            " is not valid UTF-8", where, "save the file as UTF-8, or get an intact copy"
-        ) from None
+        do = "save the file as UTF-8, or get an intact copy"
+        raise Malformed(" is not valid UTF-8", f"byte {error.start}", do) from None
 
 
 def written_twice(tree: object) -> Malformed | None:
@@ -124,11 +129,8 @@ def written_twice(tree: object) -> Malformed | None:
         where, value = todo.pop()
         if isinstance(value, Object):
             if value.twice is not None:
-                return Malformed(
-                    f"the key {shown(value.twice)} occurs twice",
-                    where.removeprefix("."),
-                    "remove one of them",
-                )
+                message = f"the key {shown(value.twice)} occurs twice"
+                return Malformed(message, where.removeprefix("."), "remove one of them")
             todo += [(where + step(key), part) for key, part in value.items()]
         elif isinstance(value, list):
             todo += [(where + step(index), part) for index, part in enumerate(value)]
@@ -139,4 +141,6 @@ def step(key: str | int) -> str:
     """Return the path element of a key or index: `.name`, `["a key"]`, `[3]`."""
     if isinstance(key, int):
         return f"[{key}]"
-    return f".{key}" if key.isidentifier() and len(key) <= 40 else f"[{json.dumps(key[:120])}]"
+    if key.isidentifier() and len(key) <= 40:
+        return f".{key}"
+    return f"[{json.dumps(key[:120])}]"

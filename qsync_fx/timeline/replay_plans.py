@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from qsync_fx.errors import PlanError
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.plan_loading import HoldsPlan, given_plan, read_plan
+from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, read_plan
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.memory import peak_bytes

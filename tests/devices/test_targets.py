@@ -78,7 +78,7 @@ def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() 
     )
     products = [op for op in explanation.operators if op.kind == "adjustable"]
     assert {str(op.precision) for op in products} == {"fp16"}
-    assert all("nothing compiles bf16 for compute capability 7.5" in op.reason for op in products)
+    assert all("bf16 cannot be compiled for compute capability 7.5" in op.reason for op in products)
     with pytest.raises(DeviceError, match="emulate_unsupported=True forbids fp16"):
         qsync_fx.explain(
             Perceptron(),

@@ -99,7 +99,7 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("normalize", read_before_it_is_written, "the graph is well formed"),
         ("classify", forget_a_reason, "every decision has a reason"),
         ("assign", forget_a_precision, "every adjustable operator has a precision"),
-        ("assign", change_silently, "says why"),
+        ("assign", change_silently, "does not say why"),
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
         (
             "lower",

@@ -16,8 +16,7 @@ import qsync_fx
 from qsync_fx import ClusterPlan, Options, Plan
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.plan import cluster_plan
-from qsync_fx.plan.cluster_plan import LocalPlan
-from qsync_fx.plan.plan_loading import read_plan
+from qsync_fx.plan.cluster_plan import LocalPlan, read_plan
 from tests.support.planning.plan_samples import plans, texts
 
 V100, T4 = Plan.uniform("fp32"), Plan("int8", [("head", "fp32")])

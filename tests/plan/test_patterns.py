@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from qsync_fx.errors import PlanError
-from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.patterns import pattern_regex
+from qsync_fx.plan.operator_id import OpId, pattern_regex
 from tests.support.planning.drawn_ids import op_ids
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from qsync_fx.errors import PlanError
 from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.cluster_plan import read_plan
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.plan_loading import read_plan
 
 
 def test_save_and_load(tmp_path: Path) -> None:

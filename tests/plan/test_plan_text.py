@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from qsync_fx.errors import PlanError
 from qsync_fx.plan import Plan
-from qsync_fx.plan.plan_file import PLAN
+from qsync_fx.plan.plan import PLAN
 from tests.support.planning.plan_samples import op_ids, patterns, plans, precisions
 
 HEAD = '{"format": "qsync-plan", "version": 1'

@@ -13,7 +13,7 @@ import pytest
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan import Plan
-from qsync_fx.plan.plan_file import PLAN
+from qsync_fx.plan.plan import PLAN
 from qsync_fx.serialization.atomic_files import check_writable, write_text
 
 

@@ -22,7 +22,7 @@ from qsync_fx.backend.cuda.tuning import (
 )
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan import Plan
-from qsync_fx.plan.plan_file import PLAN
+from qsync_fx.plan.plan import PLAN
 from qsync_fx.serialization import Schema
 from tests.support.cuda.tuning_samples import BF16, CONV, HERE, INT8
 

@@ -27,8 +27,7 @@ from typing import Any, Final
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.errors import KernelError, LaunchError, ToolchainError
-from qsync_fx.serialization.convert import Check
-from qsync_fx.serialization.schema import Schema
+from qsync_fx.serialization.schema import Check, Schema
 
 VERSION: Final = 1
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from qsync_fx.backend.cuda.kernel_config import Arch
     from qsync_fx.backend.cuda.problem import Problem
-    from qsync_fx.backend.cuda.tuning import Environment, TableWriter, Timer, TunedChoice
+    from qsync_fx.backend.cuda.tuning import Environment, RecordingTimer, Timer, TunedChoice
 
 _ABOUT = """\
 Measures torch's implementation and each suitable kernel for every matrix product
@@ -100,7 +100,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
-    keepers: dict[Problem, TableWriter] = {}
+    keepers: dict[Problem, RecordingTimer] = {}
     if arguments.recorded is not None:
         recording = tuning.load_recording(arguments.recorded)
         current, arch, make = recording.environment, recording.arch, recording.timer
@@ -197,20 +197,20 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
 
 def _measuring(
     gpu: torch.device, arch: Arch
-) -> tuple[Callable[[Problem], TableWriter], dict[Problem, TableWriter]]:
+) -> tuple[Callable[[Problem], RecordingTimer], dict[Problem, RecordingTimer]]:
     """Return a factory of timers on a GPU, and the dict that collects them by problem."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
     from qsync_fx.backend.cuda.selection.select import known, way
-    from qsync_fx.backend.cuda.tuning import TableWriter
+    from qsync_fx.backend.cuda.tuning import RecordingTimer
 
-    keepers: dict[Problem, TableWriter] = {}
+    keepers: dict[Problem, RecordingTimer] = {}
 
-    def make(problem: Problem) -> TableWriter:
+    def make(problem: Problem) -> RecordingTimer:
         result = way(problem, arch, known)
         # Timings are retained, but the tensors of finished measurements are freed.
         for keeper in keepers.values():
             keeper.timer = None
-        keepers[problem] = TableWriter(
+        keepers[problem] = RecordingTimer(
             EventTimer(problem, problem if isinstance(result, str) else result.taken, gpu)
         )
         return keepers[problem]
@@ -219,7 +219,7 @@ def _measuring(
 
 
 def _record(
-    path: Path, current: Environment, arch: Arch, keepers: dict[Problem, TableWriter]
+    path: Path, current: Environment, arch: Arch, keepers: dict[Problem, RecordingTimer]
 ) -> None:
     from qsync_fx.backend.cuda import tuning
 

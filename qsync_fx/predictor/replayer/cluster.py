@@ -25,8 +25,7 @@ from qsync_fx.predictor.replayer.collectives import (
     MeasuredCollectives,
 )
 from qsync_fx.predictor.replayer.device_timeline import Overlap
-from qsync_fx.serialization.convert import Check
-from qsync_fx.serialization.schema import Path, TomlSchema
+from qsync_fx.serialization.schema import Check, Path, TomlSchema
 
 Memory = float | int | str
 

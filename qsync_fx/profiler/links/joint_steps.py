@@ -150,8 +150,8 @@ def _computed(
 
 _BUCKETS: Final = 6
 """Buckets of a small model; a single one would be sent only after the backward pass."""
-_LARGEST_POWER: Final = 25
-"""Maximum MiB of a bucket, as in DistributedDataParallel."""
+_LARGEST_BUCKET_MIB: Final = 25
+"""Maximum size of a bucket, as in DistributedDataParallel."""
 _WARMUP_STEPS: Final = 3
 """Rounds until DistributedDataParallel's buckets are final."""
 _LEAST, _MOST, _SECONDS = 5, 21, 20.0
@@ -279,7 +279,7 @@ def together(
         training: step of the model; with an optimizer, parameters change differently on each rank.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    mebibytes = min(_LARGEST_POWER, max(1, round(total / _BUCKETS / 2**20)))
+    mebibytes = min(_LARGEST_BUCKET_MIB, max(1, round(total / _BUCKETS / 2**20)))
     group = carrying(next(module.parameters()).device)
     settings = {"process_group": group, "bucket_cap_mb": mebibytes, **_leaving_buffers()}
     parallel = DistributedDataParallel(module, init_sync=False, **settings)

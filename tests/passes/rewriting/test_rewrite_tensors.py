@@ -193,9 +193,12 @@ _COMPUTED = _GIVEN * 2
             lambda x: x + _COMPUTED,
             "cannot be traced: it refers to a tensor that was computed with gradients",
         ),
-        (lambda x: (x, x), r"gives f32\[4, 8\], f32\[4, 8\] where the model computes f32\[4, 8\]"),
-        (lambda x: x[:, :4], r"gives f32\[4, 4\] where the model computes f32\[4, 8\]"),
-        (lambda x: x.double(), r"gives f64\[4, 8\] where the model computes f32\[4, 8\]"),
+        (
+            lambda x: (x, x),
+            r"returns f32\[4, 8\], f32\[4, 8\] where the model computes f32\[4, 8\]",
+        ),
+        (lambda x: x[:, :4], r"returns f32\[4, 4\] where the model computes f32\[4, 8\]"),
+        (lambda x: x.double(), r"returns f64\[4, 8\] where the model computes f32\[4, 8\]"),
     ],
 )
 def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> None:

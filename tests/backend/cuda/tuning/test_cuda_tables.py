@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qsync_fx.backend.cuda import tuning
-from qsync_fx.backend.cuda.tuning import TableWriter, TunedChoice, TuningError, tune
+from qsync_fx.backend.cuda.tuning import RecordingTimer, TunedChoice, TuningError, tune
 from tests.support import tiers
 from tests.support.cuda.tuning_samples import BF16, CONV, HERE, INT8, recording, timer
 
@@ -162,7 +162,7 @@ def test_a_run_that_fails_leaves_the_table(tmp_path: Path) -> None:
 
 def test_recordings_are_read_back(tmp_path: Path) -> None:
     kernels, times = timer([1.0, 1.1], [0.5, 0.6])
-    keeper = TableWriter(times)
+    keeper = RecordingTimer(times)
     tune(INT8, kernels, keeper, rounds=2)
     path = tmp_path / "recorded.json"
     tuning.save_recording(path, recording({INT8: keeper.seconds}))

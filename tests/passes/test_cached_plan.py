@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.plan_cache import KEPT, CachedPlan
+from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, CachedPlan
 from tests.support import tiers
 from tests.support.planning.measured_layer import Counted, layer, quick
 
@@ -63,7 +63,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def keep(found: Profile, **changes: Any) -> Path:
     """Puts a profile into the cache, with a plan that nobody could take for another one."""
     file = qsync_fx.cache_plan(found).with_suffix(".plan.json")
-    KEPT.write(file, KEPT.encode(replace(KEPT.load(file), operators=PLANNED, **changes)))
+    CACHED_PLAN_FILE.write(
+        file,
+        CACHED_PLAN_FILE.encode(replace(CACHED_PLAN_FILE.load(file), operators=PLANNED, **changes)),
+    )
     return file
 
 
@@ -140,7 +143,7 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
 
 def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
     path = qsync_fx.cache_plan(profile())
-    kept = KEPT.load(path.with_suffix(".plan.json"))
+    kept = CACHED_PLAN_FILE.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
     assert (
         isinstance(kept, CachedPlan)
