@@ -67,6 +67,32 @@ Spread = Mapping[Name, Expression]
 """Indicator expression by format."""
 
 
+class Indicators(Protocol):
+    """Indicators of operator states: of all plans (`Formats`), or of one (`PlanIndicators`)."""
+
+    @property
+    def program(self) -> LinearProgram: ...
+
+    @property
+    def precisions(self) -> Sequence[Spread]: ...
+
+    @property
+    def outputs(self) -> Sequence[Spread]: ...
+
+    @property
+    def states(self) -> Sequence[Mapping[StateNames, Expression]]: ...
+
+
+class PlanIndicators:
+    """Constant indicators of the states of one plan; expressions over them are constants."""
+
+    def __init__(self, names: Sequence[StateNames]) -> None:
+        self.program = LinearProgram()
+        self.states: Sequence[Mapping[StateNames, Expression]] = [{state: ONE} for state in names]
+        self.precisions: Sequence[Spread] = [{precision: ONE} for precision, _ in names]
+        self.outputs: Sequence[Spread] = [{output: ONE} for _, output in names]
+
+
 class Formats:
     """Indicator expressions of the formats of all operators.
 

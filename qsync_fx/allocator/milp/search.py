@@ -204,7 +204,7 @@ class MilpSearch:
         """Return whether the memory bound of the current plans exceeds a limit."""
         return any(
             beyond(
-                self.state.memory_bounds[name].of(self.evaluator.states(name).names, pending=False),
+                self.state.memory_bounds[name].of(self.evaluator.states(name).names),
                 limit,
             )
             for name, limit in self.state.bound_limits.memory.items()
