@@ -479,7 +479,9 @@ class MilpSearch:
             return
         if state.is_within_gap(self.problem, _SOLVER_GAP_RATIO * self.gap):
             solution = self.solve_bound(self.gap / _SOLVER_GAP_RATIO**2)
-            state.lower_bound = max(solution.bound, state.lower_bound)
+            # A solve without plans has an infinite bound, even if it was stopped early.
+            if solution.plans is not None:
+                state.lower_bound = max(solution.bound, state.lower_bound)
 
     def add_memory_cuts(self) -> bool:
         """Add moments at which the memory bound of the current plans exceeds a limit.

@@ -23,7 +23,7 @@ from qsync_fx.allocator.milp.milp_allocator import (
     MilpAllocator,
     widen_operators,
 )
-from qsync_fx.allocator.milp.search import MilpSearch
+from qsync_fx.allocator.milp.search import Incumbent, MilpSearch
 from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.predictor.memory import TrainingMemory
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
@@ -100,7 +100,9 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
         least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         assert answer.bound is not None
         assert answer.bound <= least * (1 + 1e-6)
-        assert answer.judged.variance <= PrecisionRecovery().allocate(problem).judged.variance
+        assert (
+            answer.judged.variance <= PrecisionRecovery().allocate(problem).judged.variance
+        )
         best += answer.judged.variance <= least * (1 + 2e-4)
     assert best >= examples(6) * 0.8
 
@@ -236,6 +238,26 @@ def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
     assert answer.bound is not None
     assert answer.bound <= best.judged.variance * (1 + 1e-9)
     assert answer.judged.variance >= best.judged.variance * (1 - 1e-4)
+
+
+def test_a_stopped_solve_without_plans_leaves_the_lower_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = device(3, SETS[0], DrawnTimes)
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    search = MilpSearch(problem, 1e-4, 60.0)
+    narrow = search.evaluator.become(problem.uniform())
+    search.state.incumbent = Incumbent(search.evaluator.plans, narrow)
+    value = narrow.variance
+    assert value > 0
+    bound = search.state.lower_bound = value * (1 - 2e-4)
+    stopped = build_and_solve.Solution(
+        None, float("inf"), float("inf"), infeasible=False, stopped=True
+    )
+    monkeypatch.setattr(search, "solve_bound", lambda gap: stopped)
+    search.tighten_bound()
+    assert search.state.lower_bound == bound
+    assert not search.is_within_gap()
 
 
 @settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
