@@ -389,7 +389,10 @@ class Replanner:
                 "replanned": ReplanReport(self._steps, causes, None, kept=saved).to_dict(),
             }
         now = under(old, answer)
-        before, after = ReplanCosts.of(now, old.plans), ReplanCosts.of(answer.judged, answer.plans)
+        before, after = (
+            ReplanCosts.of(now, old.plans),
+            ReplanCosts.of(answer.evaluation, answer.plans),
+        )
         saved = self._kept(old, answer, before, after, not _over(now.exceeds(answer.problem)))
         self._solution = None if saved else FleetPlan.of(answer, survey)
         text = None if self._solution is None else self._solution.to_json()

@@ -291,7 +291,7 @@ def _rank(name: Name) -> tuple[int, str]:
     return (FORMATS[name].bits, name) if name is not None else (0, "")
 
 
-class Priced(Protocol):
+class OperatorCosts(Protocol):
     """Operator times as charged by a program.
 
     Attributes:

@@ -69,7 +69,7 @@ def solved(
     judge = PlanEvaluator(problem, problem.completed({name: asked}))
     program = LinearProgram()
     sends = sending(program, judge.options, 1.0)
-    known = StateCosts(problem.classes[name]), 1.0, held, sends.travel, sends.beside
+    known = StateCosts(problem.classes[name]), 1.0, held, sends.travel, sends.delays
     device = device_program(program, problem, judge, name, *known)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
