@@ -210,7 +210,7 @@ def test_what_is_missing_is_named() -> None:
         qsync_fx.find_plan(MLP, objective="fast")
     with pytest.raises(OptionError, match="no allocator 'exakt'"):
         qsync_fx.find_plan(MLP, allocator="exakt")
-    with pytest.raises(ProfileError, match="no cluster"):
+    with pytest.raises(ProfileError, match="require a cluster"):
         qsync_fx.find_plan({"fast": MLP, "slow": OTHER})
     assert qsync_fx.find_plan(MLP, allocator=MilpAllocator()) == qsync_fx.find_plan(MLP)
 
