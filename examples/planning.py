@@ -95,7 +95,7 @@ def _share(job: Job, images: data.Data) -> float:
 def _foreseen(judge: PlanEvaluator, timeline: Path) -> Foreseen:
     """Return the prediction of a training, and write its timeline."""
     judge.timeline.save_perfetto(timeline)
-    judged = judge.judged()
+    judged = judge.evaluate()
     ranks = [judged.classes[role] for role in ROLES]
     return Foreseen(
         judged.seconds,

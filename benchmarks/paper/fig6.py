@@ -51,7 +51,7 @@ def main() -> None:
                     f"waiting_{device}_ms": 1e3 * seconds
                     for device, seconds in timeline.waiting.items()
                 },
-                "variance": answer.judged.variance,
+                "variance": answer.evaluation.variance,
                 "operators": dict(Counter(answer.plans["t4"].values())),
             }
         )

@@ -44,7 +44,7 @@ def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
     yield "oracle", FullPrecision().allocate(asked)
     yield "dynamic batches", DynamicBatches(other).allocate(asked)  # type: ignore[arg-type]
     yield "uniform", uniform
-    yield "ours", MilpAllocator().allocate(within(asked, uniform.judged.seconds))
+    yield "ours", MilpAllocator().allocate(within(asked, uniform.evaluation.seconds))
 
 
 def rows(
@@ -56,7 +56,7 @@ def rows(
         for way, answer in answers(
             known, problem(known, batch, optimizer=optimizer, memory=allowed)
         ):
-            plan, judged = answer.plans[SLOW], answer.judged
+            plan, judged = answer.plans[SLOW], answer.evaluation
             batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
             yield {
                 "cluster": cluster,

@@ -99,7 +99,7 @@ def problems(
     part = DeviceClass(graph, times, drawn(graph, len(graph.operators)), formats, training=training)
     problem = Problem({"a100": part}, CLUSTER)
     judge = PlanEvaluator(problem, problem.uniform())
-    uniform = [judge.become(problem.uniform(fmt)) for fmt in formats]
+    uniform = [judge.set_plans(problem.uniform(fmt)) for fmt in formats]
     low, high = (pick(one.seconds for one in uniform) for pick in (min, max))
     peaks = [one.classes["a100"].peak_bytes or 0 for one in uniform]
     for share, held in limits:
@@ -124,7 +124,7 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
         return {**found, "error": error.what}
     found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
     found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
-    found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
+    found["judged"] = not PlanEvaluator(problem, answer.plans).evaluate().exceeds(problem)
     # With a memory limit the paper's allocator evaluates the peak at each of its steps: too slow
     # here.
     for name, baseline in allocators().items() if others and part.memory is None else ():

@@ -208,14 +208,14 @@ def problem(
     )
     free, _ = build_problem(Cluster(devices, NETWORK), known, wishes)
     uniform = narrow(free)
-    return replace(free, seconds=uniform.judged.seconds) if uniform.fits else free
+    return replace(free, seconds=uniform.evaluation.seconds) if uniform.fits else free
 
 
 def allowed(whole: Problem) -> int:
     """Return the memory limit in bytes of a T4 plan in ClusterB."""
     share = int(SHARE * get("t4").memory.bytes)
     held = {
-        fmt: Uniform(fmt).allocate(whole).judged.classes["t4"].peak_bytes or 0
+        fmt: Uniform(fmt).allocate(whole).evaluation.classes["t4"].peak_bytes or 0
         for fmt in ("fp16", "int8")
     }
     return (
@@ -267,7 +267,7 @@ def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanE
             "allocator": name,
             "why not": found.what,
         }
-    judged, over = found.judged, found.judged.exceeds(found.problem)
+    judged, over = found.evaluation, found.evaluation.exceeds(found.problem)
     batches = [device.batch for device in found.problem.cluster.devices.values()]
     t4 = judged.classes["t4"]
     return {
@@ -294,10 +294,10 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
     def seconds(name: str) -> float | None:
         answer = found[name]
         if isinstance(answer, PlanError) or any(
-            "memory" in what for what in answer.judged.exceeds(answer.problem)
+            "memory" in what for what in answer.evaluation.exceeds(answer.problem)
         ):
             return None
-        return answer.judged.seconds
+        return answer.evaluation.seconds
 
     def faster(first: str, second: str) -> bool | None:
         a, b = seconds(first), seconds(second)
@@ -319,7 +319,7 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
     }
     ours = found["milp"]
     if held["milp >= dynamic-batches"] is False and isinstance(ours, PlanResult):
-        waits = ours.judged.classes["v100"].waiting
+        waits = ours.evaluation.classes["v100"].waiting
         beside["why not"] = (
             f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"
         )

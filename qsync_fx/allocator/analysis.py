@@ -161,7 +161,7 @@ class SingleChange:
         device: device class.
         operator: operator id.
         fmt: requested format.
-        judged: metrics of the changed plans.
+        evaluation: metrics of the changed plans.
         seconds: change of the step time.
         computing: change of the computing seconds of the device.
         peak_bytes: change of the device's peak memory.
@@ -173,7 +173,7 @@ class SingleChange:
     device: str
     operator: str
     fmt: str
-    judged: Evaluation = field(repr=False)
+    evaluation: Evaluation = field(repr=False)
     seconds: float
     computing: float
     peak_bytes: int | None
@@ -201,18 +201,18 @@ def single_change(
     part = problem.classes[name]
     (operator,) = _one(answer, operator, name)
     together = next((list(group) for group in problem.tied if operator in group), [operator])
-    judge = PlanEvaluator(problem, answer.plans, answer.judged.codecs)
-    now = judge.judged()
+    evaluator = PlanEvaluator(problem, answer.plans, answer.evaluation.codecs)
+    now = evaluator.evaluate()
     result = []
     for fmt in sorted(part.choices[operator], key=width):
         changed = [
             op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]
         ]
         for op in changed:
-            judge.set(name, op, fmt)
-        then = judge.judged()
+            evaluator.set(name, op, fmt)
+        then = evaluator.evaluate()
         for _ in changed:
-            judge.undo()
+            evaluator.undo()
         result.append(_step(answer, name, operator, fmt, now, then))
     return result
 
@@ -316,7 +316,7 @@ def pareto(
     calmest = allocator.allocate(replace(free, least="variance"))
     say("that of least variance")
     result = [fastest, calmest]
-    first, last = fastest.judged.seconds, calmest.judged.seconds
+    first, last = fastest.evaluation.seconds, calmest.evaluation.seconds
     for index in range(1, points - 1):
         seconds = first + (last - first) * index / (points - 1)
         # Plans exist between both ends. If the allocator misses a point, the other points are
@@ -329,10 +329,12 @@ def pareto(
 
 
 def _undominated(result: list[PlanResult]) -> list[PlanResult]:
-    ordered = sorted(result, key=lambda answer: (answer.judged.seconds, answer.judged.variance))
+    ordered = sorted(
+        result, key=lambda answer: (answer.evaluation.seconds, answer.evaluation.variance)
+    )
     saved: list[PlanResult] = []
     for answer in ordered:
-        if not saved or answer.judged.variance < saved[-1].judged.variance:
+        if not saved or answer.evaluation.variance < saved[-1].evaluation.variance:
             saved.append(answer)
     return saved
 
@@ -363,13 +365,13 @@ def what_if(
             )
         requested |= {operator: part.called(operator, fmt) for operator in operators}
     plans = {**answer.plans, name: requested}
-    result = evaluate_plan(problem, plans, answer.judged.codecs)
+    result = evaluate_plan(problem, plans, answer.evaluation.codecs)
     over = result.exceeds(problem)
     notes = (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
     return replace(
         answer,
         plans=plans,
-        judged=result,
+        evaluation=result,
         bound=answer.bound,
         took=0.0,
         iterations=(),
@@ -382,7 +384,7 @@ def what_if(
 def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
     """Return a table of allocators, in order, with the limits that each exceeds."""
     answers = [item.answer for item in compared if item.answer is not None]
-    classes = list(answers[0].judged.classes) if answers else []
+    classes = list(answers[0].evaluation.classes) if answers else []
     of_classes = [f"{subject} {name}" for name in classes for subject in ("waiting", "memory")]
     columns = [
         "allocator",
@@ -405,17 +407,17 @@ def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
 
 
 def _compared(item: AllocatorComparison, answer: PlanResult) -> list[str]:
-    judged = answer.judged
-    cells = [duration(judged.seconds), _samples(answer)]
-    for figures in judged.classes.values():
+    evaluation = answer.evaluation
+    cells = [duration(evaluation.seconds), _samples(answer)]
+    for figures in evaluation.classes.values():
         cells += [duration(figures.waiting), _bytes(figures.peak_bytes)]
     gap = "" if item.gap is None else f"{item.gap:.2%}"
     return [
         *cells,
-        f"{judged.variance:.4g}",
+        f"{evaluation.variance:.4g}",
         gap,
         f"{answer.took:.2f} s",
-        _limits(judged.exceeds(answer.problem)),
+        _limits(evaluation.exceeds(answer.problem)),
     ]
 
 
@@ -439,25 +441,25 @@ def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
 def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
     """Return a table of the costs of two plans and their differences."""
     table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
-    for name, (first, second, shown) in _figures(before.judged, after.judged).items():
+    for name, (first, second, shown) in _figures(before.evaluation, after.evaluation).items():
         change = _more(None if first is None or second is None else second - first, shown)
         table.add_row(
             Text(name),
             *("?" if value is None else shown(value) for value in (first, second)),
             change,
         )
-    over = after.judged.exceeds(after.problem)
+    over = after.evaluation.exceeds(after.problem)
     return Group(table, Text(f"exceeds limits: {_limits(over)}" if over else "all limits are kept"))
 
 
 def front_table(front: ParetoFront) -> RenderableType:
     """Return a table of the front, fastest first, then uniform plans, then the chosen plan."""
-    judged = front.points[0].judged
+    evaluation = front.points[0].evaluation
     columns = [
         "plan",
         "a step",
         "variance",
-        *(f"memory {name}" for name in judged.classes),
+        *(f"memory {name}" for name in evaluation.classes),
         "limits",
     ]
     table = table_of(columns, right=columns[1:-1])
@@ -465,12 +467,12 @@ def front_table(front: ParetoFront) -> RenderableType:
     named += [(f"uniform {fmt}", answer) for fmt, answer in front.uniform.items()]
     named += [("chosen", front.chosen)] if front.chosen is not None else []
     for name, answer in named:
-        peaks = (_bytes(figures.peak_bytes) for figures in answer.judged.classes.values())
-        limits = _limits(answer.judged.exceeds(answer.problem))
+        peaks = (_bytes(figures.peak_bytes) for figures in answer.evaluation.classes.values())
+        limits = _limits(answer.evaluation.exceeds(answer.problem))
         table.add_row(
             Text(name),
-            duration(answer.judged.seconds),
-            f"{answer.judged.variance:.4g}",
+            duration(answer.evaluation.seconds),
+            f"{answer.evaluation.variance:.4g}",
             *peaks,
             Text(limits),
         )
@@ -524,6 +526,6 @@ def _bytes(peak: int | None) -> str:
 def _samples(answer: PlanResult) -> str:
     devices = answer.problem.cluster.devices.values()
     batches = [device.batch * device.count for device in devices if device.batch is not None]
-    if len(batches) < len(devices) or not answer.judged.seconds:
+    if len(batches) < len(devices) or not answer.evaluation.seconds:
         return "?"
-    return f"{sum(batches) / answer.judged.seconds:.4g}"
+    return f"{sum(batches) / answer.evaluation.seconds:.4g}"

@@ -60,33 +60,33 @@ LONG: Final = 0.1
 
 def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
     """Yield notes on binding limits, communication, unhelpful devices and wide operators."""
-    judge = PlanEvaluator(answer.problem, answer.plans, answer.judged.codecs)
+    evaluator = PlanEvaluator(answer.problem, answer.plans, answer.evaluation.codecs)
     yield from _binding(answer)
     yield from _waiting(answer)
     if answer.codecs and (size := answer.problem.cluster.nodes.ranks) > 1:
         yield PlanNote(PlanNoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
-    yield from _joining(answer, judge)
+    yield from _joining(answer, evaluator)
     for name in answer.problem.open:
-        yield from _not_faster(answer, judge, name)
+        yield from _not_faster(answer, evaluator, name)
 
 
 def _binding(answer: PlanResult) -> Iterator[PlanNote]:
     """Yield the limits that the plan nearly reaches, unless a minimized variance is already 0."""
-    problem, judged = answer.problem, answer.judged
+    problem, evaluation = answer.problem, answer.evaluation
     if problem.least == "variance" and not any(
-        judged.classes[name].variance for name in problem.open
+        evaluation.classes[name].variance for name in problem.open
     ):
         return
     values = [
-        ("", "seconds", judged.seconds, problem.seconds),
-        ("", "variance", judged.variance, problem.variance),
+        ("", "seconds", evaluation.seconds, problem.seconds),
+        ("", "variance", evaluation.variance, problem.variance),
     ]
     for name in problem.open:
         values.append(
             (
                 name,
                 "memory",
-                float(judged.classes[name].peak_bytes or 0),
+                float(evaluation.classes[name].peak_bytes or 0),
                 problem.classes[name].memory,
             )
         )
@@ -100,21 +100,21 @@ def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
     cluster = answer.problem.cluster
     if answer.problem.coding is not None or cluster.ranks == cluster.nodes.ranks:
         return
-    for name, figures in answer.judged.classes.items():
-        if figures.sending > LONG * answer.judged.seconds:
+    for name, figures in answer.evaluation.classes.items():
+        if figures.sending > LONG * answer.evaluation.seconds:
             yield PlanNote(
                 PlanNoteKind.WAITS,
                 name,
-                numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds},
+                numbers={"seconds": figures.sending, "of a step of": answer.evaluation.seconds},
             )
 
 
-def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
+def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]:
     """Yield whether each open class raises the throughput; batches count as equal if unknown."""
     problem = answer.problem
     if len(problem.classes) == 1:
         return
-    rate = _samples(problem, list(problem.classes)) / answer.judged.seconds
+    rate = _samples(problem, list(problem.classes)) / answer.evaluation.seconds
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
         if (
@@ -125,7 +125,7 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
         alone = replace(
             problem.cluster, devices={other: problem.cluster.devices[other] for other in others}
         )
-        owned = {other: judge.schedules()[other] for other in others}
+        owned = {other: evaluator.schedules()[other] for other in others}
         coding = problem.coding
         settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
         seconds = float(simulate(owned, alone, settings).step.seconds)
@@ -144,16 +144,16 @@ def _samples(problem: Problem, names: list[str]) -> float:
     )
 
 
-def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator[PlanNote]:
+def _not_faster(answer: PlanResult, evaluator: PlanEvaluator, name: str) -> Iterator[PlanNote]:
     """Yield the operators in a wide format for which no narrower format is faster on the device."""
-    part, before = answer.problem.classes[name], judge.computing(name)
+    part, before = answer.problem.classes[name], evaluator.computing(name)
     for operator, requested in answer.plans[name].items():
         narrower = [fmt for fmt in part.choices[operator] if width(fmt) < width(requested)]
         more = {}
         for fmt in narrower:
-            judge.set(name, operator, fmt)
-            more[fmt] = judge.computing(name) - before
-            judge.undo()
+            evaluator.set(name, operator, fmt)
+            more[fmt] = evaluator.computing(name) - before
+            evaluator.undo()
         if more and min(more.values()) >= 0:
             best = min(more, key=lambda fmt: more[fmt])
             yield PlanNote(
@@ -232,8 +232,9 @@ def find_plan(
         profile: profile of the device, or of each device class by name: a `Profile`, the path of
             its file, or `DeviceTimes` of the catalog.
         cluster: devices and links, or the path of their TOML file; not needed for one device.
-        objective: "hybrid": least variance of the gradients with a step of at most `target`, with
-            the fastest of several classes fixed to its widest format. "fastest": least seconds per
+        objective: "hybrid": least variance of the gradients with a step of at most `target`. With
+            several classes, the one that computes fastest in its widest format is fixed to that
+            format, unless it lacks the memory. "fastest": least seconds per
             step with at most the variance `budget`. "recover": least variance on all classes with a
             step of at most the time in mixed precision. Other names are those of
             `qsync_fx.allocator.objectives`.
@@ -253,7 +254,7 @@ def find_plan(
             plan)`. Default: none.
         margin: relative slowdown that is assumed for devices open to choice, so that others need
             not wait when a step is slower than predicted. Default: with several classes, the spread
-            of measured steps, at least 2%; 0 for catalog devices. Dropped if no plan leaves the
+            of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no plan leaves the
             margin.
         model: the model, if a profiled device is this machine. The plan is then run, the profile
             corrected by the measurement and the plan computed again, until prediction and
@@ -281,7 +282,7 @@ def find_plan(
         shares = margins(problem, available, wishes.margin)
         answer = with_margin(problem, shares, wishes.seconds_limit, chosen)
         if not answer.fits:
-            raise unfit(problem, [answer.judged])
+            raise unfit(problem, [answer.evaluation])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))
 
     if model is None:
@@ -326,7 +327,7 @@ def cache_plan(profile: Profile) -> pathlib.Path:
     uniform = evaluate_plan(answer.problem, answer.problem.uniform(within))
     operators = dict(answer.plans[name])
     result = CachedPlan(
-        profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators
+        profile.machine, model, within, answer.evaluation.seconds, uniform.seconds, operators
     )
     path = folder(model.structure) / f"{_name(profile)}.json"
     try:

@@ -56,10 +56,10 @@ class Uniform:
                 f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, available)
             )
         tried = available.values() if self.fmt is None else [available[self.fmt]]
-        plans, judged = best(problem, tried)
+        plans, evaluation = best(problem, tried)
         took = time.perf_counter() - began
         return PlanResult(
-            problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged)
+            problem, plans, evaluation, self.name, took=took, notes=exceeded(problem, evaluation)
         )
 
 
@@ -74,10 +74,10 @@ class FullPrecision:
     def allocate(self, problem: Problem) -> PlanResult:
         """Return the plan, which may exceed limits."""
         began = time.perf_counter()
-        plans, judged = best(problem, [full(problem)])
+        plans, evaluation = best(problem, [full(problem)])
         took = time.perf_counter() - began
         return PlanResult(
-            problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged)
+            problem, plans, evaluation, self.name, took=took, notes=exceeded(problem, evaluation)
         )
 
 
@@ -89,16 +89,16 @@ def full(problem: Problem) -> Plans:
 
 def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
     """Return the best plan that meets the limits; if none does, the plan with the least excess."""
-    judge = PlanEvaluator(problem, problem.uniform())
-    result = [(plans, judge.become(plans)) for plans in tried]
+    evaluator = PlanEvaluator(problem, problem.uniform())
+    result = [(plans, evaluator.set_plans(plans)) for plans in tried]
     return min(
         result, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds)
     )
 
 
-def exceeded(problem: Problem, judged: Evaluation) -> tuple[PlanNote, ...]:
+def exceeded(problem: Problem, evaluation: Evaluation) -> tuple[PlanNote, ...]:
     """Return the note on exceeded limits, if any."""
-    over = judged.exceeds(problem)
+    over = evaluation.exceeds(problem)
     return (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
 
 
@@ -180,8 +180,8 @@ def _ordered(problem: Problem, indicator: Indicator, name: str) -> PlanResult:
     try:
         return PrecisionRecovery(indicator, name).allocate(problem)
     except PlanError:
-        plans, judged = best(problem, uniforms(problem).values())
-        return PlanResult(problem, plans, judged, name, notes=exceeded(problem, judged))
+        plans, evaluation = best(problem, uniforms(problem).values())
+        return PlanResult(problem, plans, evaluation, name, notes=exceeded(problem, evaluation))
 
 
 Resized = Callable[[str, int], DeviceClass]
@@ -258,7 +258,7 @@ class _Sized:
         key, before = (name, batch), self.asked.classes[name]
         if key not in self._known:
             result = self._resized(name, batch)
-            self._known[key] = replace(result, memory=before.memory, kept=before.kept)
+            self._known[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
         return self._known[key]
 
     def figures(self, name: str, batch: int) -> tuple[float, float]:
@@ -267,8 +267,8 @@ class _Sized:
         if key not in self._figures:
             # The time and memory of one class do not depend on the batches of the others.
             now = self.problem({**_batches(self.asked), name: batch})
-            judge = PlanEvaluator(now, full(now))
-            self._figures[key] = judge.computing(name), float(judge.peak(name) or 0)
+            evaluator = PlanEvaluator(now, full(now))
+            self._figures[key] = evaluator.computing(name), float(evaluator.peak(name) or 0)
         return self._figures[key]
 
     def holds(self, name: str, batch: int) -> bool:

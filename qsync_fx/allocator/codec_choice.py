@@ -48,19 +48,19 @@ class CodecOptions:
 
     Attributes:
         alone: seconds of each bucket as DistributedDataParallel sends it.
-        alone_beside: seconds by which such a bucket delays computation.
+        alone_delays: seconds by which such a bucket delays computation.
         coded: transfer by bucket and codec; empty, like the next three, if there is no choice.
         seconds: seconds of the transfer by bucket and codec.
-        beside: seconds by which the transfer delays computation, by bucket and codec.
+        delays: seconds by which the transfer delays computation, by bucket and codec.
         variance: variance that a codec adds to the mean gradient, by bucket and codec.
         parameters: coded parameters of each bucket; small parameters are not coded.
     """
 
     alone: tuple[float, ...]
-    alone_beside: tuple[float, ...]
+    alone_delays: tuple[float, ...]
     coded: tuple[Mapping[str, CompressedTransfer], ...] = ()
     seconds: tuple[Mapping[str, float], ...] = ()
-    beside: tuple[Mapping[str, float], ...] = ()
+    delays: tuple[Mapping[str, float], ...] = ()
     variance: tuple[Mapping[str, float], ...] = ()
     parameters: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
@@ -80,7 +80,7 @@ class CodecOptions:
 
     def computed_later(self, codecs: Codecs) -> list[float]:
         """Return the seconds by which each bucket delays computation."""
-        return self._under(codecs, self.alone_beside, self.beside)
+        return self._under(codecs, self.alone_delays, self.delays)
 
     def added(self, codecs: Codecs) -> float:
         """Return the variance that a choice adds to the mean gradient."""
@@ -120,9 +120,9 @@ def options_of(
             shapes.
     """
     cluster, coding = problem.cluster, problem.coding
-    alone, alone_beside = _taken(cluster, buckets)
+    alone, alone_delays = _taken(cluster, buckets)
     if coding is None or not buckets:
-        return CodecOptions(alone, alone_beside)
+        return CodecOptions(alone, alone_delays)
     available = {parameter.path: parameter for parameter in parameters}
     left = small(parameters)
     tables: list[dict[str, CompressedTransfer]] = []
@@ -155,7 +155,7 @@ def options_of(
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
     return CodecOptions(
         alone,
-        alone_beside,
+        alone_delays,
         tuple(tables),
         tuple(seconds),
         tuple(neighbours),

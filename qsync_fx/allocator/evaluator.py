@@ -267,7 +267,7 @@ class PlanEvaluator:
         """Undo the last change that is not undone yet."""
         self._change(*self._undo.pop())
 
-    def become(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
+    def set_plans(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
         """Switch to other plans, and codecs if given, and return their evaluation.
 
         The switch clears the undo history.
@@ -288,7 +288,7 @@ class PlanEvaluator:
                 for operator, fmt in changes.items():
                     self._change(name, operator, fmt)
         self._undo.clear()
-        return self.judged()
+        return self.evaluate()
 
     @property
     def plans(self) -> dict[str, dict[str, str]]:
@@ -373,7 +373,7 @@ class PlanEvaluator:
         }
         return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
 
-    def judged(self) -> Evaluation:
+    def evaluate(self) -> Evaluation:
         """Return all metrics of the current plans."""
         result = self.timeline
         figures = {
@@ -444,7 +444,7 @@ def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation
 
 def evaluate_plan(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
     """Return the metrics of plans of all classes; gradients are in FP32 if no codecs are given."""
-    return PlanEvaluator(problem, plans, codecs).judged()
+    return PlanEvaluator(problem, plans, codecs).evaluate()
 
 
 def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:

@@ -112,15 +112,17 @@ def with_margin(
             PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share})
             for name, share in shares.items()
         )
-        result = evaluate_plan(problem, answer.plans, answer.judged.codecs)
+        result = evaluate_plan(problem, answer.plans, answer.evaluation.codecs)
         if not result.exceeds(problem):
-            return replace(answer, problem=problem, judged=result, notes=(*notes, *answer.notes))
+            return replace(
+                answer, problem=problem, evaluation=result, notes=(*notes, *answer.notes)
+            )
     return chosen.allocate(problem)
 
 
 def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
     """Return the error on the limits that the nearest plan exceeds, with a remedy."""
-    nearest = min(tried, key=lambda judged: excess(problem, judged))
+    nearest = min(tried, key=lambda evaluation: excess(problem, evaluation))
     over = nearest.exceeds(problem)
     parts = [
         f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}, {_value(subject, by)} more"
@@ -137,11 +139,11 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
     )
 
 
-def excess(problem: Problem, judged: Evaluation) -> float:
+def excess(problem: Problem, evaluation: Evaluation) -> float:
     """Return the relative excess over the limits, summed over all limits."""
     return sum(
         by / limit(problem, subject) if limit(problem, subject) else float("inf")
-        for subject, by in judged.exceeds(problem).items()
+        for subject, by in evaluation.exceeds(problem).items()
     )
 
 

@@ -175,7 +175,7 @@ def settled(
 
 def _held_too_much(ran: PlanResult, names: Iterable[str]) -> bool:
     """Return whether a measured run exceeded the memory limit of a class in `names`."""
-    exceeded = ran.judged.exceeds(ran.problem)
+    exceeded = ran.evaluation.exceeds(ran.problem)
     return any(f"memory {name}" in exceeded for name in names)
 
 
@@ -185,7 +185,7 @@ def _trial(
     """Return predicted and measured costs of a plan on a class; `ran` is the result as measured."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
-    foreseen, live = (item.judged.classes[name].peak_bytes for item in (answer, ran))
+    foreseen, live = (item.evaluation.classes[name].peak_bytes for item in (answer, ran))
     return Trial(
         name,
         PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
@@ -218,7 +218,9 @@ def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> P
         for name, profile in ran.items()
     }
     problem = replace(again.problem, classes={**again.problem.classes, **owned})
-    result = evaluate_plan(problem, plans, again.judged.codecs)
+    result = evaluate_plan(problem, plans, again.evaluation.codecs)
     available = again.bound if problem.least == "variance" else None
     bound = available if available is not None and available <= result.variance else None
-    return replace(again, problem=problem, plans=plans, judged=result, bound=bound, iterations=())
+    return replace(
+        again, problem=problem, plans=plans, evaluation=result, bound=bound, iterations=()
+    )

@@ -79,8 +79,8 @@ def check_picture(path: Path) -> str:
 def front_svg(front: ParetoFront) -> str:
     """Return the plot as SVG text."""
     answers = [*front.points, *front.uniform.values(), *([front.chosen] if front.chosen else [])]
-    across = _seconds([answer.judged.seconds for answer in answers])
-    up = _variances([answer.judged.variance for answer in answers])
+    across = _seconds([answer.evaluation.seconds for answer in answers])
+    up = _variances([answer.evaluation.variance for answer in answers])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" width="{_WIDE}" height="{_HIGH}">',
         f"<style>{_STYLE}</style>",
@@ -201,11 +201,9 @@ def _label(
 
 
 def _place(answer: PlanResult, across: _Axis, up: _Axis) -> tuple[float, float]:
-    return across.at(answer.judged.seconds), up.at(answer.judged.variance)
+    return across.at(answer.evaluation.seconds), up.at(answer.evaluation.variance)
 
 
 def _title(name: str, answer: PlanResult) -> str:
-    text = (
-        f"{name}: {duration(answer.judged.seconds)} a step, variance {answer.judged.variance:.4g}"
-    )
+    text = f"{name}: {duration(answer.evaluation.seconds)} a step, variance {answer.evaluation.variance:.4g}"
     return f"<title>{html.escape(text)}</title>"

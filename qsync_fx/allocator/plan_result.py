@@ -122,13 +122,13 @@ class SolverIteration:
     """One solve of an allocator's own model, and the evaluation of its plan.
 
     Attributes:
-        judged: metrics of the plan by `PlanEvaluator`.
+        evaluation: metrics of the plan by `PlanEvaluator`.
         bound: lower bound of the objective within the allocator's model.
         fits: whether the plan meets all limits by `PlanEvaluator`.
         learned: whether the evaluation revealed costs that the model lacked.
     """
 
-    judged: Evaluation
+    evaluation: Evaluation
     bound: float
     fits: bool
     learned: bool
@@ -164,12 +164,12 @@ class Trial:
 class PlanResult:
     """Plans that an allocator chose, with their evaluation.
 
-    Codecs are in `judged` by bucket, and in `codecs` by parameter.
+    Codecs are in `evaluation` by bucket, and in `codecs` by parameter.
 
     Attributes:
         problem: the planning problem.
         plans: format of each operator, for all classes.
-        judged: metrics of the plans.
+        evaluation: metrics of the plans.
         allocator: name of the allocator.
         bound: lower bound of the objective over all plans by `PlanEvaluator`; None if unknown.
         took: runtime of the allocator in seconds.
@@ -182,7 +182,7 @@ class PlanResult:
 
     problem: Problem = field(repr=False, compare=False)
     plans: Plans = field(repr=False)
-    judged: Evaluation
+    evaluation: Evaluation
     allocator: str
     bound: float | None = None
     took: float = field(default=0.0, compare=False)
@@ -197,7 +197,7 @@ class PlanResult:
     @property
     def value(self) -> float:
         """Value of the objective."""
-        return self.judged.value(self.problem)
+        return self.evaluation.value(self.problem)
 
     @property
     def gap(self) -> float | None:
@@ -209,12 +209,12 @@ class PlanResult:
     @property
     def fits(self) -> bool:
         """Whether all limits are met."""
-        return not self.judged.exceeds(self.problem)
+        return not self.evaluation.exceeds(self.problem)
 
     @property
     def codecs(self) -> Mapping[str, str]:
         """Codec of each parameter whose gradient is not sent in FP32, by parameter name."""
-        return self.judged.sent
+        return self.evaluation.sent
 
     def plan(self, name: str | None = None) -> Plan:
         """Return the plan of a class; by default of the only open class.
@@ -231,8 +231,8 @@ class PlanResult:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
         gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
         figures = {
-            "seconds": f"{self.judged.seconds:.6g}",
-            "variance": f"{self.judged.variance:.6g}",
+            "seconds": f"{self.evaluation.seconds:.6g}",
+            "variance": f"{self.evaluation.variance:.6g}",
             **gap,
         }
         if self.ran is not None:
@@ -242,7 +242,7 @@ class PlanResult:
         if conditions := self.problem.classes[name].conditions:
             figures["measured with"] = conditions
         foreseen = PredictedCost.of(
-            self.judged.classes[name], self.problem.classes[name].memory
+            self.evaluation.classes[name], self.problem.classes[name].memory
         ).notes()
         return Plan(
             operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen}
@@ -280,7 +280,7 @@ class PlanResult:
         devices = ", ".join(
             f"{device.count} {name}" for name, device in self.problem.cluster.devices.items()
         )
-        step, variance = duration(self.judged.seconds), f"{self.judged.variance:.4g}"
+        step, variance = duration(self.evaluation.seconds), f"{self.evaluation.variance:.4g}"
         return (
             f"PlanResult({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
         )
@@ -337,9 +337,9 @@ def answer_table(answer: PlanResult) -> RenderableType:
 
 
 def _head(answer: PlanResult) -> list[str]:
-    judged, problem = answer.judged, answer.problem
+    evaluation, problem = answer.evaluation, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
-    result = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
+    result = [f"{duration(evaluation.seconds)} a step{limit}, variance {evaluation.variance:.4g}"]
     available = "no bound is known" + (" of a plan as it ran" if answer.ran is not None else "")
     if answer.bound is not None:
         unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
@@ -363,7 +363,7 @@ def _classes(answer: PlanResult) -> RenderableType:
         *formats,
     ]
     table = table_of(columns, right=columns[1:])
-    for name, figures in answer.judged.classes.items():
+    for name, figures in answer.evaluation.classes.items():
         limit = answer.problem.classes[name].memory
         peak = "?" if figures.peak_bytes is None else short(figures.peak_bytes, "B")
         counts = Counter(answer.plans[name].values())
@@ -380,12 +380,12 @@ def _classes(answer: PlanResult) -> RenderableType:
 
 def _coding(answer: PlanResult) -> Iterator[str]:
     """Yield lines on the codecs of gradients, if there was a choice."""
-    judged, coding = answer.judged, answer.problem.coding
+    evaluation, coding = answer.evaluation, answer.problem.coding
     if coding is None:
         return
-    counts = Counter(judged.codecs)
+    counts = Counter(evaluation.codecs)
     kinds = ", ".join(f"{counts[codec]} in {codec}" for codec in coding.codecs if counts[codec])
-    yield f"buckets of gradients: {kinds}; codecs add {judged.coding:.4g} of the variance"
+    yield f"buckets of gradients: {kinds}; codecs add {evaluation.coding:.4g} of the variance"
     yield f"how fast they code is {coding.rates.source}"
 
 

@@ -38,7 +38,7 @@ class DeviceClass:
         times: operator times on these devices.
         sensitivity: contribution of each operator to the variance of the gradients.
         formats: formats that a plan may request; the model graph must support each of them.
-        kept: fixed plan of the class; None if the class is open to choice.
+        fixed_plan: fixed plan of the class; None if the class is open to choice.
         training: memory of a step outside both passes; None if unknown, then peaks are unknown,
             too.
         memory: limit of the peak memory of a step in bytes; None for no limit.
@@ -50,7 +50,7 @@ class DeviceClass:
     times: Times = field(repr=False)
     sensitivity: Sensitivity = field(repr=False)
     formats: tuple[str, ...]
-    kept: Asked | None = field(default=None, repr=False)
+    fixed_plan: Asked | None = field(default=None, repr=False)
     training: TrainingMemory | None = field(default_factory=TrainingMemory)
     memory: float | None = None
     anchors: tuple[Anchor, ...] = field(default=(), repr=False)
@@ -180,7 +180,7 @@ class Problem:
     @cached_property
     def open(self) -> tuple[str, ...]:
         """Names of the classes that are open to choice."""
-        return tuple(name for name, item in self.classes.items() if item.kept is None)
+        return tuple(name for name, item in self.classes.items() if item.fixed_plan is None)
 
     def weight(self, name: str) -> float:
         """Return the weight of a class's per-device variance in the mean gradient's."""
@@ -194,7 +194,7 @@ class Problem:
 
     def completed(self, plans: Plans) -> dict[str, Asked]:
         """Return plans of all classes, given plans of the open ones."""
-        saved = {name: item.kept for name, item in self.classes.items()}
+        saved = {name: item.fixed_plan for name, item in self.classes.items()}
         return {name: plans[name] if owned is None else owned for name, owned in saved.items()}
 
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:

@@ -155,7 +155,7 @@ class _Tried:
 
 
 def initial(
-    part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvaluator, name: str
+    part: DeviceClass, units: Sequence[DecisionGroup], evaluator: PlanEvaluator, name: str
 ) -> Asked:
     """Return the fastest plan in which each part of the model stays within its memory share.
 
@@ -166,17 +166,17 @@ def initial(
     Args:
         part: the device class.
         units: its decision groups.
-        judge: evaluator with all groups in their narrowest formats.
+        evaluator: evaluator with all groups in their narrowest formats.
         name: name of the class.
     """
     lowest = {unit: unit.formats[0] for unit in units}
     searched = [(equal, _tried(part, equal.first, lowest)) for equal in parts(part.graph, units)]
     if part.memory is None:
         return spread(_chosen(searched, lowest, None))
-    room = part.memory - (judge.peak(name) or 0)
+    room = part.memory - (evaluator.peak(name) or 0)
     for share in _SHRINKS:
         result = spread(_chosen(searched, lowest, max(0.0, room) * share))
-        if _peak(judge, name, result) <= part.memory:
+        if _peak(evaluator, name, result) <= part.memory:
             return result
     return spread(lowest)
 
@@ -250,15 +250,15 @@ def _set(mapper: CostMapper, unit: DecisionGroup, fmt: str) -> None:
         mapper.set(operator, fmt)
 
 
-def _peak(judge: PlanEvaluator, name: str, requested: Asked) -> float:
+def _peak(evaluator: PlanEvaluator, name: str, requested: Asked) -> float:
     """Return the peak memory under a plan; the evaluator is restored."""
-    before = judge.plans[name]
+    before = evaluator.plans[name]
     changed = [operator for operator, fmt in requested.items() if before[operator] != fmt]
     for operator in changed:
-        judge.set(name, operator, requested[operator])
-    peak = judge.peak(name) or 0
+        evaluator.set(name, operator, requested[operator])
+    peak = evaluator.peak(name) or 0
     for _ in changed:
-        judge.undo()
+        evaluator.undo()
     return peak
 
 
@@ -270,7 +270,7 @@ _Entry = tuple[float, int, str]
 
 
 def recover(
-    judge: PlanEvaluator,
+    evaluator: PlanEvaluator,
     units: Mapping[str, Sequence[DecisionGroup]],
     indicator: Indicator,
     enough: Callable[[], bool] = lambda: False,
@@ -282,12 +282,12 @@ def recover(
     the group returns to the heap with its next format.
 
     Args:
-        judge: evaluator with the initial plans; it is modified.
+        evaluator: evaluator with the initial plans; it is modified.
         units: decision groups of each open class.
         indicator: Omega, the order of the heaps.
         enough: called after each accepted change; true ends the recovery.
     """
-    requested = judge.plans
+    requested = evaluator.plans
 
     def next_of(name: str, index: int) -> list[_Entry]:
         unit = units[name][index]
@@ -313,8 +313,8 @@ def recover(
             _, index, fmt = heapq.heappop(heap)
             changed = units[name][index].operators
             for operator in changed:
-                judge.set(name, operator, fmt)
-            if judge.fits():
+                evaluator.set(name, operator, fmt)
+            if evaluator.fits():
                 requested[name].update(dict.fromkeys(changed, fmt))
                 for entry in next_of(name, index):
                     heapq.heappush(heap, entry)
@@ -322,7 +322,7 @@ def recover(
                     return
             else:
                 for _ in changed:
-                    judge.undo()
+                    evaluator.undo()
 
 
 @dataclass(frozen=True)
@@ -347,9 +347,9 @@ class PrecisionRecovery:
         search = _Search(
             problem, self.indicator or (lambda name, op, fmt: problem.classes[name].omega(op, fmt))
         )
-        plans, judged = search.best()
+        plans, evaluation = search.best()
         took = time.perf_counter() - began
-        return PlanResult(problem, plans, judged, self.name, took=took)
+        return PlanResult(problem, plans, evaluation, self.name, took=took)
 
 
 class _Search:
@@ -360,39 +360,39 @@ class _Search:
         }
         # If time is the objective, recovery starts above the variance limit and lowers the
         # variance.
-        self.judge = PlanEvaluator(replace(problem, variance=None), self._narrowest())
+        self.evaluator = PlanEvaluator(replace(problem, variance=None), self._narrowest())
 
     def best(self) -> tuple[Plans, Evaluation]:
         """Return the best plan over all starts; raise `PlanError` if no plan meets the limits."""
         result = [self._recovered(self._fastest())]
         for start in self._uniform():
-            judged = self.judge.become(start)
+            evaluation = self.evaluator.set_plans(start)
             available = min((_order(self.problem, each) for _, each in result))
-            if _order(self.problem, judged) < available:
-                result += [(start, judged), self._recovered(start)]
-        plans, judged = min(result, key=lambda pair: _order(self.problem, pair[1]))
-        if judged.exceeds(self.problem):
+            if _order(self.problem, evaluation) < available:
+                result += [(start, evaluation), self._recovered(start)]
+        plans, evaluation = min(result, key=lambda pair: _order(self.problem, pair[1]))
+        if evaluation.exceeds(self.problem):
             raise unfit(self.problem, [each for _, each in result])
-        return plans, judged
+        return plans, evaluation
 
     def _recovered(self, start: Plans) -> tuple[Plans, Evaluation]:
-        judge, problem = self.judge, self.problem
-        judge.become(start)
-        if judge.fits():
+        evaluator, problem = self.evaluator, self.problem
+        evaluator.set_plans(start)
+        if evaluator.fits():
 
             def enough() -> bool:
                 return problem.least == "seconds" and (
-                    problem.variance is None or judge.variance <= problem.variance
+                    problem.variance is None or evaluator.variance <= problem.variance
                 )
 
             if not enough():
-                recover(judge, self.units, self.indicator, enough)
-        return judge.plans, judge.judged()
+                recover(evaluator, self.units, self.indicator, enough)
+        return evaluator.plans, evaluator.evaluate()
 
     def _fastest(self) -> Plans:
         problem = self.problem
         result = {
-            name: initial(problem.classes[name], owned, self.judge, name)
+            name: initial(problem.classes[name], owned, self.evaluator, name)
             for name, owned in self.units.items()
         }
         return problem.completed(result)
@@ -421,10 +421,10 @@ class _Search:
         return [plans for plans in uniforms(self.problem).values() if fits(plans)]
 
 
-def _order(problem: Problem, judged: Evaluation) -> tuple[float, float, float]:
+def _order(problem: Problem, evaluation: Evaluation) -> tuple[float, float, float]:
     """Return the sort key of plans: limits exceeded, objective, then the other metric."""
-    other = judged.seconds if problem.least == "variance" else judged.variance
-    return (bool(judged.exceeds(problem)), judged.value(problem), other)
+    other = evaluation.seconds if problem.least == "variance" else evaluation.variance
+    return (bool(evaluation.exceeds(problem)), evaluation.value(problem), other)
 
 
 ALLOCATORS: Final = (PrecisionRecovery(),)

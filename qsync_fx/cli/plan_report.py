@@ -187,12 +187,12 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
             "memory": answer.problem.classes[name].memory,
             "variance": figures.variance,
         }
-        for name, figures in answer.judged.classes.items()
+        for name, figures in answer.evaluation.classes.items()
     }
     return {
         "allocator": answer.allocator,
-        "seconds": answer.judged.seconds,
-        "variance": answer.judged.variance,
+        "seconds": answer.evaluation.seconds,
+        "variance": answer.evaluation.variance,
         "least": answer.problem.least,
         "bound": answer.bound,
         "gap": answer.gap,
@@ -200,9 +200,9 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "fits": answer.fits,
         "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
         "ran": answer.ran,
-        "exceeds": answer.judged.exceeds(answer.problem),
+        "exceeds": answer.evaluation.exceeds(answer.problem),
         "codecs": dict(answer.codecs),
-        "coding": answer.judged.coding,
+        "coding": answer.evaluation.coding,
         "classes": classes,
     }
 

@@ -169,7 +169,7 @@ class FleetPlan(ClusterPlan):
 
 def under(plans: PlanResult, now: PlanResult) -> Evaluation:
     """Evaluate the plans of one result under the problem of another."""
-    return evaluate_plan(now.problem, plans.plans, plans.judged.codecs)
+    return evaluate_plan(now.problem, plans.plans, plans.evaluation.codecs)
 
 
 def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:

@@ -347,7 +347,7 @@ class Replanner:
             now = under(old, answer)
             fits = not any(name.startswith("memory") for name in now.exceeds(answer.problem))
             before = ReplanCosts.of(now, old.plans)
-            after = ReplanCosts.of(answer.judged, answer.plans)
+            after = ReplanCosts.of(answer.evaluation, answer.plans)
             reason = self._why_kept(old, answer, before, after, fits)
             if reason:
                 after = None

@@ -51,18 +51,18 @@ def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
     answer = qsync_fx.find_plan(
         known(), fleet(1e4), objective="fastest", budget=1e3, codecs=("qsgd8", "qsgd4")
     )
-    assert set(answer.judged.codecs) <= {"fp32", "qsgd8", "qsgd4"}
+    assert set(answer.evaluation.codecs) <= {"fp32", "qsgd8", "qsgd4"}
     assert answer.codecs
     assert set(answer.codecs.values()) <= {"qsgd8", "qsgd4"}
-    assert answer.judged.coding > 0
+    assert answer.evaluation.coding > 0
     assert "codecs add" in str(answer) and "12 GB/s for copies by one core" in str(answer)
     answer.save(tmp_path / "plan.json")
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.codecs == answer.codecs
     again = qsync_fx.replay(plan, known(), cluster=fleet(1e4))
-    assert again.seconds == pytest.approx(answer.judged.seconds)
+    assert again.seconds == pytest.approx(answer.evaluation.seconds)
     plain = qsync_fx.find_plan(known(), fleet(1e4), objective="fastest", budget=1e3)
-    assert plain.judged.seconds > answer.judged.seconds
+    assert plain.evaluation.seconds > answer.evaluation.seconds
     assert isinstance(plain.as_plan(), Plan)
     assert [note.device for note in plain.notes if note.kind is PlanNoteKind.WAITS] == ["all"]
 
@@ -72,7 +72,7 @@ def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
         known(), fleet(1e14), objective="fastest", budget=1e3, codecs=("qsgd8",)
     )
     assert not answer.codecs
-    assert answer.judged.coding == 0
+    assert answer.evaluation.coding == 0
     assert isinstance(answer.as_plan(), Plan)
     assert not any(note.kind is PlanNoteKind.WAITS for note in answer.notes)
 
@@ -86,9 +86,11 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(
         qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2))
     )  # type: ignore[arg-type]
     assert answer.codecs == flat.codecs
-    assert answer.judged.coding == pytest.approx(flat.judged.coding), "two nodes code two means"
-    heads = 3 * HEADER * len(answer.judged.codecs) / 1e4
-    assert answer.judged.seconds == pytest.approx(flat.judged.seconds + heads, rel=1e-4), (
+    assert answer.evaluation.coding == pytest.approx(flat.evaluation.coding), (
+        "two nodes code two means"
+    )
+    heads = 3 * HEADER * len(answer.evaluation.codecs) / 1e4
+    assert answer.evaluation.seconds == pytest.approx(flat.evaluation.seconds + heads, rel=1e-4), (
         "a node sends what a rank would, by four"
     )
     assert PlanNoteKind.BETWEEN_NODES in {note.kind for note in answer.notes}
@@ -97,7 +99,7 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.notes == {BETWEEN_NODES: "4 ranks"}
     assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(
-        answer.judged.seconds
+        answer.evaluation.seconds
     )
     one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": ClusterDevice(4)}), **wishes)  # type: ignore[arg-type]
     assert not one.codecs

@@ -63,8 +63,8 @@ def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None
     assert set(answer.plans["fast"].values()) == {"fp32"}
     assert [note.device for note in kinds(answer)[PlanNoteKind.KEEPS]] == ["fast"]
     lowest = evaluate_plan(answer.problem, answer.problem.uniform())
-    assert answer.problem.seconds == lowest.seconds >= answer.judged.seconds * (1 - 1e-9)
-    assert answer.judged.variance <= lowest.variance
+    assert answer.problem.seconds == lowest.seconds >= answer.evaluation.seconds * (1 - 1e-9)
+    assert answer.evaluation.variance <= lowest.variance
     assert answer.gap is not None
     assert answer.gap < 1e-3
     # The same with other limits: the seconds of a uniform plan, and seconds themselves.
@@ -74,18 +74,18 @@ def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None
         == evaluate_plan(answer.problem, answer.problem.uniform("bf16")).seconds
     )
     ample = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target=1.0)
-    assert ample.judged.variance == 0
+    assert ample.evaluation.variance == 0
     assert PlanNoteKind.BINDS not in kinds(ample)
 
 
 def test_fastest_stays_within_the_variance_of_a_format() -> None:
     answer = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
     bf16 = evaluate_plan(answer.problem, answer.problem.uniform("bf16"))
-    assert answer.judged.variance <= bf16.variance * (1 + 1e-9)
-    assert answer.judged.seconds <= bf16.seconds
+    assert answer.evaluation.variance <= bf16.variance * (1 + 1e-9)
+    assert answer.evaluation.seconds <= bf16.seconds
     assert qsync_fx.find_plan(MLP, objective="fastest") == answer
     free = qsync_fx.find_plan(MLP, objective="fastest", budget=float("inf"))
-    assert free.judged.seconds <= answer.judged.seconds
+    assert free.evaluation.seconds <= answer.evaluation.seconds
     assert isinstance(answer.as_plan(), Plan)
 
 
@@ -93,8 +93,8 @@ def test_recovery_is_open_on_all_classes() -> None:
     answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, objective="recover")
     assert answer.problem.open == ("fast", "slow")
     mixed = evaluate_plan(answer.problem, answer.problem.uniform("bf16"))
-    assert answer.judged.seconds <= mixed.seconds * (1 + 1e-9)
-    assert answer.judged.variance <= mixed.variance
+    assert answer.evaluation.seconds <= mixed.seconds * (1 + 1e-9)
+    assert answer.evaluation.variance <= mixed.variance
     with pytest.raises(PlanError, match="recovered from is a format"):
         qsync_fx.find_plan(MLP, objective="recover", budget=0.5)
 
@@ -102,11 +102,11 @@ def test_recovery_is_open_on_all_classes() -> None:
 def test_memory_is_a_limit() -> None:
     known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
     free = qsync_fx.find_plan(known, target=1.0)
-    peak = free.judged.classes["t4"].peak_bytes
+    peak = free.evaluation.classes["t4"].peak_bytes
     assert peak
     tight = qsync_fx.find_plan(known, target=1.0, memory={"t4": peak * 0.9})
-    assert (tight.judged.classes["t4"].peak_bytes or 0) <= peak * 0.9
-    assert tight.judged.variance > free.judged.variance
+    assert (tight.evaluation.classes["t4"].peak_bytes or 0) <= peak * 0.9
+    assert tight.evaluation.variance > free.evaluation.variance
     percent = qsync_fx.find_plan(
         known, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%"
     )
@@ -149,7 +149,7 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
     fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
     profiles = {"fast": MLP, "slow": OTHER}
     assert qsync_fx.replay(fleet, profiles, cluster=FLEET).seconds == pytest.approx(
-        fleet.judged.seconds
+        fleet.evaluation.seconds
     )
     compiled = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync")
     given = qsync_fx.find_plan(
@@ -191,7 +191,8 @@ def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
             if fmt != wide[note.operator]:
                 changed = {"cpu": {**wide, note.operator: fmt}}
                 assert (
-                    evaluate_plan(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
+                    evaluate_plan(answer.problem, changed).seconds
+                    >= answer.evaluation.seconds - 1e-12
                 )
 
 

@@ -25,7 +25,7 @@ def of_paper(name: str, count: int, room: float | None = None) -> Problem:
         )
         t4 = replace(problem.classes["t4"], memory=low + room * (high - low))
         problem = replace(problem, classes={**problem.classes, "t4": t4})
-    return replace(problem, seconds=Uniform("int8").allocate(problem).judged.seconds)
+    return replace(problem, seconds=Uniform("int8").allocate(problem).evaluation.seconds)
 
 
 def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
@@ -52,14 +52,14 @@ def test_what_the_paper_orders_by_throughput_is_so(
     name: str, room: float | None, count: int
 ) -> None:
     found = all_of(of_paper(name, count, room), name)
-    seconds = {allocator: answer.judged.seconds for allocator, answer in found.items()}
+    seconds = {allocator: answer.evaluation.seconds for allocator, answer in found.items()}
     for ours in ("milp", "paper"):
         assert found[ours].fits
         assert seconds[ours] <= seconds["uniform-int8"] * (1 + 1e-9)
-        assert found[ours].judged.variance < found["uniform-int8"].judged.variance
+        assert found[ours].evaluation.variance < found["uniform-int8"].evaluation.variance
     assert seconds["dynamic-batches"] < seconds["full-precision"]
     # Where T4 in low precision are no slower than V100 in FP32, nothing is won by smaller batches: as in Tables IV and V.
-    if found["milp"].judged.classes["v100"].waiting < 0.01 * seconds["milp"]:
+    if found["milp"].evaluation.classes["v100"].waiting < 0.01 * seconds["milp"]:
         assert seconds["milp"] < seconds["dynamic-batches"]
 
 

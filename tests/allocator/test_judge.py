@@ -28,7 +28,9 @@ class Known:
 def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
     draw = random.Random(seed)
     return {
-        name: dict(found.kept or {op: draw.choice(known) for op, known in found.choices.items()})
+        name: dict(
+            found.fixed_plan or {op: draw.choice(known) for op, known in found.choices.items()}
+        )
         for name, found in problem.classes.items()
     }
 
@@ -63,9 +65,9 @@ def test_changes_and_changes_undone_are_as_a_new_judge() -> None:
         judge.set("slow", operator, draw.choice(choices[operator]))
         if draw.random() < 0.4:
             judge.undo()
-        assert judge.judged() == evaluate_plan(problem, judge.plans)
+        assert judge.evaluate() == evaluate_plan(problem, judge.plans)
     other = drawn(problem, 3)
-    assert judge.become(other) == evaluate_plan(problem, other)
+    assert judge.set_plans(other) == evaluate_plan(problem, other)
     assert judge.plans == other
 
 
@@ -136,4 +138,4 @@ def test_problems_that_are_none() -> None:
     with pytest.raises(PlanError, match="what a step holds is not known"):
         replace(part, memory=1e9, training=None)
     with pytest.raises(PlanError, match="open to choice"):
-        Problem({"device": replace(part, kept=part.uniform("fp32"))}, alone("mlp").cluster)
+        Problem({"device": replace(part, fixed_plan=part.uniform("fp32"))}, alone("mlp").cluster)

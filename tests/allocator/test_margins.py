@@ -76,11 +76,11 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
     assert evaluate_plan(
         slowed(answer.problem, {"slow": share}), all_of_it.plans
     ).seconds > limit * (1 + 1e-9)
-    assert answer.judged == evaluate_plan(answer.problem, answer.plans)
+    assert answer.evaluation == evaluate_plan(answer.problem, answer.plans)
     assert answer.fits
     assert (
-        all_of_it.judged.variance
-        < answer.judged.variance
+        all_of_it.evaluation.variance
+        < answer.evaluation.variance
         < evaluate_plan(answer.problem, answer.problem.uniform()).variance
     )
     assert PlanNoteKind.LEAVES in str(answer)

@@ -35,7 +35,7 @@ def test_plans_are_of_classes() -> None:
     assert answer.plan("fast") == Plan(operators=part.uniform("fp32"))
     with pytest.raises(PlanError, match="no devices 'slwo'"):
         answer.plan("slwo")
-    both = {name: replace(found, kept=None) for name, found in answer.problem.classes.items()}
+    both = {name: replace(found, fixed_plan=None) for name, found in answer.problem.classes.items()}
     with pytest.raises(PlanError, match="plans of 2 classes"):
         replace(answer, problem=replace(answer.problem, classes=both)).plan()
 
@@ -45,7 +45,7 @@ def test_gaps() -> None:
     assert answer.gap == pytest.approx(0.5)
     assert answer.fits
     assert replace(answer, bound=None).gap is None
-    assert replace(answer, bound=answer.judged.variance * (1 + 1e-9)).gap == 0
+    assert replace(answer, bound=answer.evaluation.variance * (1 + 1e-9)).gap == 0
     assert not replace(answer, problem=replace(answer.problem, seconds=1e-9)).fits
 
 
@@ -72,7 +72,7 @@ def test_what_print_shows() -> None:
         "2/linear",
     ):
         assert part in text, part
-    assert f"{answer.judged.classes['slow'].variance:.4g}" in text
+    assert f"{answer.evaluation.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))
 
 
@@ -82,7 +82,7 @@ def test_in_a_terminal_of_any_width_every_number_is_there(width: int) -> None:
     text = answer.text(width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    for name, figures in answer.judged.classes.items():
+    for name, figures in answer.evaluation.classes.items():
         whole = "".join(text.split())
         for part in (name, duration(figures.computing), f"{figures.variance:.4g}"):
             assert "".join(part.split()) in whole or width < 60, part

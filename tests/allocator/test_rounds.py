@@ -91,7 +91,7 @@ def test_where_both_agree_one_round_is_enough() -> None:
         and trial.measured == pytest.approx(1.01 * trial.foreseen, rel=1e-3)
         and answer.ran == 1
     )
-    assert trial.foreseen == pytest.approx(answer.judged.seconds)
+    assert trial.foreseen == pytest.approx(answer.evaluation.seconds)
     plan = answer.plan()
     assert plan.notes["plans measured"] == "1" and float(
         plan.notes["seconds measured"]
@@ -104,7 +104,7 @@ def test_a_plan_that_takes_longer_than_foreseen_is_left_for_another_one() -> Non
     first = solve({"t4": reckoned()})
     answer = rounds_with(5.0, 1.0)
     assert answer.plans != first.plans and answer.ran == 2
-    assert answer.judged.seconds < answer.trials[0][0].measured
+    assert answer.evaluation.seconds < answer.trials[0][0].measured
     assert not answer.trials[0][0].agrees and answer.trials[1][0].agrees
     assert "another plan in round 1 of 2" in str(answer) and "+400.0%" in str(answer)
 
@@ -113,7 +113,7 @@ def test_a_plan_that_is_found_again_is_settled_as_it_was_measured() -> None:
     """A little slower than foreseen, and still the fastest."""
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
-    assert answer.judged.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
+    assert answer.evaluation.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
         "as corrected"
     )
 
@@ -123,7 +123,7 @@ def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
     assert answer.ran is not None and len(answer.trials) == 3
     measured = [trial.measured for (trial,) in answer.trials]
     assert answer.trials[answer.ran - 1][0].measured == min(measured)
-    assert answer.judged.seconds == pytest.approx(min(measured), rel=0.02)
+    assert answer.evaluation.seconds == pytest.approx(min(measured), rel=0.02)
     assert PlanNoteKind.UNSETTLED in [note.kind for note in answer.notes]
 
 
@@ -140,7 +140,7 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
     first = within({"t4": profile})
     rounds, more = (
         ReplanLoop(first, within, 3),
-        2 * (limit - (first.judged.classes["t4"].peak_bytes or 0)),
+        2 * (limit - (first.evaluation.classes["t4"].peak_bytes or 0)),
     )
     while rounds.more:
         states_now = states(profile.graph, rounds.answer.plan())

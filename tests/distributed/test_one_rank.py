@@ -147,9 +147,9 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
     slow = plan.survey.answer({"cpu": 3.0})
-    assert slow.judged.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
+    assert slow.evaluation.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
     assert PredictedCost.noted(plan.classes["cpu"].notes).computing == pytest.approx(
-        plan.answer.judged.classes["cpu"].computing
+        plan.answer.evaluation.classes["cpu"].computing
     )
     with pytest.raises(PlanError, match=r"0\.001 MB"):
         plan.survey.answer(memory={"cpu": 1000.0})

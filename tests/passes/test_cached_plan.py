@@ -150,7 +150,7 @@ def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
         and kept.operators == answer.plans["cpu"]
         and kept.within == "bf16"
     )
-    assert kept.seconds == answer.judged.seconds <= kept.uniform_seconds
+    assert kept.seconds == answer.evaluation.seconds <= kept.uniform_seconds
     assert Profile.load(path) == profile()
     assert Profile.load(path).fingerprint == profile().fingerprint is not None
 

@@ -116,7 +116,7 @@ def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(
     (found,) = qsync_fx.replay(plan, profile).peak_bytes.values()
     assert found == peak_bytes(states(profile.graph, plan), TrainingMemory(SGD, loss=loss))
     chosen = qsync_fx.find_plan(profile, objective="fastest", budget=1e9, memory=1e9)
-    (figures,) = chosen.judged.classes.values()
+    (figures,) = chosen.evaluation.classes.values()
     (asked,) = chosen.plans.values()
     assert figures.peak_bytes == most_bytes(
         states(profile.graph, asked), TrainingMemory(SGD, loss=loss)

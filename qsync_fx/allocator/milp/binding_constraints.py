@@ -98,7 +98,7 @@ def _evaluate_best(
 
 def _fixed_classes(search: MilpSearch) -> list[str]:
     """Return the classes with a fixed plan."""
-    return [name for name, part in search.problem.classes.items() if part.kept is not None]
+    return [name for name, part in search.problem.classes.items() if part.fixed_plan is not None]
 
 
 def _step_seconds_alone(search: MilpSearch, name: str) -> float:

@@ -20,7 +20,7 @@ from qsync_fx.allocator.codec_choice import CodecOptions, Codecs
 from qsync_fx.allocator.evaluator import TOLERANCE, PlanEvaluator
 from qsync_fx.allocator.milp import lagrangian_relaxation
 from qsync_fx.allocator.milp.device_program import THOUSANDTHS, DeviceProgram, device_program
-from qsync_fx.allocator.milp.format_variables import Priced
+from qsync_fx.allocator.milp.format_variables import OperatorCosts
 from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, LagrangianRelaxation
 from qsync_fx.allocator.milp.linear_program import (
     CONSTANT,
@@ -40,14 +40,14 @@ class CommunicationTerms:
 
     Attributes:
         travel: transfer time by bucket, in thousandths of the unit.
-        beside: delay of computation by bucket without slowdown, in thousandths of the unit.
+        delays: delay of computation by bucket without slowdown, in thousandths of the unit.
         variance: variance that codecs add to the mean gradient.
         choices: variable of each codec, by bucket; empty if there is no choice.
         coded: variable that is 1 if any bucket is coded; None if there is no choice.
     """
 
     travel: Sequence[Expression]
-    beside: Sequence[Expression]
+    delays: Sequence[Expression]
     variance: Expression
     choices: Sequence[Mapping[str, int]] = ()
     coded: int | None = None
@@ -74,7 +74,7 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     if not options.open:
         available = [
             [{CONSTANT: scale * seconds} for seconds in item]
-            for item in (options.alone, options.alone_beside)
+            for item in (options.alone, options.alone_delays)
         ]
         return CommunicationTerms(available[0], available[1], {})
     any_coded = program.variable(full=True)
@@ -84,18 +84,18 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     variance: dict[int, float] = {}
     each = zip(
         options.alone,
-        options.alone_beside,
+        options.alone_delays,
         options.seconds,
-        options.beside,
+        options.delays,
         options.variance,
         strict=True,
     )
-    for alone, alone_beside, seconds, later, adds in each:
+    for alone, alone_delays, seconds, later, adds in each:
         by = {codec: program.variable(full=True) for codec in seconds}
         program.row(dict.fromkeys(by.values(), 1.0), least=1.0, most=1.0)
         narrow = {codec: variable for codec, variable in by.items() if codec != PLAIN.name}
         program.row({**dict.fromkeys(narrow.values(), 1.0), any_coded: -1.0}, most=0.0)
-        for into, plain, coded in ((travel, alone, seconds), (neighbours, alone_beside, later)):
+        for into, plain, coded in ((travel, alone, seconds), (neighbours, alone_delays, later)):
             exchanged = coded[PLAIN.name]
             terms = {
                 variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()
@@ -107,22 +107,22 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     return CommunicationTerms(travel, neighbours, variance, choices, any_coded)
 
 
-def kept(
-    problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, unit: float
+def fixed_plan_seconds(
+    problem: Problem, evaluator: PlanEvaluator, result: CommunicationTerms, unit: float
 ) -> Iterator[Expression]:
     """Yield step times by bucket of the classes with a fixed plan, in thousandths of the unit."""
     scale = THOUSANDTHS / unit
     for name, part in problem.classes.items():
-        if part.kept is None:
+        if part.fixed_plan is None:
             continue
-        fleet = judge.timeline.played
+        fleet = evaluator.timeline.played
         device = fleet.devices[name]
         slowdown = problem.cluster.devices[name].slowdown
         # Only the delay by transfers depends on the codecs; all other times are constant.
-        available = slowdown * np.cumsum([0.0, *judge.computed_later])
+        available = slowdown * np.cumsum([0.0, *evaluator.computed_later])
         ends = np.append(device.ready, device.computed) - available + fleet.after(name)
         for index, end in enumerate(ends.tolist()):
-            sent = [(slowdown, item) for item in result.beside[:index]]
+            sent = [(slowdown, item) for item in result.delays[:index]]
             yield total(
                 (1.0, {CONSTANT: scale * end}),
                 *sent,
@@ -174,8 +174,8 @@ class Solution:
 
 def find(
     problem: Problem,
-    judge: PlanEvaluator,
-    prices: Mapping[str, Priced],
+    evaluator: PlanEvaluator,
+    costs: Mapping[str, OperatorCosts],
     live: Mapping[str, LowerBoundTerm],
     limits: Constraints,
     least: str,
@@ -188,8 +188,8 @@ def find(
 
     Args:
         problem: the planning problem.
-        judge: evaluator; its codecs are part of the warm start.
-        prices: times of operator states, by class.
+        evaluator: evaluator; its codecs are part of the warm start.
+        costs: times of operator states, by class.
         live: memory terms, by class.
         limits: limits of the program.
         least: objective: "variance", "seconds", or "memory" for a single class.
@@ -198,26 +198,26 @@ def find(
         gap: allowed relative gap.
         seconds: time limit.
     """
-    unit = max(judge.seconds, 1e-12)
+    unit = max(evaluator.seconds, 1e-12)
     program = LinearProgram()
     memory = {name: live[name] for name in names if least == "memory" or name in limits.memory}
-    sends = sending(program, judge.options, unit)
+    sends = sending(program, evaluator.options, unit)
     devices = [
         device_program(
             program,
             problem,
-            judge,
+            evaluator,
             name,
-            prices[name],
+            costs[name],
             unit,
             memory.get(name),
             sends.travel,
-            sends.beside,
+            sends.delays,
         )
         for name in names
     ]
-    others = list(kept(problem, judge, sends, unit))
-    if limits.seconds is not None and judge.options.open:
+    others = list(fixed_plan_seconds(problem, evaluator, sends, unit))
+    if limits.seconds is not None and evaluator.options.open:
         for other in others:
             program.row(other, most=_most_seconds(limits.seconds, unit))
     scale = _minimised(program, devices, sends, others, least, unit)
@@ -243,13 +243,13 @@ def find(
             for variable, item in _chosen(device, start[device.name]).items()
         }
         result = lagrangian_relaxation.solve(
-            program, gap, seconds, first | sends.start(judge.codecs)
+            program, gap, seconds, first | sends.start(evaluator.codecs)
         )
     if result.values is None:
         return Solution(None, INFINITY, INFINITY, result.infeasible, result.stopped)
     values = result.values.tolist()
     plans = {device.name: device.formats.asked(values) for device in devices}
-    codecs = sends.chosen(values) if judge.options.open else None
+    codecs = sends.chosen(values) if evaluator.options.open else None
     return Solution(
         plans, result.objective / scale, result.bound / scale, False, result.stopped, codecs
     )
@@ -262,7 +262,7 @@ def _coupling(
     for device in devices:
         if limits.seconds is not None:
             most = _most_seconds(limits.seconds, unit) - device.after
-            yield Coupling(device.stretches, [most] * len(device.stretches), running=True)
+            yield Coupling(device.segments, [most] * len(device.segments), running=True)
         if (limit := limits.memory.get(device.name)) is not None:
             live = [total((THOUSANDTHS / limit, item)) for item in device.held]
             yield Coupling(live, [_most_held()] * len(live), running=False)

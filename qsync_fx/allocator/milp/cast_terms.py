@@ -52,13 +52,13 @@ class Casting:
         program: program that receives variables and rows.
         formats: formats of the operators.
         times: times of the device.
-        stretch: segment of the backward pass, by operator.
+        segment: segment of the backward pass, by operator.
     """
 
     def __init__(
-        self, program: LinearProgram, formats: Formats, times: Times, stretch: Sequence[int]
+        self, program: LinearProgram, formats: Formats, times: Times, segment: Sequence[int]
     ) -> None:
-        self.program, self.formats, self.times, self.stretch = program, formats, times, stretch
+        self.program, self.formats, self.times, self.segment = program, formats, times, segment
         self.graph = formats.graph
         self.tables = formats.part.tables
 
@@ -288,7 +288,7 @@ class Casting:
 
     def _groups(self, readers: Sequence[_Want], costs: dict[int, Seconds]) -> list[list[_Want]]:
         def equal(want: _Want) -> tuple[int, Seconds]:
-            return self.stretch[want.owner], costs[want.owner]
+            return self.segment[want.owner], costs[want.owner]
 
         return [list(group) for _, group in groupby(readers, key=equal)]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.allocator.milp.cast_terms import Casting
-from qsync_fx.allocator.milp.format_variables import Formats, Priced
+from qsync_fx.allocator.milp.format_variables import Formats, OperatorCosts
 from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, LinearProgram, total
 from qsync_fx.allocator.milp.memory_bound import LowerBoundTerm
 from qsync_fx.allocator.problem import Problem
@@ -28,7 +28,7 @@ THOUSANDTHS = 1000.0
 
 
 @dataclass(frozen=True)
-class Stretches:
+class BackwardSegments:
     """Communication schedule of a device class, equal under all plans.
 
     Attributes:
@@ -44,14 +44,14 @@ class Stretches:
     extra: Sequence[float]
 
 
-def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
+def backward_segments(problem: Problem, evaluator: PlanEvaluator, name: str) -> BackwardSegments:
     """Return the communication schedule of a class."""
-    schedule, graph = judge.schedules()[name], problem.classes[name].graph
+    schedule, graph = evaluator.schedules()[name], problem.classes[name].graph
     device, settings = problem.cluster.devices[name], problem.cluster.compression
     paths = [parameter.path for parameter in schedule.parameters]
     first = len(graph.operators)
     ends: list[int] = []
-    for bucket in judge.buckets:
+    for bucket in evaluator.buckets:
         index = [
             schedule.ready[paths[selected]]
             for selected in bucket
@@ -68,11 +68,11 @@ def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
             schedule.parameters[selected].numel * schedule.parameters[selected].dtype_bytes
             for selected in bucket
         )
-        for bucket in judge.buckets
+        for bucket in evaluator.buckets
     ]
     extra = [before_sending(device, settings, size) * device.slowdown for size in sizes]
     between = after(schedule.optimizer * device.slowdown, device, sum(sizes))
-    return Stretches(of, between, device.slowdown, [*extra, 0.0])
+    return BackwardSegments(of, between, device.slowdown, [*extra, 0.0])
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DeviceProgram:
         name: name of the class.
         formats: formats of its operators, as expressions.
         variance: expression of the variance, weighted as in the mean gradient.
-        stretches: segment times in thousandths of the unit; the first includes the forward pass and
+        segments: segment times in thousandths of the unit; the first includes the forward pass and
             all transfers. Each sum up to a segment, plus `after`, is a lower bound on the step.
         after: constant time at the end of the step, in thousandths of the unit.
         held: live bytes at each candidate peak; empty if memory does not matter.
@@ -92,26 +92,26 @@ class DeviceProgram:
     name: str
     formats: Formats
     variance: Expression
-    stretches: Sequence[Expression]
+    segments: Sequence[Expression]
     after: float
     held: tuple[Expression, ...]
 
     def ready(self, program: LinearProgram) -> list[int]:
         """Add a variable for the sum up to each segment, and return them."""
         result: list[int] = []
-        for stretch in self.stretches:
+        for segment in self.segments:
             before: Expression = {result[-1]: 1.0} if result else {}
             result.append(program.variable(upper=INFINITY))
-            program.row(total((1.0, before), (1.0, stretch), (-1.0, {result[-1]: 1.0})), most=0.0)
+            program.row(total((1.0, before), (1.0, segment), (-1.0, {result[-1]: 1.0})), most=0.0)
         return result
 
 
 def device_program(
     program: LinearProgram,
     problem: Problem,
-    judge: PlanEvaluator,
+    evaluator: PlanEvaluator,
     name: str,
-    prices: Priced,
+    costs: OperatorCosts,
     unit: float,
     live: LowerBoundTerm | None,
     travel: Sequence[Expression],
@@ -122,39 +122,39 @@ def device_program(
     Args:
         program: the program to extend.
         problem: the planning problem.
-        judge: evaluator of the problem.
+        evaluator: evaluator of the problem.
         name: name of the class.
-        prices: times of operator states.
+        costs: times of operator states.
         unit: seconds that correspond to 1000 units of time in rows.
         live: memory terms; None if memory does not matter.
         travel: transfer time by bucket, in thousandths of the unit.
         later: delay of computation by bucket without slowdown, in thousandths of the unit.
     """
-    part, sends = problem.classes[name], stretches(problem, judge, name)
+    part, sends = problem.classes[name], backward_segments(problem, evaluator, name)
     formats = Formats(program, part, problem.tied)
     forward: dict[int, float] = {}
     backward: list[dict[int, float]] = [{} for _ in sends.extra]
 
-    def charge(where: Expression, ahead: float, back: float, stretch: int) -> None:
-        for into, seconds in ((forward, ahead), (backward[stretch], back)):
+    def charge(where: Expression, ahead: float, back: float, segment: int) -> None:
+        for into, seconds in ((forward, ahead), (backward[segment], back)):
             if seconds:
                 for variable, factor in where.items():
                     into[variable] = into.get(variable, 0.0) + factor * seconds
 
-    casts = Casting(program, formats, prices.times, sends.of).charges()
-    for item in itertools.chain(prices.charges(program, formats), casts):
+    casts = Casting(program, formats, costs.times, sends.of).charges()
+    for item in itertools.chain(costs.charges(program, formats), casts):
         charge(item.where, item.forward, item.backward, sends.of[item.owner])
-    outside = prices.times.outside()
+    outside = costs.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit
     parts: list[Expression] = []
-    for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
+    for number, (segment, extra) in enumerate(zip(backward, sends.extra, strict=True)):
         ahead: list[tuple[float, Expression]] = []
         if number:
             ahead = [(sends.slowdown, later[number - 1]), (-1.0, travel[number - 1])]
         if number == 0:
             ahead = [(sends.slowdown * scale, forward), *((1.0, item) for item in travel)]
-        parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))
+        parts.append(total(*ahead, (sends.slowdown * scale, segment), (scale * extra, ONE)))
     weight = problem.weight(name)
     variance: dict[int, float] = {}
     for operator, available in formats.choices.items():

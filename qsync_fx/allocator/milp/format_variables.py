@@ -67,6 +67,32 @@ Spread = Mapping[Name, Expression]
 """Indicator expression by format."""
 
 
+class Indicators(Protocol):
+    """Indicators of operator states: of all plans (`Formats`), or of one (`PlanIndicators`)."""
+
+    @property
+    def program(self) -> LinearProgram: ...
+
+    @property
+    def precisions(self) -> Sequence[Spread]: ...
+
+    @property
+    def outputs(self) -> Sequence[Spread]: ...
+
+    @property
+    def states(self) -> Sequence[Mapping[StateNames, Expression]]: ...
+
+
+class PlanIndicators:
+    """Constant indicators of the states of one plan; expressions over them are constants."""
+
+    def __init__(self, names: Sequence[StateNames]) -> None:
+        self.program = LinearProgram()
+        self.states: Sequence[Mapping[StateNames, Expression]] = [{state: ONE} for state in names]
+        self.precisions: Sequence[Spread] = [{precision: ONE} for precision, _ in names]
+        self.outputs: Sequence[Spread] = [{output: ONE} for _, output in names]
+
+
 class Formats:
     """Indicator expressions of the formats of all operators.
 
@@ -265,7 +291,7 @@ def _rank(name: Name) -> tuple[int, str]:
     return (FORMATS[name].bits, name) if name is not None else (0, "")
 
 
-class Priced(Protocol):
+class OperatorCosts(Protocol):
     """Operator times as charged by a program.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Linear programs: sparse builder, logical expressions and the HiGHS solver.
 
 An `Expression` maps variables to factors. `LinearProgram` collects variables in [0, upper] and
-sparse rows; `any_of`, `all_of`, `at_least` and `at_most` add rows for logical terms.
+sparse rows; `any_of`, `all_of` and `at_least` add rows for logical terms.
 
 Invariant: equal programs have equal solutions. HiGHS runs on one thread, and the gap is meant to
 end a run before the time limit.
@@ -92,7 +92,6 @@ class LinearProgram:
         self._most: list[float] = []
         self._any: dict[object, Expression] = {}
         self._all: dict[object, Expression] = {}
-        self._least_of: dict[object, Expression] = {}
 
     @property
     def choices(self) -> Array:
@@ -157,36 +156,6 @@ class LinearProgram:
             self._any[key] = result
         return self._any[key]
 
-    def at_most(self, bounds: Iterable[Expression]) -> Expression:
-        """Return a lower bound of the minimum of several expressions and 1.
-
-        The result is exact if a smaller value does not improve the objective.
-        """
-        distinct: dict[tuple[tuple[int, float], ...], Expression] = {}
-        for bound in bounds:
-            available = constant(bound)
-            if available is None:
-                distinct[tuple(sorted(bound.items()))] = bound
-            elif available <= 0:
-                return {}
-        if not distinct:
-            return ONE
-        if len(distinct) == 1 and self.most(only := next(iter(distinct.values()))) <= 1:
-            return only
-        key = frozenset(distinct)
-        if key not in self._least_of:
-            self._least_of[key] = result = {self.variable(): 1.0}
-            for bound in distinct.values():
-                self.row(total((1.0, result), (-1.0, bound)), most=0.0)
-        return self._least_of[key]
-
-    def most(self, expression: Expression) -> float:
-        """Return the maximum of an expression over the bounds of its variables."""
-        return sum(
-            factor if variable == CONSTANT else max(0.0, factor) * self.upper[variable]
-            for variable, factor in expression.items()
-        )
-
     def all_of(self, wants: Iterable[Expression]) -> Expression:
         """Return the AND of 0/1 expressions, exact for any objective."""
         distinct = {tuple(sorted(want.items())): want for want in wants if constant(want) != 1}
@@ -205,10 +174,6 @@ class LinearProgram:
             )
             self._all[key] = result
         return self._all[key]
-
-    def change_limit(self, row: int, most: float) -> None:
-        """Change the upper limit of a row."""
-        self._most[row] = most
 
     def solve(
         self,
@@ -307,11 +272,3 @@ def constant(expression: Expression) -> float | None:
         if factor and variable != CONSTANT:
             return None
     return expression.get(CONSTANT, 0.0)
-
-
-def value(expression: Expression, values: Array) -> float:
-    """Return the value of an expression at given values of the variables."""
-    return sum(
-        factor * (1.0 if index == CONSTANT else float(values[index]))
-        for index, factor in expression.items()
-    )

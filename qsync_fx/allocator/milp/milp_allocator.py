@@ -39,7 +39,7 @@ def widen_operators(search: MilpSearch) -> None:
         return
     if problem.tied or problem.least != "variance":
         return
-    evaluator.become(incumbent.plans, incumbent.evaluation.codecs)
+    evaluator.set_plans(incumbent.plans, incumbent.evaluation.codecs)
     changes = [
         (
             problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),

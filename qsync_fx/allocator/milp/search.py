@@ -44,7 +44,7 @@ from typing import Final
 from qsync_fx.allocator.codec_choice import Codecs
 from qsync_fx.allocator.evaluator import TOLERANCE, CachedTimes, Evaluation, PlanEvaluator, beyond
 from qsync_fx.allocator.milp.build_and_solve import Constraints, Solution, find, together
-from qsync_fx.allocator.milp.format_variables import Priced, StateCosts
+from qsync_fx.allocator.milp.format_variables import OperatorCosts, StateCosts
 from qsync_fx.allocator.milp.linearized_memory import LinearizedMemory
 from qsync_fx.allocator.milp.memory_bound.lower_bound import LowerBoundTerm, MemoryLowerBound
 from qsync_fx.allocator.milp.neighbour_terms import NeighbourTerms
@@ -204,7 +204,7 @@ class MilpSearch:
         """Return whether the memory bound of the current plans exceeds a limit."""
         return any(
             beyond(
-                self.state.memory_bounds[name].of(self.evaluator.states(name).names, pending=False),
+                self.state.memory_bounds[name].of(self.evaluator.states(name).names),
                 limit,
             )
             for name, limit in self.state.bound_limits.memory.items()
@@ -257,7 +257,7 @@ class MilpSearch:
 
         If `codecs` is None, the codecs of the buckets do not change.
         """
-        evaluation = self.evaluator.become(plans, codecs)
+        evaluation = self.evaluator.set_plans(plans, codecs)
         smallest = self.state.smallest_peak_bytes
         for name, metrics in evaluation.classes.items():
             if metrics.peak_bytes is not None:
@@ -479,7 +479,9 @@ class MilpSearch:
             return
         if state.is_within_gap(self.problem, _SOLVER_GAP_RATIO * self.gap):
             solution = self.solve_bound(self.gap / _SOLVER_GAP_RATIO**2)
-            state.lower_bound = max(solution.bound, state.lower_bound)
+            # A solve without plans has an infinite bound, even if it was stopped early.
+            if solution.plans is not None:
+                state.lower_bound = max(solution.bound, state.lower_bound)
 
     def add_memory_cuts(self) -> bool:
         """Add moments at which the memory bound of the current plans exceeds a limit.
@@ -507,7 +509,7 @@ class MilpSearch:
 
     def solve_bound(self, gap: float) -> Solution:
         """Return the solution of the bound: `NeighbourTerms` if times depend on neighbours."""
-        costs: dict[str, Priced] = {
+        costs: dict[str, OperatorCosts] = {
             name: NeighbourTerms(self.problem.classes[name]) if learned.differ else learned
             for name, learned in self.state.state_costs.items()
         }
@@ -521,7 +523,7 @@ class MilpSearch:
     def _solve_program(
         self,
         start: Plans,
-        costs: Mapping[str, Priced],
+        costs: Mapping[str, OperatorCosts],
         memory: Mapping[str, LowerBoundTerm],
         limits: Constraints,
         gap: float | None = None,
@@ -569,8 +571,8 @@ class MilpSearch:
         if problem.variance is not None:
             groups = [names]
         fixed = sum(
-            problem.weight(name) * part.variance(part.kept)
+            problem.weight(name) * part.variance(part.fixed_plan)
             for name, part in problem.classes.items()
-            if part.kept is not None
+            if part.fixed_plan is not None
         )
         return together([solved(limits, "variance", group, start) for group in groups], fixed)

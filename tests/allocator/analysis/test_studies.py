@@ -53,7 +53,7 @@ def tight() -> Problem:
     fastest = (
         MilpAllocator()
         .allocate(replace(problem, least="seconds", variance=float("inf")))
-        .judged.seconds
+        .evaluation.seconds
     )
     return replace(problem, seconds=fastest * 1.1)
 
@@ -79,7 +79,7 @@ def test_allocators_stand_side_by_side() -> None:
     assert exact.gap is not None
     for one in found:
         assert one.answer is not None
-        assert one.answer.judged == evaluate_plan(problem, one.answer.plans)
+        assert one.answer.evaluation == evaluate_plan(problem, one.answer.plans)
         if one.answer.fits:
             assert one.gap is not None
             assert one.gap >= exact.gap
@@ -107,12 +107,12 @@ def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
         for step in steps:
             plans = {**answer.plans, "slow": {**answer.plans["slow"], operator: step.fmt}}
             then = evaluate_plan(answer.problem, plans)
-            assert step.judged == then
-            assert step.seconds == then.seconds - answer.judged.seconds
-            assert step.variance == then.variance - answer.judged.variance
+            assert step.evaluation == then
+            assert step.seconds == then.seconds - answer.evaluation.seconds
+            assert step.variance == then.variance - answer.evaluation.variance
             assert (
                 step.computing
-                == then.classes["slow"].computing - answer.judged.classes["slow"].computing
+                == then.classes["slow"].computing - answer.evaluation.classes["slow"].computing
             )
             assert step.exceeds == then.exceeds(answer.problem)
             assert (step.why is Why.CHOSEN) == (answer.plans["slow"][operator] == step.fmt)
@@ -139,7 +139,7 @@ def test_what_is_tied_changes_together() -> None:
     first, second = list(problem.classes["slow"].choices)[:2]
     answer = replace(answered(problem), problem=replace(problem, tied=[[first, second]]))
     both = {**answer.plans["slow"], first: "int8", second: "int8"}
-    assert single_change(answer, second)[0].judged == evaluate_plan(
+    assert single_change(answer, second)[0].evaluation == evaluate_plan(
         problem, {**answer.plans, "slow": both}
     )
 
@@ -147,15 +147,15 @@ def test_what_is_tied_changes_together() -> None:
 def test_what_if_says_what_it_breaks() -> None:
     answer = answered()
     changed = what_if(answer, dict.fromkeys(answer.problem.classes["slow"].choices, "fp32"))
-    assert changed.judged == evaluate_plan(answer.problem, changed.plans)
+    assert changed.evaluation == evaluate_plan(answer.problem, changed.plans)
     assert set(changed.plans["slow"].values()) == {"fp32"}
     (note,) = changed.notes
     assert note.kind is PlanNoteKind.UNFIT
-    assert note.numbers == changed.judged.exceeds(answer.problem)
+    assert note.numbers == changed.evaluation.exceeds(answer.problem)
     text = plain(changes_table(answer, changed))
     assert "exceeds limits: seconds +" in text
     assert "computing slow" in text
-    assert what_if(answer, {}).judged == answer.judged
+    assert what_if(answer, {}).evaluation == answer.evaluation
     assert "all limits are kept" in plain(changes_table(answer, what_if(answer, {})))
 
 
@@ -170,7 +170,7 @@ def test_operators_and_devices_that_are_none() -> None:
         single_change(answer, "0/linear", "fast")
     with pytest.raises(PlanError, match="do not ask for 'fp8'"):
         what_if(answer, {"0/linear": "fp8"})
-    both = {name: replace(part, kept=None) for name, part in answer.problem.classes.items()}
+    both = {name: replace(part, fixed_plan=None) for name, part in answer.problem.classes.items()}
     several = replace(answer, problem=replace(answer.problem, classes=both))
     with pytest.raises(PlanError, match="2 classes"):
         single_change(several, "0/linear")
@@ -180,15 +180,15 @@ def test_operators_and_devices_that_are_none() -> None:
 def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: Path) -> None:
     answer = answered(replace(alone("mlp", times=NarrowIsFaster), seconds=1.0))
     front = pareto(answer.problem, MilpAllocator(), 7, answer)
-    seconds = [one.judged.seconds for one in front.points]
-    variances = [one.judged.variance for one in front.points]
+    seconds = [one.evaluation.seconds for one in front.points]
+    variances = [one.evaluation.variance for one in front.points]
     assert len(front.points) >= 2
     assert seconds == sorted(seconds)
     assert variances == sorted(variances, reverse=True)
     assert variances[-1] == 0
     assert set(front.uniform) == {"int8", "bf16", "fp32"}
     for other in [*front.uniform.values(), answer]:
-        assert seconds[0] <= other.judged.seconds * (1 + 1e-9)
+        assert seconds[0] <= other.evaluation.seconds * (1 + 1e-9)
     text = plain(front_table(front))
     assert "uniform bf16" in text
     assert "chosen" in text

@@ -37,8 +37,8 @@ def test_answers_are_what_the_judge_says(name: str) -> None:
     problem = hybrid(name)
     for allocator in allocators(problem):
         answer = allocator.allocate(problem)
-        assert answer.judged == evaluate_plan(problem, answer.plans)
-        assert answer.plans["fast"] == problem.classes["fast"].kept
+        assert answer.evaluation == evaluate_plan(problem, answer.plans)
+        assert answer.plans["fast"] == problem.classes["fast"].fixed_plan
         assert answer.allocator == allocator.name in str(answer)
         assert answer == allocator.allocate(problem)
         assert answer.fits == (PlanNoteKind.UNFIT not in {note.kind for note in answer.notes})
@@ -46,12 +46,12 @@ def test_answers_are_what_the_judge_says(name: str) -> None:
 
 def test_a_plan_that_exceeds_limits_says_so() -> None:
     problem = fleet("mlp")
-    problem = replace(problem, seconds=0.9 * FullPrecision().allocate(problem).judged.seconds)
+    problem = replace(problem, seconds=0.9 * FullPrecision().allocate(problem).evaluation.seconds)
     answer = FullPrecision().allocate(problem)
     assert set(answer.plans["slow"].values()) == {"fp32"}
-    assert answer.judged.variance == 0
+    assert answer.evaluation.variance == 0
     (note,) = (note for note in answer.notes if note.kind is PlanNoteKind.UNFIT)
-    assert note.numbers == answer.judged.exceeds(problem)
+    assert note.numbers == answer.evaluation.exceeds(problem)
     assert note.numbers["seconds"] > 0
     impossible = replace(problem, seconds=1e-9)
     for allocator in allocators(impossible):
@@ -60,7 +60,7 @@ def test_a_plan_that_exceeds_limits_says_so() -> None:
 
 def test_uniform_is_the_best_that_fits() -> None:
     problem = fleet("mlp")
-    assert Uniform().allocate(problem).judged.variance == 0
+    assert Uniform().allocate(problem).evaluation.variance == 0
     problem = hybrid("mlp")
     answer = Uniform().allocate(problem)
     for fmt in ("int8", "bf16", "fp32"):

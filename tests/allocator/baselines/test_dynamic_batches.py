@@ -45,11 +45,11 @@ def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
     found = batches(answer)
     assert found["v100"] + found["t4"] == 2048
     assert found["v100"] > 1024
-    computing = [figures.computing for figures in answer.judged.classes.values()]
+    computing = [figures.computing for figures in answer.evaluation.classes.values()]
     assert max(computing) < min(computing) * 1.05
-    assert answer.judged.seconds < FullPrecision().allocate(problem).judged.seconds
-    assert answer.judged.variance == 0
-    assert answer.judged == evaluate_plan(answer.problem, answer.plans)
+    assert answer.evaluation.seconds < FullPrecision().allocate(problem).evaluation.seconds
+    assert answer.evaluation.variance == 0
+    assert answer.evaluation == evaluate_plan(answer.problem, answer.plans)
     assert {note.kind for note in answer.notes} == {PlanNoteKind.BATCH}
     for note in answer.notes:
         assert note.numbers["learning rate"] == 1
@@ -64,7 +64,7 @@ def test_counts_that_do_not_divide_it_come_near() -> None:
 def test_memory_takes_samples_from_a_class() -> None:
     problem = fleet()
     free = allocated(problem)
-    limit = free.judged.classes["v100"].peak_bytes or 0
+    limit = free.evaluation.classes["v100"].peak_bytes or 0
     classes = {**problem.classes, "v100": replace(problem.classes["v100"], memory=0.8 * limit)}
     tight = replace(problem, classes=classes)
     answer = allocated(tight)

@@ -52,7 +52,9 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     )
     if classes != "one":
         other = with_gradients(device_class("mlp", ("fp32", "bf16"), seed + 1, times), seed)
-        parts["fast"] = replace(other, kept=other.uniform("fp32")) if classes == "kept" else other
+        parts["fast"] = (
+            replace(other, fixed_plan=other.uniform("fp32")) if classes == "kept" else other
+        )
         devices["fast"] = ClusterDevice(count=2)
     numels = [parameter.numel * 4 for parameter in slow.graph.parameters]
     cluster = Cluster(devices, Network(1e12, 1e-9), Buckets(1, max(numels) + 1))
@@ -77,7 +79,7 @@ def every(problem: Problem) -> list[Evaluation]:
         for (name, operator), fmt in zip(choices, picked, strict=True):
             plans[name][operator] = fmt
         for codecs in itertools.product(CODECS, repeat=len(judge.buckets)):
-            found.append(judge.become(plans, codecs))
+            found.append(judge.set_plans(plans, codecs))
     return found
 
 
@@ -107,7 +109,10 @@ def test_formats_and_codecs_are_those_of_brute_force(
     best = min(judged.value(problem) for judged in known if not judged.exceeds(problem))
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged == PlanEvaluator(problem, answer.plans, answer.judged.codecs).judged()
+    assert (
+        answer.evaluation
+        == PlanEvaluator(problem, answer.plans, answer.evaluation.codecs).evaluate()
+    )
     assert answer.value == pytest.approx(best, rel=1.1e-4, abs=1e-12)
     assert answer.bound is not None
     assert answer.bound <= best * (1 + 1e-6) + 1e-12
@@ -118,14 +123,14 @@ def test_two_classes_get_one_choice_of_codecs() -> None:
         problem = drawn(seed, "two")
         judge = PlanEvaluator(problem, problem.uniform())
         coded, plain = (
-            judge.become(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds
+            judge.set_plans(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds
             for codec in ("qsgd8", "fp32")
         )
         if coded < 0.8 * plain:
             break
     answer = MilpAllocator().allocate(replace(problem, seconds=coded * 1.05))
     assert answer.fits
-    assert set(answer.judged.codecs) & {"qsgd8", "qsgd2"}
+    assert set(answer.evaluation.codecs) & {"qsgd8", "qsgd2"}
     assert answer.gap is not None
     assert answer.gap <= 1.1e-4
 
@@ -136,18 +141,18 @@ def test_of_many_choices_the_relaxed_program_finds_as_good_ones(
     for seed in range(3):
         problem = drawn(seed, "kept")
         judge = PlanEvaluator(problem, problem.uniform())
-        quick = judge.become(problem.uniform("bf16"), ("qsgd2",) * len(judge.buckets)).seconds
+        quick = judge.set_plans(problem.uniform("bf16"), ("qsgd2",) * len(judge.buckets)).seconds
         problem = replace(
             problem,
             seconds=0.6 * quick
-            + 0.4 * judge.become(problem.uniform(), judge.options.plain).seconds,
+            + 0.4 * judge.set_plans(problem.uniform(), judge.options.plain).seconds,
         )
         answer = MilpAllocator().allocate(problem)
         with monkeypatch.context() as patch:
             patch.setattr(build_and_solve, "LARGE", 0)
             relaxed = MilpAllocator().allocate(problem)
         assert relaxed.fits
-        assert relaxed.judged.variance == pytest.approx(answer.judged.variance, rel=2.1e-4)
+        assert relaxed.evaluation.variance == pytest.approx(answer.evaluation.variance, rel=2.1e-4)
 
 
 def test_times_that_depend_on_neighbours_keep_the_bound() -> None:
@@ -175,7 +180,9 @@ def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> 
         asked = replace(problem, cluster=linked)
         limit = 1.5 * PlanEvaluator(asked, asked.uniform()).variance + 1.0
         found[times] = (
-            MilpAllocator().allocate(replace(asked, least="seconds", variance=limit)).judged.codecs
+            MilpAllocator()
+            .allocate(replace(asked, least="seconds", variance=limit))
+            .evaluation.codecs
         )
     assert set(found[1e6]) == {"fp32"}
     assert set(found[1e-3]) != {"fp32"}

@@ -23,7 +23,7 @@ from qsync_fx.allocator.milp.milp_allocator import (
     MilpAllocator,
     widen_operators,
 )
-from qsync_fx.allocator.milp.search import MilpSearch
+from qsync_fx.allocator.milp.search import Incumbent, MilpSearch
 from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.predictor.memory import TrainingMemory
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
@@ -70,8 +70,8 @@ def test_least_variance_is_that_of_brute_force(
         return
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged == PlanEvaluator(problem, answer.plans).judged()
-    assert answer.judged.variance == pytest.approx(min(fitting), rel=1.1e-4)
+    assert answer.evaluation == PlanEvaluator(problem, answer.plans).evaluate()
+    assert answer.evaluation.variance == pytest.approx(min(fitting), rel=1.1e-4)
     assert answer.bound is not None
     assert answer.bound <= min(fitting) * (1 + 1e-6)
     assert answer.gap is not None
@@ -100,8 +100,10 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
         least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         assert answer.bound is not None
         assert answer.bound <= least * (1 + 1e-6)
-        assert answer.judged.variance <= PrecisionRecovery().allocate(problem).judged.variance
-        best += answer.judged.variance <= least * (1 + 2e-4)
+        assert (
+            answer.evaluation.variance <= PrecisionRecovery().allocate(problem).evaluation.variance
+        )
+        best += answer.evaluation.variance <= least * (1 + 2e-4)
     assert best >= examples(6) * 0.8
 
 
@@ -137,7 +139,7 @@ def test_least_seconds_are_those_of_brute_force(
     best = min(judged.seconds for _, judged in known if not judged.exceeds(problem))
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
+    assert answer.evaluation.seconds == pytest.approx(best, rel=1.1e-4)
     assert answer.bound is not None
     assert answer.bound <= best * (1 + 1e-6)
 
@@ -175,12 +177,12 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
         limit = sorted(known)[int(tight * (len(known) - 1))][0]
         answer = MilpAllocator().allocate(replace(problem, seconds=limit))
         best = min(variance for seconds, variance in known if seconds <= limit * (1 + 1e-9))
-        assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
+        assert answer.evaluation.variance == pytest.approx(best, rel=1.1e-4)
     else:
         limit = tight * max(variance for _, variance in known)
         answer = MilpAllocator().allocate(replace(problem, least="seconds", variance=limit))
         best = min(seconds for seconds, variance in known if variance <= limit * (1 + 1e-9))
-        assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
+        assert answer.evaluation.seconds == pytest.approx(best, rel=1.1e-4)
     assert answer.fits
 
 
@@ -217,25 +219,45 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
         # All neighbours in the program, nothing is left to learn.
         assert bounds == sorted(bounds)
         assert bounds[-1] == pytest.approx(best, rel=1.1e-4)
-        assert exact.judged.variance == pytest.approx(best, rel=1.1e-4)
+        assert exact.evaluation.variance == pytest.approx(best, rel=1.1e-4)
         assert exact.gap is not None
         assert exact.gap <= 1e-4
         if len(known) <= MAX_ENUMERATED_PLANS:
-            assert MilpAllocator().allocate(problem).judged.variance == pytest.approx(best)
+            assert MilpAllocator().allocate(problem).evaluation.variance == pytest.approx(best)
     assert near >= 2
 
 
 def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    slow = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
     answer = MilpAllocator(seconds=0.0).allocate(replace(problem, seconds=slow))
     best = MilpAllocator().allocate(replace(problem, seconds=slow))
     assert answer.fits
     assert PlanNoteKind.STOPPED in {note.kind for note in answer.notes}
     assert answer.bound is not None
-    assert answer.bound <= best.judged.variance * (1 + 1e-9)
-    assert answer.judged.variance >= best.judged.variance * (1 - 1e-4)
+    assert answer.bound <= best.evaluation.variance * (1 + 1e-9)
+    assert answer.evaluation.variance >= best.evaluation.variance * (1 - 1e-4)
+
+
+def test_a_stopped_solve_without_plans_leaves_the_lower_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = device(3, SETS[0], DrawnTimes)
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    search = MilpSearch(problem, 1e-4, 60.0)
+    narrow = search.evaluator.set_plans(problem.uniform())
+    search.state.incumbent = Incumbent(search.evaluator.plans, narrow)
+    value = narrow.variance
+    assert value > 0
+    bound = search.state.lower_bound = value * (1 - 2e-4)
+    stopped = build_and_solve.Solution(
+        None, float("inf"), float("inf"), infeasible=False, stopped=True
+    )
+    monkeypatch.setattr(search, "solve_bound", lambda gap: stopped)
+    search.tighten_bound()
+    assert search.state.lower_bound == bound
+    assert not search.is_within_gap()
 
 
 @settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -259,7 +281,7 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
         patch.setattr(lagrangian_relaxation, "_FREE", 1)
         answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
+    assert answer.evaluation.variance == pytest.approx(best, rel=1.1e-4)
     assert answer.bound is not None
     assert answer.bound <= best * (1 + 1e-6)
 
@@ -267,7 +289,7 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
 def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    slow = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
     for share in (1.0, 1.05, 1.2):
         asked = replace(problem, seconds=slow * share)
         whole = MilpAllocator().allocate(asked)
@@ -277,13 +299,13 @@ def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -
         assert relaxed.fits
         assert relaxed.gap is not None
         assert relaxed.gap <= 1.1e-4
-        assert relaxed.judged.variance == pytest.approx(whole.judged.variance, rel=1.1e-4)
+        assert relaxed.evaluation.variance == pytest.approx(whole.evaluation.variance, rel=1.1e-4)
 
 
 def test_one_problem_has_one_answer() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    fast = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    fast = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
     problem = replace(problem, seconds=fast * 1.2)
     assert MilpAllocator().allocate(problem) == MilpAllocator().allocate(problem)
 
@@ -294,7 +316,7 @@ def test_cycles_are_searched_for_afterwards_as_before(
 ) -> None:
     part, seen = device(3, SETS[2]), []
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
-    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    slow = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
     monkeypatch.setattr(
         milp_allocator,
         "MilpSearch",
@@ -344,7 +366,7 @@ def test_tied_operators_get_one_format() -> None:
     limit = sorted(judged.seconds for judged in known)[1]
     answer = MilpAllocator().allocate(replace(problem, seconds=limit))
     assert len({answer.plans["a"][operator] for operator in linear}) == 1
-    assert answer.judged.variance == pytest.approx(
+    assert answer.evaluation.variance == pytest.approx(
         min(judged.variance for judged in known if judged.seconds <= limit), rel=1.1e-4
     )
 

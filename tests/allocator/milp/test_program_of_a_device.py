@@ -13,10 +13,16 @@ from qsync_fx.allocator import PlanEvaluator, Problem
 from qsync_fx.allocator.milp.build_and_solve import sending
 from qsync_fx.allocator.milp.device_program import THOUSANDTHS, device_program
 from qsync_fx.allocator.milp.format_variables import StateCosts
-from qsync_fx.allocator.milp.linear_program import INFINITY, LinearProgram, total, value
+from qsync_fx.allocator.milp.linear_program import (
+    CONSTANT,
+    INFINITY,
+    Expression,
+    LinearProgram,
+    constant,
+    total,
+)
 from qsync_fx.allocator.milp.linearized_memory import LinearizedMemory
 from qsync_fx.allocator.milp.memory_bound import LowerBoundTerm, MemoryLowerBound
-from qsync_fx.allocator.milp.memory_bound.forward_peaks import FusedProducer
 from qsync_fx.allocator.milp.memory_bound.saved_bound import Passes
 from qsync_fx.allocator.milp.memory_bound.unread_values import gradients
 from qsync_fx.allocator.problem import DeviceClass
@@ -25,6 +31,7 @@ from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory import LossMemory, Orders, TrainingMemory, step_memory
 from qsync_fx.predictor.memory.buffers import GATES, Category, attends
 from qsync_fx.predictor.memory.peak_memory import StepMemory
+from qsync_fx.predictor.replayer.device_timeline import Array
 from tests.support.planning.allocation_problems import OwnedTimes, alone, fleet
 from tests.support.planning.predicted_models import explained
 from tests.support.tiers import ALL
@@ -47,6 +54,13 @@ def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
     }
 
 
+def value(expression: Expression, values: Array) -> float:
+    return sum(
+        factor * (1.0 if index == CONSTANT else float(values[index]))
+        for index, factor in expression.items()
+    )
+
+
 def solved(
     problem: Problem, asked: dict[str, str], held: LowerBoundTerm | None = None
 ) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
@@ -55,7 +69,7 @@ def solved(
     judge = PlanEvaluator(problem, problem.completed({name: asked}))
     program = LinearProgram()
     sends = sending(program, judge.options, 1.0)
-    known = StateCosts(problem.classes[name]), 1.0, held, sends.travel, sends.beside
+    known = StateCosts(problem.classes[name]), 1.0, held, sends.travel, sends.delays
     device = device_program(program, problem, judge, name, *known)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
@@ -180,8 +194,7 @@ def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | 
         backward = [moment for moment in moments if moment.place == "backward"]
         for at, which in certain.backward_peaks.moments:
             operator = part.graph.operators[at]
-            last = certain.backward_peaks.last((at, which))
-            own = [place for place, moment in enumerate(backward) if moment.operator in last]
+            own = [place for place, moment in enumerate(backward) if moment.operator == operator.id]
             if which == len(gradients(operator, certain.saved_tensors.passes[0].forward)) > 0:
                 # What converts is one kernel with what lies between it and the next one of a library, and is called after that.
                 own = [*own, min(own[-1] + 1, len(backward) - 1)]
@@ -230,14 +243,17 @@ def test_masks_of_gates_are_certain() -> None:
     """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98% without them."""
     least, held = 0, 0
     for certain, known, _, _, _ in certainties("gated", FIVE):
-        now, lost = Passes(known), dict[int, bool]()
+        now, blocked = Passes(known), dict[int, Expression]()
+        indicators = certain.saved_tensors.at_plan(known.names)
         masks = {
             at: mask.bytes
             for at in range(len(known.names))
             if (mask := now.mask(at)) and mask.bytes
         }
         for gate in certain.saved_tensors.gates:
-            certainly = gate.of(known.names, lost)
+            indicator = constant(gate.mask_indicator(indicators, blocked))
+            assert indicator is not None
+            certainly = gate.mask * indicator
             assert certainly <= masks.get(gate.index, 0)
             least += certainly
         held += sum(
@@ -255,29 +271,12 @@ def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         last = certain.forward_peaks[-1]
         assert SHARE * (head[0] - before) < last.of(known.names) <= head[0] - before
-        beside += sum(one.materialized_format(known.names) is not None for one in last.materialized)
+        beside += sum(
+            constant(where) == 1
+            for one in last.materialized
+            for _, where in one.materialized_formats(certain.saved_tensors.at_plan(known.names))
+        )
     assert beside
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
-def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
-    """What it reads, and copies of parameters, in the kernel that computes it: 4.6 MB of a ResNet-50's 5,154 where that is the peak."""
-    problem = alone("gated", FIVE, 0, OwnedTimes)
-    part = problem.classes["device"]
-    known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
-    fed = FusedProducer.of_product(
-        MemoryLowerBound(part, step_memory(known, part.training)).saved_tensors,
-        part.graph.operator("head/linear"),
-    )
-    assert fed is not None
-    kernel = [
-        task
-        for task in Orders.of(known).written
-        if task.operator == "head/linear" and not task.backward
-    ]
-    end = next(at for at, task in enumerate(kernel) if task.library)
-    written = sum(buffer.bytes for task in kernel[:end] for buffer in task.writes)
-    assert fed.of(known.names) == written > 0
 
 
 def certainties(

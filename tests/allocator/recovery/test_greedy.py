@@ -51,13 +51,13 @@ def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(
         if (answer := found_or_refused(problem)) is None:
             assert not fit
             continue
-        assert answer.judged == evaluate_plan(problem, answer.plans)
+        assert answer.evaluation == evaluate_plan(problem, answer.plans)
         assert answer.fits
         assert all(answer.value <= each.value(problem) for each in fit)
         assert answer.plans == PrecisionRecovery().allocate(problem).plans
         for each, found in problem.classes.items():
-            if found.kept is not None:
-                assert answer.plans[each] == found.kept
+            if found.fixed_plan is not None:
+                assert answer.plans[each] == found.fixed_plan
 
 
 def found_or_refused(problem: Problem) -> PlanResult | None:
@@ -86,7 +86,7 @@ def test_nothing_that_is_left_can_be_widened() -> None:
 
 def test_without_limits_everything_is_recovered() -> None:
     answer = PrecisionRecovery().allocate(alone("mlp"))
-    assert answer.judged.variance == 0
+    assert answer.evaluation.variance == 0
     assert set(answer.plans["device"].values()) == {"fp32"}
 
 
@@ -119,8 +119,10 @@ def test_the_start_is_the_fastest_of_a_small_model() -> None:
     judge = PlanEvaluator(problem, problem.uniform())
     draw = random.Random(0)
     others = [{op: draw.choice(known) for op, known in part.choices.items()} for _ in range(50)]
-    fastest = judge.become({"device": start}).seconds
-    assert all(fastest <= judge.become({"device": other}).seconds * (1 + 1e-12) for other in others)
+    fastest = judge.set_plans({"device": start}).seconds
+    assert all(
+        fastest <= judge.set_plans({"device": other}).seconds * (1 + 1e-12) for other in others
+    )
 
 
 def test_tied_operators_get_one_format() -> None:

@@ -34,7 +34,7 @@ def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(
 ) -> None:
     problem = hybrid(of_catalog(name), room)
     answer = PrecisionRecovery().allocate(problem)
-    assert answer.judged == evaluate_plan(problem, answer.plans)
+    assert answer.evaluation == evaluate_plan(problem, answer.plans)
     assert answer.fits
     assert answer.plans["v100"] == problem.classes["v100"].uniform("fp32")
     known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]

@@ -94,7 +94,7 @@ def fleet(
 ) -> Problem:
     """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
     slow = device_class(name, formats, seed, times)
-    fast = replace(slow, times=times(seed + 1), kept=slow.uniform("fp32"))
+    fast = replace(slow, times=times(seed + 1), fixed_plan=slow.uniform("fp32"))
     slower = ClusterDevice(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)
     devices = {"fast": ClusterDevice(count=2, batch=4, copies=1e-8), "slow": slower}
     cluster = Cluster(devices, Network(1e7, 1e-5, busy=0.4), Buckets(first_bytes=64, bytes=256))

@@ -87,6 +87,6 @@ def sized(name: str, device: str, batch: int) -> DeviceClass:
 def of_catalog(name: str, batch: int = 32, count: int = 2, bandwidth: float = 1.25e10) -> Problem:
     """Returns the problem of as many V100 in FP32 as T4."""
     classes = {device: sized(name, device, batch) for device in FORMATS}
-    classes["v100"] = replace(classes["v100"], kept=classes["v100"].uniform("fp32"))
+    classes["v100"] = replace(classes["v100"], fixed_plan=classes["v100"].uniform("fp32"))
     devices = {device: ClusterDevice(count=count, device=device, batch=batch) for device in FORMATS}
     return Problem(classes, Cluster(devices, Network(bandwidth, 3e-5)))

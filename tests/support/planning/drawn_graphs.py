@@ -91,4 +91,4 @@ def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Evaluation]
     plans = (
         dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values())
     )
-    return [(plan, judge.become({name: plan})) for plan in plans]
+    return [(plan, judge.set_plans({name: plan})) for plan in plans]

@@ -2,8 +2,7 @@
 
 `MemoryLowerBound` combines the bounds of all moments: `saved_bound` at the start of the backward
 pass, `forward_peaks` at the end of the forward pass, and `backward_peaks` at the gradients of
-products, with the live sets of `unread_values` and `pending_gradients`. Start reading at
-`lower_bound`, then `saved_bound`.
+products, with the live sets of `unread_values`. Start reading at `lower_bound`, then `saved_bound`.
 
 Invariant: with integer choices, no expression exceeds the evaluator's memory of the plan.
 """

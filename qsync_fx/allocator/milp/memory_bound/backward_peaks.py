@@ -1,25 +1,20 @@
 """Lower bound on the live set at gradients of the backward pass, as linear expressions of states.
 
-Moments are the gradients of product factors and max poolings, the conversion of parameter
-gradients, and norms that pass a gradient on. The order is program order, reversed, for which limits
-hold, too (see `PeakMemoryEvaluator`). Live are: unread saved tensors, the factors and gradients of
-the product itself, parameter gradients of the operators after it, and the sources of pending
-gradients (`PendingGradients`), with the buffers that a norm writes (`NormGradients`).
-
-Invariant: `of` and `expression` agree.
+Moments are the gradients of product factors and max poolings, and the conversion of parameter
+gradients. The order is program order, reversed, for which limits hold, too (see
+`PeakMemoryEvaluator`). Live are: unread saved tensors, the factors and gradients of the product
+itself, and parameter gradients of the operators after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from qsync_fx.allocator.milp.format_variables import Formats
-from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression
-from qsync_fx.allocator.milp.memory_bound.pending_gradients import PendingGradients, PlanStates
+from qsync_fx.allocator.milp.format_variables import Indicators
+from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, constant
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors
 from qsync_fx.allocator.milp.memory_bound.unread_values import (
-    PASSING,
     Moment,
     UnreadValues,
     gradients,
@@ -44,16 +39,12 @@ class BackwardPeaks:
     def __init__(self, saved: SavedTensorsBound) -> None:
         self._saved, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
         self._unread = UnreadValues(saved)
-        self._pending = PendingGradients(saved, self._unread)
-        self._plan_states: tuple[Sequence[StateNames], PlanStates] | None = None
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
         """All moments with a bound, in program order."""
         result: list[Moment] = []
         for index, operator in enumerate(self.graph.operators):
-            if index in self._pending.norm_gradients.norms:
-                result.append((index, PASSING))
             if operator.repeated or not self._unread.has_gradient(operator.result):
                 continue
             if index in self._forward.matrices:
@@ -69,51 +60,19 @@ class BackwardPeaks:
                     result.append((index, len(computed)))
         return result
 
-    def last(self, moment: Moment) -> Set[str]:
-        """Return the ids of the operators whose work can end the kernel of a moment.
+    def of(self, names: Sequence[StateNames], moment: Moment) -> float:
+        """Return the bound in bytes under a plan, given its operator states."""
+        result = constant(self.expression(self._saved.at_plan(names), moment))
+        assert result is not None
+        return result
 
-        The kernel of a norm also writes the gradient that the product before it reads.
-        """
-        places = (moment[0], moment[0] - 1) if moment[1] == PASSING else (moment[0],)
-        return {self.graph.operators[place].id for place in places}
-
-    def of(
-        self,
-        names: Sequence[StateNames],
-        moment: Moment,
-        pending: bool = True,
-        above: float = 0.0,
-        exact: bool = True,
-    ) -> float:
-        """Return the bound in bytes under a plan, given its operator states.
-
-        Args:
-            names: state of each operator.
-            moment: moment of the backward pass.
-            pending: whether sources of pending gradients count; they are expensive to compute.
-            above: threshold up to which the result may be lower than the bound.
-            exact: whether pending gradients are exact to the byte; otherwise the result may be
-                lower.
-        """
-        saved = self._saved.of(names, self._unread.of(moment))
-        result = (
-            saved
-            + self._parameter_gradient_bytes(moment)
-            + self._own_gradient_bytes(moment)[names[moment[0]][0]]
-        )
-        if not pending:
-            return result
-        if self._plan_states is None or self._plan_states[0] != names:
-            self._plan_states = names, PlanStates(names)
-        return result + self._pending.of(self._plan_states[1], moment, above - result, exact)
-
-    def expression(self, formats: Formats, moment: Moment) -> Expression:
-        """Return the bound in bytes as an expression."""
+    def expression(self, formats: Indicators, moment: Moment) -> Expression:
+        """Return the bound in bytes at a moment; see `SavedTensorsBound.expression`."""
         result = dict(self._saved.expression(formats, self._unread.of(moment)))
         result[CONSTANT] = result.get(CONSTANT, 0.0) + self._parameter_gradient_bytes(moment)
+        sizes = self._own_gradient_bytes(moment)
         for name, where in formats.precisions[moment[0]].items():
-            add(result, where, self._own_gradient_bytes(moment)[name])
-        add(result, self._pending.expression(formats, moment), 1.0)
+            add(result, where, sizes[name])
         return result
 
     def _own_gradient_bytes(self, moment: Moment) -> Sizes:
@@ -124,10 +83,6 @@ class BackwardPeaks:
         indices.
         """
         operator, result = self.graph.operators[moment[0]], dict[Name, int]()
-        if moment[1] == PASSING:
-            return dict.fromkeys(
-                (name for name, _ in operator.costs), 0
-            )  # `NormGradients` counts it
         if pools(operator):
             windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value

@@ -1,165 +1,28 @@
 """Lower bounds on the live set at the end of the forward pass, as linear expressions of states.
 
-`OutputPeak` covers the kernel that computes the model output, or the input of the last product;
-`FusedProducer` adds the buffers that this kernel writes for the product. Live are the product
-results and other materialized values that the kernel reads, for instance along residuals, and the
-tensors saved before the last library kernel, which ends a fused kernel. Buffers written afterwards
-can reuse the memory of equally large inputs and do not count, except masks that cannot.
-
-Invariant: `of` and `expression` agree.
+`OutputPeak` covers the kernel that computes the model output, or the input of the last product.
+Live are the product results and other materialized values that the kernel reads, for instance along
+residuals, and the tensors saved before the last library kernel, which ends a fused kernel. Buffers
+written afterwards can reuse the memory of inputs of equal size and count only if they cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cached_property
 
-from qsync_fx.allocator.milp.format_variables import Formats
-from qsync_fx.allocator.milp.linear_program import ONE, Expression, total
-from qsync_fx.allocator.milp.memory_bound.relu_masks import MaterializedValue, scaled
+from qsync_fx.allocator.milp.format_variables import Indicators
+from qsync_fx.allocator.milp.linear_program import Expression, constant
 from qsync_fx.allocator.milp.memory_bound.saved_bound import (
+    MaterializedValue,
     Passes,
     Readers,
     SavedTensorsBound,
     add,
     norms,
 )
-from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pools, whole
-from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
-
-_ITEMS = (1, 2, 4, 8)
-"""Possible bytes per element."""
-
-
-@dataclass(frozen=True)
-class FusedProducer:
-    """Buffers that a fused kernel writes for a product: its input, and copies of its parameters.
-
-    Parameters are copied into the product's format. If the product quantizes its input or
-    parameters, they are materialized unquantized first, as quantization is a separate kernel.
-    Buffers that may reuse the memory of an input do not count.
-
-    Attributes:
-        index: index of the product.
-        producer: index of the operator that computes its input.
-        written: bytes written, by the product's state; without states in which the product reads
-            the input in its own format.
-        unconverted: bytes written in the other states of the product, by the producer's state.
-    """
-
-    index: int
-    producer: int
-    written: Mapping[StateNames, int]
-    unconverted: Mapping[StateNames, int]
-
-    @classmethod
-    def of_product(cls, saved: SavedTensorsBound, product: ModelOperator) -> FusedProducer | None:
-        """Return the buffers for a product with an elementwise producer of its own, else None."""
-        forward, index = saved.passes[0].forward, saved.graph.places[product.id]
-        if attends(product) or index in forward.matrices or forward.multiplied(product) != (0, 1):
-            return None
-        data, *inputs = product.reads
-        producer, root = forward.made_by(data.value), forward.root(data.value)
-        if (
-            producer is None
-            or forward.multiplies(producer)
-            or pools(producer)
-            or not all(forward.given(read.value) for read in inputs)
-        ):
-            return None
-        if not {root, *(forward.root(read.value) for read in inputs)}.isdisjoint(
-            _materialized_elsewhere(saved, product)
-        ):
-            return None
-        reusable, written = _reusable_sizes(saved, producer), dict[StateNames, int]()
-        for state in product.costs:
-            wanted = [_wanted(read, state) for read in product.reads]
-            if wanted[0] is None or scaled(wanted[0]):
-                continue
-            written[state] = 0
-            if all(fmt is not None and not scaled(fmt) for fmt in wanted):
-                size = forward.bytes(root, wanted[0])
-                copies = zip(inputs, wanted[1:], strict=True)
-                written[state] = size if size not in reusable else 0
-                written[state] += sum(
-                    forward.bytes(r.value, fmt)
-                    for r, fmt in copies
-                    if fmt != _stored_format(saved, r)
-                )
-        live = {
-            state: size if (size := forward.bytes(root, state[1])) not in reusable else 0
-            for state in producer.costs
-        }
-        return cls(index, saved.graph.places[producer.id], written, live)
-
-    def of(self, names: Sequence[StateNames]) -> int:
-        """Return the bytes under a plan, given its operator states."""
-        state = names[self.index]
-        return self.written.get(state, self.unconverted[names[self.producer]])
-
-    def expression(self, formats: Formats) -> Expression:
-        """Return the bytes as an expression."""
-        result: dict[int, float] = {}
-        for state, existing in formats.states[self.index].items():
-            add(result, existing, self.written.get(state, 0))
-        is_unconverted = total(
-            *(
-                (1.0, e)
-                for state, e in formats.states[self.index].items()
-                if state not in self.written
-            )
-        )
-        for state, existing in formats.states[self.producer].items():
-            both = formats.program.at_least(
-                total((1.0, is_unconverted), (1.0, existing), (-1.0, ONE))
-            )
-            add(result, both, self.unconverted[state])
-        return result
-
-
-def _wanted(read: ModelRead, state: StateNames) -> Name:
-    return read.wanted.get(state[0] or "")
-
-
-def _stored_format(saved: SavedTensorsBound, read: ModelRead) -> Name:
-    return saved.graph.values[saved.passes[0].forward.root(read.value)].own
-
-
-def _materialized_elsewhere(saved: SavedTensorsBound, product: ModelOperator) -> Set[int]:
-    """Return the values that are materialized for other operators, or are model outputs."""
-    forward = saved.passes[0].forward
-    others = (
-        item
-        for item in saved.graph.operators
-        if item is not product and (forward.multiplies(item) or pools(item))
-    )
-    result = {forward.root(read.value) for item in others for read in item.reads}
-    return result | {forward.root(read.value) for read in saved.graph.outputs}
-
-
-def _reusable_sizes(saved: SavedTensorsBound, producer: ModelOperator) -> Set[int]:
-    """Return the sizes in bytes of all buffers whose memory an operator's result may reuse."""
-    forward = saved.passes[0].forward
-    result, visited, left = set[int](), set[int](), [producer]
-    while left:
-        operator = left.pop()
-        for cost in operator.costs.values():
-            result |= {
-                whole(size)
-                for (_, settings), size in cost.saved.items()
-                if settings.startswith("extra")
-            }
-        computed = {
-            forward.root(read.value) for read in operator.reads if not forward.given(read.value)
-        }
-        for value in computed - visited:
-            visited.add(value)
-            result |= {size * whole(saved.graph.values[value].numel) for size in _ITEMS}
-            before = forward.made_by(value)
-            if before is not None and not forward.multiplies(before):
-                left.append(before)
-    return result
+from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pools
+from qsync_fx.predictor.model.model_graph import StateNames
 
 
 class OutputPeak:
@@ -172,7 +35,6 @@ class OutputPeak:
 
     def __init__(self, saved: SavedTensorsBound, last: bool = False) -> None:
         self._saved, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
-        self._product: ModelOperator | None = None
         read = [item.value for item in self.graph.outputs]
         if last:
             product = next(
@@ -180,29 +42,21 @@ class OutputPeak:
                 None,
             )
             read = [product.reads[0].value] if product is not None else []
-            self._product = product
         self._outputs = {self._forward.root(value) for value in read}
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Return the bound in bytes under a plan, given its operator states."""
-        neighbours = (*self._results.items(), *self._masks.items(), *self._random_numbers.items())
-        result = self._saved.of(names, self._unread, self.materialized) + sum(
-            sizes[names[index]] for index, sizes in neighbours
-        )
-        return result + (self._fused_producer.of(names) if self._fused_producer is not None else 0)
+        result = constant(self.expression(self._saved.at_plan(names)))
+        assert result is not None
+        return result
 
-    def expression(self, formats: Formats) -> Expression:
-        """Return the bound in bytes as an expression."""
+    def expression(self, formats: Indicators) -> Expression:
+        """Return the bound in bytes; see `SavedTensorsBound.expression`."""
         result = dict(self._saved.expression(formats, self._unread, self.materialized))
-        for index, sizes in (
-            *self._results.items(),
-            *self._masks.items(),
-            *self._random_numbers.items(),
-        ):
-            for state, where in formats.states[index].items():
-                add(result, where, sizes[state])
-        if self._fused_producer is not None:
-            add(result, self._fused_producer.expression(formats), 1.0)
+        for by_state in (self._results, self._masks, self._random_numbers):
+            for index, sizes in by_state.items():
+                for state, where in formats.states[index].items():
+                    add(result, where, sizes[state])
         return result
 
     @property
@@ -231,15 +85,12 @@ class OutputPeak:
         """Materialized values that the kernel reads, without product results."""
         if not self._states:
             return ()
-        makers, materialized_values = (
-            (self._forward.made_by(value) for value in self._outputs),
-            self._saved.materialized_values,
-        )
+        makers = (self._forward.made_by(value) for value in self._outputs)
         result = {
             item.value: item
             for producer in makers
             if producer is not None
-            for item in materialized_values.sources_of(producer)
+            for item in self._saved.materialized_sources(producer)
         }
         return [
             item for item in result.values() if self.graph.values[item.value].name in self._names
@@ -261,13 +112,6 @@ class OutputPeak:
                 continue
             result[index] = {state: self._bytes(index, state) for state in operator.costs}
         return result
-
-    @cached_property
-    def _fused_producer(self) -> FusedProducer | None:
-        """Buffers written for the last product."""
-        if self._product is None or not self.has_unsaved:
-            return None
-        return FusedProducer.of_product(self._saved, self._product)
 
     @cached_property
     def _saved_or_materialized(self) -> Set[int]:

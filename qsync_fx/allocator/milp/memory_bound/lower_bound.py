@@ -15,7 +15,7 @@ from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, total
 from qsync_fx.allocator.milp.memory_bound.backward_peaks import BackwardPeaks
 from qsync_fx.allocator.milp.memory_bound.forward_peaks import OutputPeak
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment
+from qsync_fx.allocator.milp.memory_bound.unread_values import Moment
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.peak_memory import StepMemory
@@ -70,7 +70,7 @@ class MemoryLowerBound:
 
     def add(self, places: Iterable[int]) -> bool:
         """Add the moments at the products next to some operators; return whether any are new."""
-        available = [moment for moment in self.backward_peaks.moments if moment[1] != PASSING]
+        available = self.backward_peaks.moments
         products = sorted({place for place, _ in available})
         ends = [bisect_right(products, index) for index in places]
         neighbours = {
@@ -101,23 +101,15 @@ class MemoryLowerBound:
         above = [
             moment
             for moment in self.backward_peaks.moments
-            if not high.isdisjoint(self.backward_peaks.last(moment))
+            if self.saved_tensors.graph.operators[moment[0]].id in high
         ]
         # With thousands of operators, evaluating all moments would take minutes.
         before = self._static_bytes + self.loss_correction_bytes
         every = 1 + len(names) * len(above) // _MAX_EVALUATIONS
         rest = [moment for moment in above[::every] if moment not in self.moments]
-        # The exact bound is expensive, and most limits are exceeded by more.
-        for exact in (False, True):
-            result = {
-                moment: before
-                + self.backward_peaks.of(names, moment, above=limit - before, exact=exact)
-                for moment in rest
-            }
-            above = [moment for moment, live in result.items() if beyond(live, limit)]
-            new = sorted(above, key=lambda moment: -result[moment])[:_ADDED_MOMENTS]
-            if new:
-                break
+        result = {moment: before + self.backward_peaks.of(names, moment) for moment in rest}
+        above = [moment for moment, live in result.items() if beyond(live, limit)]
+        new = sorted(above, key=lambda moment: -result[moment])[:_ADDED_MOMENTS]
         self.moments += sorted(new)
         return bool(new)
 
@@ -132,16 +124,13 @@ class MemoryLowerBound:
         for moment in self.moments:
             yield total((1.0, backward), (1.0, self.backward_peaks.expression(formats, moment)))
 
-    def of(self, names: Sequence[StateNames], pending: bool = True) -> float:
-        """Return the maximum bound in bytes under a plan, given its operator states.
-
-        Without `pending`, pending gradients do not count: faster, but possibly lower.
-        """
+    def of(self, names: Sequence[StateNames]) -> float:
+        """Return the maximum bound in bytes under a plan, given its operator states."""
         result = [
             self._loss_at_start_bytes + self.saved_tensors.of(names),
             *(peak.of(names) for peak in self.forward_peaks),
             *(
-                self.loss_correction_bytes + self.backward_peaks.of(names, moment, pending)
+                self.loss_correction_bytes + self.backward_peaks.of(names, moment)
                 for moment in self.moments
             ),
         ]

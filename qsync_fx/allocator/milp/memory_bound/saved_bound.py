@@ -1,36 +1,36 @@
 """Lower bound on the live set at the start of the backward pass, as linear expressions of states.
 
-The live set contains the saved tensors and the incoming gradients. The bound counts tensors that
-are saved under any plan: factors of products in their compute formats, product results that other
-operators save, masks and statistics (for ReLUs: `relu_masks.gates`), and other saved values that no
-compiler can recompute (`SavedTensorsBound.not_recomputable`). Each value counts once per format.
-Tensors that can be rematerialized under some plan do not count.
-
-Invariant: `of` and `expression` agree.
+The bound counts tensors that are saved under any plan: factors of products in their compute
+formats, product results that other operators save, masks and statistics, and other values that no
+compiler can recompute. Each value counts once per format. `SavedTensorsBound.of` evaluates the
+expression at the states of one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import eq
 from typing import TypeVar
 
-from qsync_fx.allocator.milp.format_variables import Formats, Spread
-from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, total
-from qsync_fx.allocator.milp.memory_bound.relu_masks import (
-    MaskedActivation,
-    MaterializedValue,
-    MaterializedValueFinder,
-    gates,
-)
+from qsync_fx.allocator.milp.format_variables import Indicators, PlanIndicators, Spread
+from qsync_fx.allocator.milp.linear_program import CONSTANT, ONE, Expression, constant, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.backward import Backward
-from qsync_fx.predictor.memory.buffers import GATES, GATHERS, Buffer, attends, whole
+from qsync_fx.predictor.memory.buffers import GATES, GATHERS, Buffer, attends, pools, whole
 from qsync_fx.predictor.memory.forward import Forward
-from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
+from qsync_fx.predictor.model.model_graph import (
+    Follows,
+    ModelOperator,
+    ModelRead,
+    Name,
+    StateNames,
+)
+
+K = TypeVar("K")
 
 
 class Passes:
@@ -42,8 +42,8 @@ class Passes:
     def __init__(self, result: States) -> None:
         self.forward = Forward(result)
         self.backward = Backward(self.forward)
-        self.made = {buffer for task in self.forward.tasks for buffer in task.writes}
-        self.read = self.made & {buffer for task in self.backward.tasks for buffer in task.reads}
+        made = {buffer for task in self.forward.tasks for buffer in task.writes}
+        self.read = made & {buffer for task in self.backward.tasks for buffer in task.reads}
 
     def reads_factor(self, index: int, place: int) -> bool:
         """Return whether the factor of a product is read again, or exists before the step."""
@@ -54,10 +54,8 @@ class Passes:
 
     def reads_saved(self, index: int, name: str) -> bool:
         """Return whether a value that an operator saves is read again."""
-        return any(
-            buffer.name == name and buffer in self.read
-            for buffer in self.forward.kept.get(index, ())
-        )
+        saved = self.forward.kept.get(index, ())
+        return any(buffer.name == name and buffer in self.read for buffer in saved)
 
     def mask(self, index: int) -> Buffer | None:
         """Return the mask that a gate saves; None if its result is saved or recomputed instead."""
@@ -68,20 +66,16 @@ class Passes:
     def reads_gate(self, index: int) -> bool:
         """Return whether any tensor that a gate saves is read again."""
         mask = self.mask(index)
-        return not self.read.isdisjoint(
-            self.forward.kept.get(index, ()) if mask is None else [mask]
-        )
+        saved = self.forward.kept.get(index, ()) if mask is None else [mask]
+        return not self.read.isdisjoint(saved)
 
     def extras(self, index: int) -> Mapping[str, int]:
         """Return the bytes of an operator's masks and statistics that are read again, by name."""
-        return {
-            buffer.name: buffer.bytes
-            for buffer in self.forward.extras(index)
-            if buffer in self.read
-        }
+        read = (buffer for buffer in self.forward.extras(index) if buffer in self.read)
+        return {buffer.name: buffer.bytes for buffer in read}
 
 
-def saved_extras(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
+def _saved_extras(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
     """Return a lower bound on the bytes of an operator's masks and statistics, by state.
 
     A state that no plan in `passes` has gets the minimum over all of them.
@@ -90,15 +84,11 @@ def saved_extras(passes: Sequence[Passes], index: int) -> Mapping[StateNames, in
     least = sum(min(item.get(name, 0) for item in available) for name in available[0])
     visited: dict[StateNames, int] = {}
     for item, sizes in zip(passes, available, strict=True):
-        state = item.forward.states.names[index]
-        visited[state] = min(visited.get(state, sum(sizes.values())), sum(sizes.values()))
+        state, size = item.forward.states.names[index], sum(sizes.values())
+        visited[state] = min(visited.get(state, size), size)
     return {
         state: visited.get(state, least) for state in passes[0].forward.graph.operators[index].costs
     }
-
-
-Key = tuple[int, Name]
-"""Index of a value, and the format in which it is saved."""
 
 
 @dataclass(frozen=True)
@@ -139,20 +129,112 @@ class SavedValue:
     saved_formats: Mapping[StateNames, Name]
 
 
-_Saved = TypeVar("_Saved", SavedValue, MaskedActivation)
+@dataclass(frozen=True)
+class FactorRead:
+    """Read of a value as a factor: index of the product, and read format by compute format."""
+
+    index: int
+    wanted: Mapping[Name, Name]
+
+    def where(self, formats: Indicators, takes: Callable[[Name], bool]) -> Expression:
+        """Return the indicator that the read format satisfies a predicate."""
+        result = formats.precisions[self.index].items()
+        return total(*((1.0, where) for name, where in result if takes(self.wanted[name])))
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """Indicators of the saved formats, which are equal at all moments.
+class MaterializedValue:
+    """Value that products read, and from which other values are computed directly.
+
+    Attributes:
+        value: index of the value.
+        producer: index of the operator that computes it.
+        reads: reads by all products.
+        sources: values of this kind from which it is computed.
+    """
+
+    value: int
+    producer: int
+    reads: Sequence[FactorRead]
+    sources: Sequence[MaterializedValue]
+
+    def materialized_formats(self, formats: Indicators) -> Iterator[tuple[Name, Expression]]:
+        """Yield, for each reader, the materialized formats with their indicators."""
+        for fmt, where in formats.outputs[self.producer].items():
+            for item in self.reads:
+                read = total(
+                    (1.0, item.where(formats, scaled)), (1.0, item.where(formats, partial(eq, fmt)))
+                )
+                yield fmt, formats.program.at_least(total((1.0, where), (1.0, read), (-1.0, ONE)))
+
+    def blocks_recomputation(self, formats: Indicators, cache: dict[int, Expression]) -> Expression:
+        """Return the indicator that dependents of the value cannot be recomputed.
+
+        That is so if no product saves the value at its full width, and the value is materialized
+        for quantization or computed from a value that blocks it.
+        """
+        if self.value not in cache:
+            result = []
+            for fmt, where in formats.outputs[self.producer].items():
+                saved = [(-1.0, item.where(formats, partial(_as_wide, fmt))) for item in self.reads]
+                gone = [item.where(formats, scaled) for item in self.reads]
+                gone += [item.blocks_recomputation(formats, cache) for item in self.sources]
+                result += [total((1.0, where), (1.0, item), (-1.0, ONE), *saved) for item in gone]
+            cache[self.value] = formats.program.any_of(map(formats.program.at_least, result))
+        return cache[self.value]
+
+
+@dataclass(frozen=True)
+class MaskedActivation:
+    """Gate (ReLU, threshold) that may save a mask of one byte per element.
+
+    If a product saves the result in its output format, the backward passes of both read this
+    tensor. Otherwise the gate saves a mask, unless a compiler recomputes the result. It cannot be
+    recomputed if it depends on unsaved values: under any plan, or along a residual on which a value
+    is materialized for products that quantize it and then freed.
+
+    Attributes:
+        index: index of the operator.
+        saved_formats: format in which its backward pass would read its result, by state.
+        reads: reads of the result by products that may save it.
+        sources: values from which the result is computed; None if it can never be recomputed.
+        mask: bytes of the mask.
+    """
+
+    index: int
+    saved_formats: Mapping[StateNames, Name]
+    reads: Sequence[FactorRead]
+    sources: Sequence[MaterializedValue] | None
+    mask: int
+
+    def mask_indicator(self, formats: Indicators, cache: dict[int, Expression]) -> Expression:
+        """Return the indicator that the gate saves its mask; `cache` has the blocking values."""
+        blocked: list[Expression] = [ONE]
+        if self.sources is not None:
+            blocked = [item.blocks_recomputation(formats, cache) for item in self.sources]
+        wants = []
+        for fmt in dict.fromkeys(self.saved_formats.values()):
+            saved = [
+                (1.0, where)
+                for state, where in formats.states[self.index].items()
+                if self.saved_formats[state] == fmt
+            ]
+            shared = [(-1.0, item.where(formats, partial(eq, fmt))) for item in self.reads]
+            wants += [total(*saved, *shared, (1.0, item), (-1.0, ONE)) for item in blocked]
+        return formats.program.any_of(map(formats.program.at_least, wants))
+
+
+@dataclass(frozen=True)
+class _SavedIndicators:
+    """Indicators of what is saved, equal at all moments and in the order of the bound's lists.
 
     Attributes:
         formats: formats of the operators.
-        factors, results: indicators by format, in the order of `SavedTensorsBound`.
+        factors, results: indicators by saved format.
         masks: indicators that gates save their masks.
     """
 
-    formats: Formats
+    formats: Indicators
     factors: Sequence[Spread]
     results: Sequence[Spread]
     masks: Sequence[Expression]
@@ -175,12 +257,16 @@ class Readers:
     factors: Set[tuple[int, int]] = frozenset()
     unscaled: Set[tuple[int, int]] = frozenset()
 
+    def read_values(self, index: int) -> bool:
+        """Return whether the values and masks that an operator saves are live."""
+        return index in self.all_unread or index in self.values_unread
+
     def reads(self, factor: Factor, fmt: Name) -> bool:
         """Return whether a factor in a format is live."""
         key = factor.index, factor.argument
         if factor.index in self.all_unread or key in self.factors:
             return True
-        return key in self.unscaled and not (fmt is not None and FORMATS[fmt].scaled)
+        return key in self.unscaled and not scaled(fmt)
 
 
 def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]:
@@ -189,208 +275,231 @@ def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]
     Attention has query, key and value. For operators that are no product, the result contains the
     first two operands.
     """
-    places = (
-        range(3)
-        if attends(product)
-        else forward.multiplied(product)
-        if forward.multiplies(product)
-        else range(2)
-    )
+    places: Iterable[int] = range(2)
+    if attends(product):
+        places = range(3)
+    elif forward.multiplies(product):
+        places = forward.multiplied(product)
     return {place: product.reads[place] for place in places if place < len(product.reads)}
 
 
 class SavedTensorsBound:
+    """Lower bound on the saved tensors and incoming gradients of a device class.
+
+    Args:
+        part: the device class.
+    """
+
     def __init__(self, part: DeviceClass) -> None:
         self.graph = part.graph
-        uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
-        self.passes = passes = [Passes(item) for item in uniform]
+        self.passes = [Passes(states(part.graph, part.uniform(fmt))) for fmt in part.formats]
         self.factors: list[Factor] = []
         self.results: list[SavedValue] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
         self.gates: list[MaskedActivation] = []
-        self._forward = forward = passes[0].forward
-        self._spread: _Spread | None = None
+        self._forward = forward = self.passes[0].forward
+        self._indicators: _SavedIndicators | None = None
+        self._plan: tuple[Sequence[StateNames], PlanIndicators] | None = None
+        self._sources: dict[int, Sequence[MaterializedValue]] = {}
         self._incoming_bytes = 0
         if any(operator.repeated for operator in self.graph.operators):
             return
         for index, operator in enumerate(self.graph.operators):
-            for place, read in (
-                factors(operator, forward).items() if forward.multiplies(operator) else ()
-            ):
-                available = {name: read.wanted.get(name or "") for name, _ in operator.costs}
-                if all(available.values()) and all(
-                    item.reads_factor(index, place) for item in passes
-                ):
-                    root = forward.root(read.value)
-                    value = read.value if forward.is_part(read.value) else root
-                    owned = self.graph.values[root].own if forward.given(read.value) else None
-                    self.factors.append(Factor(index, place, value, available, owned))
+            if forward.multiplies(operator):
+                self.factors += self._saved_factors(index, operator)
             # Attention with several kernels saves masks and more, like operators that are no
-            # product.
+            # product. Attention with one kernel saves its own result.
             if not forward.multiplies(operator) or attends(operator):
-                self.extras[index] = saved_extras(passes, index)
-            if not forward.multiplies(operator):
-                self.results += self._saved_values(passes, index)
-            elif attends(operator):
-                # Attention with one kernel saves its own result.
+                self.extras[index] = _saved_extras(self.passes, index)
                 self.results += [
                     item
-                    for item in self._saved_values(passes, index)
-                    if item.value == operator.result
+                    for item in self._saved_values(index)
+                    if not attends(operator) or item.value == operator.result
                 ]
-        self.gates += gates(self)
+        self.gates += self._masked_activations()
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
-        incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming_bytes = sum(
-            self._bytes(value, self.graph.values[value].own) for value in incoming
+            self._bytes(value, self.graph.values[value].own)
+            for value in outputs
+            if self.graph.values[value].differentiated
         )
 
-    def of(
-        self,
-        names: Sequence[StateNames],
-        readers: Readers | None = None,
-        materialized: Sequence[MaterializedValue] = (),
-    ) -> float:
-        """Return the bound in bytes under a plan, given its operator states.
+    def of(self, names: Sequence[StateNames], readers: Readers | None = None) -> float:
+        """Return the bound in bytes under a plan, given its operator states; see `expression`."""
+        result = constant(self.expression(self.at_plan(names), readers))
+        assert result is not None
+        return result
 
-        Args:
-            names: state of each operator.
-            readers: operators with unread saved tensors; None for the start of the backward pass.
-            materialized: further values that can be materialized.
-        """
-        matches: set[Key] = {
-            (item.value, fmt)
-            for item in materialized
-            if (fmt := item.materialized_format(names)) is not None
-        }
-        for factor in self.factors:
-            fmt = factor.wanted[names[factor.index][0]]
-            if fmt != factor.stored_format and (readers is None or readers.reads(factor, fmt)):
-                matches.add((factor.value, fmt))
-        for result in _of(readers, self.results):
-            fmt = result.saved_formats[names[result.index]]
-            live = fmt if result.product is None else names[result.product][1]
-            matches.add((result.value, min((fmt, live), key=_width)))
-        extras = sum(
-            sizes[names[index]]
-            for index, sizes in self.extras.items()
-            if self._extras_read(readers, index)
-        )
-        blocked: dict[int, bool] = {}
-        masks = sum(gate.of(names, blocked) for gate in _of(readers, self.gates))
-        return (
-            sum(self._bytes(*key) for key in matches)
-            + extras
-            + masks
-            + (self._incoming_bytes if readers is None else 0)
-        )
+    def at_plan(self, names: Sequence[StateNames]) -> PlanIndicators:
+        """Return the indicators of a plan; those of the last plan are cached."""
+        if self._plan is None or self._plan[0] is not names:
+            self._plan = names, PlanIndicators(names)
+        return self._plan[1]
 
     def expression(
         self,
-        formats: Formats,
+        formats: Indicators,
         readers: Readers | None = None,
         materialized: Sequence[MaterializedValue] = (),
     ) -> Expression:
-        """Return the bound in bytes as an expression; see `of`."""
-        wants: dict[Key, list[Expression]] = {}
-        for item in materialized:
-            for fmt, where in item.materialized_format_indicators(formats):
-                wants.setdefault((item.value, fmt), []).append(where)
-        matches: dict[int, float] = {
-            CONSTANT: float(self._incoming_bytes if readers is None else 0)
-        }
-        if self._spread is None or self._spread.formats is not formats:
-            blocked: dict[int, Expression] = {}
-            self._spread = _Spread(
-                formats,
-                [self._factor(formats, factor) for factor in self.factors],
-                [self._parts(formats, result) for result in self.results],
-                [gate.mask_indicator(formats, blocked) for gate in self.gates],
-            )
-        for factor, by_format in zip(self.factors, self._spread.factors, strict=True):
+        """Return the bound in bytes.
+
+        Args:
+            formats: indicators of the operator states, variable or of one plan.
+            readers: operators with unread saved tensors; None for the start of the backward pass.
+            materialized: further values that can be materialized.
+        """
+        result: dict[int, float] = {CONSTANT: float(self._incoming_bytes if readers is None else 0)}
+        wants: dict[tuple[int, Name], list[Expression]] = {}
+        for value in materialized:
+            for fmt, where in value.materialized_formats(formats):
+                wants.setdefault((value.value, fmt), []).append(where)
+        indicators = self._saved_indicators(formats)
+        for factor, by_format in zip(self.factors, indicators.factors, strict=True):
             for fmt, where in by_format.items():
                 if fmt != factor.stored_format and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result, by_format in zip(self.results, self._spread.results, strict=True):
-            if _is_read(readers, result):
+        for item, by_format in zip(self.results, indicators.results, strict=True):
+            if readers is None or readers.read_values(item.index):
                 for fmt, where in by_format.items():
-                    wants.setdefault((result.value, fmt), []).append(where)
+                    wants.setdefault((item.value, fmt), []).append(where)
         for index, sizes in self.extras.items():
             if self._extras_read(readers, index):
                 for state, where in formats.states[index].items():
-                    add(matches, where, sizes[state])
-        for gate, masked in zip(self.gates, self._spread.masks, strict=True):
-            if _is_read(readers, gate):
-                add(matches, masked, gate.mask)
+                    add(result, where, sizes[state])
+        for gate, masked in zip(self.gates, indicators.masks, strict=True):
+            if readers is None or readers.read_values(gate.index):
+                add(result, masked, gate.mask)
         for key, several in wants.items():
-            add(matches, formats.program.any_of(several), self._bytes(*key))
-        return matches
+            add(result, formats.program.any_of(several), self._bytes(*key))
+        return result
 
     def _extras_read(self, readers: Readers | None, index: int) -> bool:
         if readers is None or index in readers.all_unread:
             return True
         return index in readers.values_unread and not norms(self.graph.operators[index])
 
-    @staticmethod
-    def _factor(formats: Formats, factor: Factor) -> Spread:
-        """Return the indicators of the format in which a factor is read."""
-        result: dict[Name, Expression] = {}
-        for name, where in formats.precisions[factor.index].items():
-            fmt = factor.wanted[name]
-            result[fmt] = total((1.0, result.get(fmt, {})), (1.0, where))
-        return result
+    def _saved_indicators(self, formats: Indicators) -> _SavedIndicators:
+        if self._indicators is None or self._indicators.formats is not formats:
+            blocked: dict[int, Expression] = {}
+            self._indicators = _SavedIndicators(
+                formats,
+                [
+                    _by_format(formats.precisions[factor.index], factor.wanted)
+                    for factor in self.factors
+                ],
+                [self._value_formats(formats, item) for item in self.results],
+                [gate.mask_indicator(formats, blocked) for gate in self.gates],
+            )
+        return self._indicators
 
-    def _parts(self, formats: Formats, result: SavedValue) -> Spread:
-        """Return the indicators of the format in which a value is saved, merged by format."""
-        matches: dict[Name, Expression] = {}
-        for fmt, where in self._result(formats, result):
-            matches[fmt] = total((1.0, matches.get(fmt, {})), (1.0, where))
-        return matches
-
-    def _result(self, formats: Formats, result: SavedValue) -> Iterator[tuple[Name, Expression]]:
-        live: Spread = {} if result.product is None else formats.outputs[result.product]
-        by_format: dict[Name, Expression] = {}
-        for state, where in formats.states[result.index].items():
-            fmt = result.saved_formats[state]
-            by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
+    def _value_formats(self, formats: Indicators, item: SavedValue) -> Spread:
+        """Return the indicators of the format in which a value is saved."""
+        by_format = _by_format(formats.states[item.index], item.saved_formats)
+        if item.product is None:
+            return by_format
+        output, result = formats.outputs[item.product], dict[Name, Expression]()
         for fmt, where in by_format.items():
-            narrower = {
-                name: existing for name, existing in live.items() if _width(name) < _width(fmt)
-            }
             rest = where
-            for name, existing in narrower.items():
-                if live.get(fmt) == where and len(live) == len(by_format):
+            for name, existing in output.items():
+                if _width(name) >= _width(fmt):
+                    continue
+                if output.get(fmt) == where and len(output) == len(by_format):
                     break  # the output has the saved format
                 # The AND must be exact: a larger value would count the tensor in a too narrow
                 # format.
                 both = formats.program.all_of([where, existing])
-                yield name, both
+                result[name] = total((1.0, result.get(name, {})), (1.0, both))
                 rest = total((1.0, rest), (-1.0, both))
-            yield fmt, rest
+            result[fmt] = total((1.0, result.get(fmt, {})), (1.0, rest))
+        return result
 
-    def _saved_values(self, passes: Sequence[Passes], index: int) -> Iterator[SavedValue]:
+    def _saved_factors(self, index: int, operator: ModelOperator) -> Iterator[Factor]:
+        forward = self._forward
+        for place, read in factors(operator, forward).items():
+            wanted = {name: read.wanted.get(name or "") for name, _ in operator.costs}
+            if not all(wanted.values()) or not all(
+                item.reads_factor(index, place) for item in self.passes
+            ):
+                continue
+            root, value, stored = forward.root(read.value), read.value, None
+            if not forward.is_part(value):
+                value = root
+            if forward.given(read.value):
+                stored = self.graph.values[root].own
+            yield Factor(index, place, value, wanted, stored)
+
+    def _saved_values(self, index: int) -> Iterator[SavedValue]:
         """Yield values saved under any plan: product results, and values never recomputed."""
         operator, forward = self.graph.operators[index], self._forward
         for value in self.saved(operator):
             producer, saved = forward.made_by(value), self.formats_of(index, value)
-            product = producer is not None and forward.multiplies(producer)
+            if producer is None or saved is None:
+                continue
+            product = None
+            if forward.multiplies(producer):
+                product = self.graph.places[producer.id]
             # A gate saves its own result as a mask of one byte per element.
             gate = operator.row in GATES and operator.result == value
-            if (
-                producer is None
-                or saved is None
-                or not (product or (value in self.not_recomputable and not gate))
-            ):
+            if product is None and (gate or value not in self.not_recomputable):
                 continue
-            if all(item.reads_saved(index, self.graph.values[value].name) for item in passes):
-                yield SavedValue(
-                    index, value, self.graph.places[producer.id] if product else None, saved
-                )
+            if all(item.reads_saved(index, self.graph.values[value].name) for item in self.passes):
+                yield SavedValue(index, value, product, saved)
+
+    def _masked_activations(self) -> Iterator[MaskedActivation]:
+        """Yield the gates that save, under some plan, a tensor that no other operator saves."""
+        for index, operator in enumerate(self.graph.operators):
+            value = operator.result
+            if operator.row not in GATES or (formats := self.formats_of(index, value)) is None:
+                continue
+            if not all(item.reads_gate(index) for item in self.passes):
+                continue
+            reads, sources = self._factor_reads(value), None
+            if value not in self.not_recomputable:
+                sources = self.materialized_sources(operator)
+            if reads is not None and (sources is None or sources):
+                mask = whole(self.graph.values[value].numel)
+                yield MaskedActivation(index, formats, reads, sources, mask)
+
+    def materialized_sources(self, operator: ModelOperator) -> Sequence[MaterializedValue]:
+        """Return the values from which a result whose format follows its inputs is computed."""
+        value = operator.result
+        if value not in self._sources:
+            result: dict[int, MaterializedValue] = {}
+            if isinstance(operator.decided, Follows):
+                roots = {self._forward.root(read.value): None for read in operator.reads}
+                for root in roots:
+                    if root != value:
+                        result |= {item.value: item for item in self._materialized_at(root)}
+            self._sources[value] = tuple(result.values())
+        return self._sources[value]
+
+    def _materialized_at(self, value: int) -> Sequence[MaterializedValue]:
+        producer = self._forward.made_by(value)
+        if producer is None or self._forward.multiplies(producer) or pools(producer):
+            return ()
+        reads, sources = self._factor_reads(value), self.materialized_sources(producer)
+        if not reads:
+            return sources
+        return [MaterializedValue(value, self.graph.places[producer.id], reads, sources)]
+
+    def _factor_reads(self, value: int) -> Sequence[FactorRead] | None:
+        """Return the reads of a value as a factor; None if a saving product's format is unknown."""
+        result = [
+            FactorRead(item.index, item.wanted) for item in self.factors if item.value == value
+        ]
+        available = {read.index for read in result}
+        return result if self._saving_products.get(value, set()) <= available else None
 
     @cached_property
-    def materialized_values(self) -> MaterializedValueFinder:
-        """Materialized values from which others are computed."""
-        return MaterializedValueFinder(self)
+    def _saving_products(self) -> Mapping[int, Set[int]]:
+        """Products that save a value, by value."""
+        result: dict[int, set[int]] = {}
+        for index, operator in enumerate(self.graph.operators):
+            if self._forward.multiplies(operator):
+                for value in self.saved(operator):
+                    result.setdefault(value, set()).add(index)
+        return result
 
     @cached_property
     def not_recomputable(self) -> Set[int]:
@@ -422,7 +531,9 @@ class SavedTensorsBound:
             for name, settings in cost.saved
             if not settings.startswith("extra")
         }
-        return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
+        return dict.fromkeys(
+            self._forward.root(self._value_indices[name]) for name in sorted(names)
+        )
 
     def formats_of(self, index: int, value: int) -> Mapping[StateNames, Name] | None:
         """Return the saved format of a value by state; None if it is not saved in each state."""
@@ -432,7 +543,7 @@ class SavedTensorsBound:
                 settings
                 for name, settings in cost.saved
                 if not settings.startswith("extra")
-                and self._forward.root(self._places[name]) == value
+                and self._forward.root(self._value_indices[name]) == value
             ]
             if len(formats) != 1 or not formats[0]:
                 return None
@@ -440,7 +551,7 @@ class SavedTensorsBound:
         return result
 
     @cached_property
-    def _places(self) -> Mapping[str, int]:
+    def _value_indices(self) -> Mapping[str, int]:
         return {value.name: index for index, value in enumerate(self.graph.values)}
 
     def _bytes(self, value: int, fmt: Name) -> int:
@@ -449,21 +560,28 @@ class SavedTensorsBound:
         return FORMATS[fmt].dtype.itemsize * whole(live.numel) + whole(live.fixed)
 
 
-def _of(readers: Readers | None, result: Sequence[_Saved]) -> Iterator[_Saved]:
-    return (item for item in result if _is_read(readers, item))
-
-
-def _is_read(readers: Readers | None, result: SavedValue | MaskedActivation) -> bool:
-    return (
-        readers is None
-        or result.index in readers.all_unread
-        or result.index in readers.values_unread
-    )
-
-
 def norms(operator: ModelOperator) -> bool:
     """Return whether an operator is a norm, with reductions before it passes a gradient on."""
     return "norm" in operator.row
+
+
+def scaled(fmt: Name) -> bool:
+    """Return whether a format is quantized."""
+    return fmt is not None and FORMATS[fmt].scaled
+
+
+def _as_wide(live: Name, fmt: Name) -> bool:
+    """Return whether a read format preserves all information of the output format."""
+    return not scaled(fmt) and _width(fmt) >= _width(live)
+
+
+def _by_format(spread: Mapping[K, Expression], formats: Mapping[K, Name]) -> Spread:
+    """Return the indicators of formats that several keys have in common, summed by format."""
+    result: dict[Name, Expression] = {}
+    for key, where in spread.items():
+        fmt = formats[key]
+        result[fmt] = total((1.0, result.get(fmt, {})), (1.0, where))
+    return result
 
 
 def _width(name: Name) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Final
 
 from qsync_fx.allocator.milp.memory_bound.saved_bound import (
     Readers,
@@ -31,16 +30,8 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead
 Moment = tuple[int, int]
 """Moment of the backward pass: index of an operator, and index of the gradient it computes.
 
-The index after the last gradient is the conversion of a parameter's gradient. `PASSING`, before the
-first, is a norm that passes on its gradient.
+The index after the last gradient is the conversion of a parameter's gradient.
 """
-PASSING: Final = -1
-
-
-def first_completed(moment: Moment) -> int:
-    """Return the index below which the backward pass of all operators has yet to run."""
-    place, selected = moment
-    return place + 1 if selected == PASSING else place
 
 
 def gradients(product: ModelOperator, forward: Forward) -> Sequence[int]:
@@ -78,9 +69,7 @@ class UnreadValues:
             if any(self._is_pending(operator, read, moment, passed) for read in operator.reads):
                 passed.add(index)
         owned = self.graph.operators[place]
-        before, rest = frozenset(range(first_completed(moment))), frozenset(passed)
-        if selected == PASSING:
-            return Readers(before, rest)
+        before, rest = frozenset(range(place)), frozenset(passed)
         if pools(owned) or (
             not has_joint_gradients(owned) and selected == len(gradients(owned, self._forward))
         ):
@@ -126,7 +115,7 @@ class UnreadValues:
             return False
         place = self.graph.places[producer.id]
         # The gradient that the product itself receives has been computed.
-        return self.gradient_is_read[place] if place < first_completed(moment) else place in passed
+        return self.gradient_is_read[place] if place < moment[0] else place in passed
 
     @cached_property
     def gradient_is_read(self) -> Sequence[bool]:

@@ -1,0 +1,100 @@
+"""Objectives of QSync and its baselines: "hybrid", "fastest" and "recover"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Final
+
+from qsync_fx.allocator.evaluator import PlanEvaluator, beyond
+from qsync_fx.allocator.objectives.objective import Limit, Objective, seconds_in, uniform_in
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
+from qsync_fx.allocator.problem import Problem
+from qsync_fx.errors import OptionError, PlanError
+
+
+class Hybrid(Objective):
+    """Least variance within `target` seconds; default: those of the narrowest formats."""
+
+    name: ClassVar[str] = "hybrid"
+    help: ClassVar[str] = "least variance, within the seconds of the narrowest formats"
+
+    def check(self, budget: Limit, target: Limit) -> None:
+        if budget is not None:
+            do = "leave it out, or take the objective fastest: the least seconds within a variance"
+            raise OptionError(
+                "the plan of least variance has no variance to keep to", where="budget", do=do
+            )
+
+    def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
+        """Return the problem with the fastest of several classes fixed to its widest format.
+
+        The class stays open if it lacks the memory. Speed is compared with all classes in their
+        widest formats.
+        """
+        if len(problem.classes) == 1:
+            return problem
+        widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
+        evaluator = PlanEvaluator(problem, widest)
+        quickest = min(problem.classes, key=evaluator.computing)
+        part = problem.classes[quickest]
+        if part.memory is not None and beyond(evaluator.peak(quickest) or 0, part.memory):
+            return problem
+        notes.append(PlanNote(PlanNoteKind.KEEPS, quickest, formats=(part.widest,)))
+        return replace(
+            problem,
+            classes={**problem.classes, quickest: replace(part, fixed_plan=widest[quickest])},
+        )
+
+    def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
+        if target is None:
+            return PlanEvaluator(problem, problem.uniform()).seconds
+        return seconds_in(problem, target)
+
+
+class Fastest(Objective):
+    """Least seconds within the variance `budget`; default: that of mixed precision."""
+
+    name: ClassVar[str] = "fastest"
+    help: ClassVar[str] = "least seconds, within the variance of mixed precision"
+
+    def check(self, budget: Limit, target: Limit) -> None:
+        if target is not None:
+            do = "leave it out, or take the objective hybrid: the least variance within a time"
+            raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
+
+    def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
+        allowed = (
+            budget
+            if isinstance(budget, int | float)
+            else problem.variance_of(uniform_in(problem, budget))
+        )
+        return replace(problem, least="seconds", variance=float(allowed))
+
+    def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
+        return None
+
+
+class Recover(Objective):
+    """Least variance on all classes within the seconds of mixed precision.
+
+    `budget` is the format of mixed precision, or `target` the seconds.
+    """
+
+    name: ClassVar[str] = "recover"
+    help: ClassVar[str] = "least variance on all devices, within the seconds of mixed precision"
+
+    def check(self, budget: Limit, target: Limit) -> None:
+        if budget is not None and target is not None:
+            do = "give the format of mixed precision as the budget, or what a step may take as the target"
+            raise OptionError(
+                "a budget and a target both say what a step may take", where="target", do=do
+            )
+        if isinstance(budget, int | float):
+            do = "name the format of mixed precision, or give the seconds as the target"
+            raise PlanError("what is recovered from is a format", where="budget", do=do)
+
+    def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
+        return seconds_in(problem, budget if target is None else target)
+
+
+OBJECTIVES: Final = (Fastest(), Hybrid(), Recover())
