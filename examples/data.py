@@ -98,7 +98,7 @@ def load(source: str | None) -> Data:
     if source == "digits" or (source is None and not FASHION_MNIST.is_dir()):
         return _digits()
     folder = FASHION_MNIST if source is None else Path(source)
-    files = _found(folder)
+    files = _idx_files(folder)
     train, test = _pair(files[0], files[1]), _pair(files[2], files[3])
     if train[0].shape[1:] != test[0].shape[1:]:
         raise DataError(
@@ -119,9 +119,9 @@ def _digits() -> Data:
             where=str(FASHION_MNIST),
             do="apt-get install dataset-fashion-mnist, or make setup, or give --data PATH",
         ) from error
-    found = load_digits()
-    images = torch.from_numpy((found.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    labels = torch.from_numpy(found.target.astype(np.int64))
+    digits = load_digits()
+    images = torch.from_numpy((digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
+    labels = torch.from_numpy(digits.target.astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[len(order) // 5 :], order[: len(order) // 5]
     name = "scikit-learn's digits"
@@ -135,7 +135,7 @@ def _digits() -> Data:
     )
 
 
-def _found(folder: Path) -> list[Path]:
+def _idx_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(
             "there is no such folder", where=str(folder), do="give a folder, or --data digits"

@@ -186,12 +186,12 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
             screen.Bar(console, jobs[0], steps, len(images.test[1])) as bar,
             processes.Ranks(jobs) as ranks,
         ):
-            for which, message in ranks.messages():
+            for rank, message in ranks.messages():
                 if isinstance(message, messages.Result):
-                    results[which] = message
+                    results[rank] = message
                     continue
-                planned = message if isinstance(message, messages.Planned) else planned
-                bar.show(which, message)
+                planned = message if isinstance(message, messages.PlanMessage) else planned
+                bar.show(rank, message)
     except processes.RankFailed as failed:
         job = jobs[failed.rank]
         errors.print(
@@ -201,16 +201,16 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
             soft_wrap=True,
         )
         return 1
-    found = outcome.Outcome(jobs[0], planned, results, len(images.test[1]))
-    console.print(outcome.summary(found, time.perf_counter() - started))
+    result = outcome.Outcome(jobs[0], planned, results, len(images.test[1]))
+    console.print(outcome.summary(result, time.perf_counter() - started))
     output = jobs[0].output
-    write_text(output / "outcome.json", json.dumps(found.to_json(), indent=1) + "\n")
+    write_text(output / "outcome.json", json.dumps(result.to_json(), indent=1) + "\n")
     console.print(
         f"Plan, profiles, timelines for ui.perfetto.dev and explanations are in {output}{os.sep}",
         soft_wrap=True,
         markup=False,
     )
-    return 0 if found.right else 1
+    return 0 if result.right else 1
 
 
 def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
@@ -228,9 +228,9 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     if args.plan is not None:
         read_plan(args.plan)
     elif args.inner_backend != "inductor":
-        what = "what is measured, and foreseen, is what inductor compiles"
+        message = "what is measured, and foreseen, is what inductor compiles"
         raise DataError(
-            what,
+            message,
             where=f"--inner-backend {args.inner_backend}",
             do="give a plan too, or leave it out",
         )
@@ -265,12 +265,12 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     ]
 
 
-def _folder(given: Path | None) -> Path:
+def _folder(path: Path | None) -> Path:
     from qsync_fx import QSyncError
 
-    named = given or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    named = path or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        named.mkdir(parents=True, exist_ok=given is not None)
+        named.mkdir(parents=True, exist_ok=path is not None)
     except OSError as error:
         raise QSyncError(
             f"the output folder cannot be made: {error.strerror}",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from messages import RUNS, WARM_UP, WORLD, Job, Planned, Ran, Result
+from messages import RUNS, WARM_UP, WORLD, Job, PlanMessage, Ran, Result
 from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -43,7 +43,7 @@ class Outcome:
     """
 
     job: Job
-    planned: Planned | None
+    planned: PlanMessage | None
     results: Sequence[Result]
     tests: int
 
@@ -56,21 +56,23 @@ class Outcome:
 
         A rank that waits at the end of a step does not wait in the next one.
         """
-        found = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
-        return sum(found) / len(found) if found else None
+        values = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
+        return sum(values) / len(values) if values else None
 
     @property
     def disturbed(self) -> float:
         """Maximum fraction of computing time lost to other processes, over ranks and runs."""
         took = [ran.took for run in RUNS for ran in self.ran(run) if ran.took is not None]
-        return max((1 - one["processor"] / one["computing"] for one in took), default=0.0)
+        return max((1 - step["processor"] / step["computing"] for step in took), default=0.0)
 
     @property
     def right(self) -> bool:
         """Whether replicas are bit-equal and compiled precisions equal the explained ones."""
         runs = [self.ran(run) for run in RUNS]
         return all(
-            one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran
+            result.digest == ran[0].digest and not result.unexplained
+            for ran in runs
+            for result in ran
         )
 
     def to_json(self) -> dict[str, object]:
@@ -80,7 +82,7 @@ class Outcome:
             "memory": None if self.planned is None else self.planned.memory,
             "foreseen": {}
             if self.planned is None
-            else {run: vars(one) for run, one in self.planned.foreseen.items()},
+            else {run: vars(prediction) for run, prediction in self.planned.foreseen.items()},
             "measured": {
                 run: {
                     "seconds": self.seconds(run),
@@ -113,14 +115,14 @@ def _table(outcome: Outcome) -> Table:
     def row(name: str, of: Callable[[str, int], str]) -> None:
         table.add_row(name, *(of(run, rank) for rank in range(WORLD) for run in RUNS))
 
-    def measured(name: str, what: str) -> None:
+    def measured(name: str, label: str) -> None:
         took = {run: [ran.took or {} for ran in outcome.ran(run)] for run in RUNS}
-        row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(what)))
+        row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(label)))
 
-    def foreseen(name: str, what: str, text: Callable[[float], str]) -> None:
+    def foreseen(name: str, label: str, text: Callable[[float], str]) -> None:
         if outcome.planned is not None:
-            known = outcome.planned.foreseen
-            row(f"{name}, foreseen", lambda run, rank: text(getattr(known[run], what)[rank]))
+            predictions = outcome.planned.foreseen
+            row(f"{name}, foreseen", lambda run, rank: text(getattr(predictions[run], label)[rank]))
 
     row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
     row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
@@ -179,23 +181,23 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     if uniform is None or planned is None:
         return
     more = planned / uniform - 1
-    yield _told(
+    yield _verdict_line(
         more <= SLOWER,
-        f"a step is {abs(more):.1%} {_than(more)} than with uniform low precision",
+        f"a step is {abs(more):.1%} {_change(more)} than with uniform low precision",
         SLOWER,
     )
     (before, other), (after, then) = (
         [ran.took["waiting"] for ran in outcome.ran(run) if ran.took is not None] for run in RUNS
     )
     waits = f"rank 0 waits {_milliseconds(after)} a step in place of {_milliseconds(before)}"
-    yield _told(after - before <= SLOWER * uniform, waits)
+    yield _verdict_line(after - before <= SLOWER * uniform, waits)
     yield f"  rank 1 waits {_milliseconds(then)} in place of {_milliseconds(other)}"
     if outcome.planned is None:
         return
-    known, memory = outcome.planned.foreseen, outcome.planned.memory
-    if known["uniform"].variance:
-        less = 1 - known["planned"].variance / known["uniform"].variance
-        yield _told(
+    predictions, memory = outcome.planned.foreseen, outcome.planned.memory
+    if predictions["uniform"].variance:
+        less = 1 - predictions["planned"].variance / predictions["uniform"].variance
+        yield _verdict_line(
             less >= LESS,
             f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)",
             LESS,
@@ -203,15 +205,15 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     counts = [ran[-1].operators for ran in (outcome.ran("uniform"), outcome.ran("planned"))]
     recovered = counts[1].get("fp32", 0) - counts[0].get("fp32", 0)
     yield f"  {recovered} of {sum(counts[1].values())} operators of rank 1 are recovered to FP32"
-    off = known["planned"].seconds / planned - 1
-    yield _told(
+    off = predictions["planned"].seconds / planned - 1
+    yield _verdict_line(
         abs(off) <= OFF,
         f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}",
         OFF,
     )
     peak = outcome.ran("planned")[-1].peak
     if peak is not None:
-        yield _told(
+        yield _verdict_line(
             peak <= memory,
             f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed",
         )
@@ -222,7 +224,7 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _told(met: bool, text: str, limit: float | None = None) -> str:
+def _verdict_line(met: bool, text: str, limit: float | None = None) -> str:
     color, word = ("green", "met") if met else ("yellow", "missed")
     wanted = (
         ""
@@ -234,7 +236,7 @@ def _told(met: bool, text: str, limit: float | None = None) -> str:
     return f"  {text}{wanted}: [{color}]{word}[/]"
 
 
-def _than(change: float) -> str:
+def _change(change: float) -> str:
     return "longer" if change > 0 else "shorter"
 
 
@@ -279,7 +281,7 @@ def _verdict(outcome: Outcome) -> Iterator[str]:
 
 
 def _unexplained(ran: Sequence[Ran]) -> Iterator[str]:
-    for rank, one in enumerate(ran):
-        if one.unexplained:
-            named = escape(", ".join(one.unexplained[:5]))
+    for rank, result in enumerate(ran):
+        if result.unexplained:
+            named = escape(", ".join(result.unexplained[:5]))
             yield f"[bold red]On rank {rank} other precisions were compiled than explained[/]: {named}. {_BUG}"

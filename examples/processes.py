@@ -42,9 +42,9 @@ class RankFailed(Exception):
         expected: whether the error says what to do; otherwise the log has the details.
     """
 
-    def __init__(self, rank: int, what: str, expected: bool) -> None:
-        self.rank, self.what, self.expected = rank, what, expected
-        super().__init__(what)
+    def __init__(self, rank: int, message: str, expected: bool) -> None:
+        self.rank, self.what, self.expected = rank, message, expected
+        super().__init__(message)
 
 
 class Ranks:
@@ -129,7 +129,8 @@ class Ranks:
                     failures[others.pop(pipe)] = message
         # A rank that ended without a message was killed, which caused any error of the other rank.
         first = min(
-            failures, key=lambda rank: failure.at if (failure := failures[rank]) else float("-inf")
+            failures,
+            key=lambda rank: failure.time_s if (failure := failures[rank]) else float("-inf"),
         )
         failure = failures[first]
         if failure is not None:
@@ -138,7 +139,7 @@ class Ranks:
             self._processes[first].wait(_GRACE)
         return RankFailed(
             first,
-            f"the process ended without a word ({_how(self._processes[first].returncode)})",
+            f"the process ended without a word ({_exit_text(self._processes[first].returncode)})",
             False,
         )
 
@@ -151,9 +152,9 @@ def _environment() -> dict[str, str]:
     training.
     """
     name, _, setting = SWITCH.partition("=")
-    given = os.environ.get(name)
-    asked = {name: f"{setting}:{given}" if given else setting}
-    return {**os.environ, **asked, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    current = os.environ.get(name)
+    requested = {name: f"{setting}:{current}" if current else setting}
+    return {**os.environ, **requested, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def _receive(pipe: Connection) -> Any:
@@ -163,7 +164,7 @@ def _receive(pipe: Connection) -> Any:
         return None
 
 
-def _how(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             out_of_memory = (

@@ -57,10 +57,10 @@ def main() -> None:
             "values": VALUES // 100 if options.quick else VALUES,
             "repeats": 2 if options.quick else options.repeats,
         }
-        found = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
+        result = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
         rows += [
             {"rate": rate or "loopback", "nodes": len(NODES.ranks), "ranks": ranks, **row}
-            for row in found
+            for row in result
         ]
     finish(options, rows)
 
@@ -73,36 +73,46 @@ def rank(job: dict[str, Any]) -> None:
     distributed.barrier()
     codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
     speeds = codec_benchmarks.measured(codecs, job["values"], job["repeats"])
-    found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
+    results = reductions(job["codecs"], job["values"], job["repeats"], NODES)
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
         fleet = Cluster({"all": cluster.ClusterDevice(world)}, nodes=measured)
-        rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]
+        rows = [
+            row(result, fleet, speeds, job["values"])
+            for result in results
+            if result.coding is not None
+        ]
         Path(job["path"]).write_text(json.dumps(rows))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def row(found: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int) -> Row:
+def row(
+    reduction: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int
+) -> Row:
     parameter = Parameter("gradient", values)
-    how = coded(
+    transfer = coded(
         [parameter],
-        {"gradient": found.way},
+        {"gradient": reduction.way},
         fleet.ranks,
         of_speeds(speeds, "here"),
         size=NODES.size,
     )
-    ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}
-    taken = {
-        name: float(travel(fleet, [SimulatedBucket(("gradient",), 4 * values, one.nbytes, one)])[0])
-        for name, one in ways.items()
+    models = {"model": transfer, "in turns": dataclasses.replace(transfer, stretches=1)}
+    seconds_by_model = {
+        name: float(
+            travel(fleet, [SimulatedBucket(("gradient",), 4 * values, model.nbytes, model)])[0]
+        )
+        for name, model in models.items()
     }
-    ratios = {f"to_{name}": found.seconds / seconds for name, seconds in taken.items()}
+    ratios = {
+        f"to_{name}": reduction.seconds / seconds for name, seconds in seconds_by_model.items()
+    }
     return {
-        **dataclasses.asdict(found),
-        "foreseen coding": how.coding,
-        "stretches": how.stretches,
-        **taken,
+        **dataclasses.asdict(reduction),
+        "foreseen coding": transfer.coding,
+        "stretches": transfer.stretches,
+        **seconds_by_model,
         **ratios,
     }
 

@@ -74,10 +74,10 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ValueError: the rate is invalid.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
+    if match is None or not float(match[1]):
         raise ValueError(f"{rate!r} is no rate: write 1gbit, 100mbit")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 @functools.cache
@@ -120,8 +120,8 @@ def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[l
         yield [Place("127.0.0.1", "lo") for _ in range(ranks)]
         return
     sweep()
-    own = f"{_PREFIX}{os.getpid()}-{_born(os.getpid())}"
-    switch, names = f"{own}-switch", [f"{own}-{rank}" for rank in range(ranks)]
+    prefix = f"{_PREFIX}{os.getpid()}-{_born(os.getpid())}"
+    switch, names = f"{prefix}-switch", [f"{prefix}-{rank}" for rank in range(ranks)]
     # Its own session protects it from Ctrl-C, which ends this process's group.
     helper = subprocess.Popen(
         ["sh", "-c", _REMOVE, "sh", *names, switch],
@@ -209,7 +209,7 @@ def run(
         ]
         try:
             for rank, (place, log) in enumerate(zip(places, logs, strict=True)):
-                own = {
+                variables = {
                     **os.environ,
                     **(environment or {}),
                     **shared,
@@ -219,7 +219,7 @@ def run(
                 line = [*place.prefix, *command]
                 started.append(
                     subprocess.Popen(
-                        line, env=own, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                        line, env=variables, stdout=log, stderr=log, preexec_fn=_die_with_parent
                     )
                 )
             while True:
@@ -277,9 +277,9 @@ def _all_of(log: IO[str]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 

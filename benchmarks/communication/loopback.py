@@ -80,59 +80,62 @@ def rank(job: dict[str, Any]) -> None:
         sensitivity=None,
         progress=False,
     )
-    steps = {way: training(case, way) for way in (NONE, *CODECS)}
-    turns: dict[str, list[float]] = {way: [] for way in steps}
+    steps = {codec: training(case, codec) for codec in (NONE, *CODECS)}
+    turns: dict[str, list[float]] = {codec: [] for codec in steps}
     for _ in range(job["rounds"]):
-        for way, step in steps.items():
-            turns[way].append(timed(step))
+        for codec, step in steps.items():
+            turns[codec].append(timed(step))
     first = dist.get_rank() == 0
-    found: list[Any] = [None] * RANKS
-    dist.gather_object({"profile": profile.to_json(), "turns": turns}, found if first else None)
+    results: list[Any] = [None] * RANKS
+    dist.gather_object({"profile": profile.to_json(), "turns": turns}, results if first else None)
     if first:
-        Path(job["path"]).write_text(json.dumps(found))
+        Path(job["path"]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def training(case: Case, way: str) -> Callable[[], None]:
+def training(case: Case, codec: str) -> Callable[[], None]:
     """Return a step of a copy of the model whose gradients use a codec."""
 
     def sends(wrapped: DistributedDataParallel) -> None:
-        if way != NONE:
-            qsync_fx.distributed.compress(wrapped, way, check_every=0)
+        if codec != NONE:
+            qsync_fx.distributed.compress(wrapped, codec, check_every=0)
 
     return planned(case, Plan.uniform(FORMAT), bucket_mib=None, sends=sends)
 
 
-def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
+def judged(name: str, results: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return rows with the predicted and measured step of each codec."""
-    profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
-    fleet, known = load_device_profiles(
-        profiles, Cluster({one: ClusterDevice() for one in profiles})
+    profiles = {
+        f"rank {rank_index}": PROFILE.decode(result["profile"])
+        for rank_index, result in enumerate(results)
+    }
+    fleet, speeds = load_device_profiles(
+        profiles, Cluster({device: ClusterDevice() for device in profiles})
     )
     plan = Plan.uniform(FORMAT)
     schedules = {
-        one: CostMapper(found.graph, found.times(), plan).schedule()
-        for one, found in profiles.items()
+        device: CostMapper(profile.graph, profile.times(), plan).schedule()
+        for device, profile in profiles.items()
     }
-    without, found = paying(schedules, fleet, CODECS, rates(fleet, known))
-    turns = [one["turns"] for one in seen]
-    took = {way: seconds(turns, way) for way in turns[0]}
-    halves = [{way: seconds(turns, way, first) for way in took} for first in (0, 1)]
-    floor = statistics.median(abs(halves[0][way] / halves[1][way] - 1) for way in took)
-    chosen, quickest = best(without, found).codec, min(took, key=lambda way: took[way])
+    without, candidates = paying(schedules, fleet, CODECS, rates(fleet, speeds))
+    turns = [result["turns"] for result in results]
+    took = {codec: seconds(turns, codec) for codec in turns[0]}
+    halves = [{codec: seconds(turns, codec, first) for codec in took} for first in (0, 1)]
+    floor = statistics.median(abs(halves[0][codec] / halves[1][codec] - 1) for codec in took)
+    chosen, quickest = best(without, candidates).codec, min(took, key=lambda codec: took[codec])
     rows: list[Row] = [
         {
             "case": name,
-            "gradients": one.codec,
-            "step_ms": 1e3 * took[one.codec],
-            "foreseen_ms": 1e3 * one.seconds,
-            "error_%": 100 * (one.seconds / took[one.codec] - 1),
-            "faster": took[NONE] / took[one.codec],
-            "foreseen_faster": without.seconds / one.seconds,
-            "hidden": one.hidden,
+            "gradients": result.codec,
+            "step_ms": 1e3 * took[result.codec],
+            "foreseen_ms": 1e3 * result.seconds,
+            "error_%": 100 * (result.seconds / took[result.codec] - 1),
+            "faster": took[NONE] / took[result.codec],
+            "foreseen_faster": without.seconds / result.seconds,
+            "hidden": result.hidden,
         }
-        for one in (without, *found)
+        for result in (without, *candidates)
     ]
     verdict = {
         "chosen": chosen,
@@ -144,10 +147,10 @@ def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def seconds(
-    seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None
+    results: Sequence[Mapping[str, Sequence[float]]], codec: str, first: int | None = None
 ) -> float:
     """Return the seconds of a step of both ranks, of every second round from `first` if given."""
-    both = [statistics.mean(turn) for turn in zip(*(rank[way] for rank in seen), strict=True)]
+    both = [statistics.mean(turn) for turn in zip(*(rank[codec] for rank in results), strict=True)]
     return faster_half(both if first is None else both[first::2])
 
 

@@ -31,7 +31,7 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
     x = torch.randn(n, device=device) * 1e-3
     left = torch.zeros_like(x) if codec.residual else None
     wire = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
-    sent, found, other, draw = (
+    sent, decoded, other, draw = (
         buffers.host(wire.numel(), device),
         torch.empty_like(x),
         torch.empty_like(x),
@@ -43,7 +43,7 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         codec.encode(x, wire, draw, left)
 
     def decode() -> None:
-        codec.decode(wire, found)
+        codec.decode(wire, decoded)
 
     def by_operators(call: Call) -> Call:
         def called() -> None:
@@ -58,8 +58,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         sent.copy_(wire)
 
     def from_host() -> None:
-        codec.decode(buffers.taken_to(sent, found), found)
-        buffers.finished(found)
+        codec.decode(buffers.taken_to(sent, decoded), decoded)
+        buffers.finished(decoded)
 
     calls: dict[str, Call] = {
         "copy": lambda: other.copy_(x),
@@ -92,11 +92,11 @@ def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
     sizes = {"0.1 MB": 25_088} if options.quick else VALUES
-    found = {
+    results = {
         f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES
     }
-    for case in rows.wanted(list(found)):
-        rows.add(*rows_of(case, *found[case], options))
+    for case in rows.wanted(list(results)):
+        rows.add(*rows_of(case, *results[case], options))
     rows.finish()
 
 

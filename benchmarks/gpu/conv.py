@@ -41,18 +41,18 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     model, args = resnet50()
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
-    found = problems_of(
+    result = problems_of(
         explain(model, *args, options={"precision": options.precision}).lowered_graphs
     )
-    chosen = {p for p in found if isinstance(p, ConvProblem)}
+    chosen = {p for p in result if isinstance(p, ConvProblem)}
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 
 
 def operator(p: ConvProblem, o: TimedOperands) -> Call:
     """Return a call of `qsync::conv2d_product` with dispatch, checks and fallback."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
-    return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
+    arguments = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
+    return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *arguments)
 
 
 def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
@@ -63,22 +63,22 @@ def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
         return lambda: torch.ops.aten.convolution.default(a, b, None, *geometry)
     shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
     like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
-    given, wanted = (
+    inputs, wanted = (
         ((a, like, b), [True, False, False])
         if p.operation == "dgrad"
         else ((a, b, like), [False, True, False])
     )
-    return lambda: torch.ops.aten.convolution_backward.default(*given, None, *geometry, wanted)
+    return lambda: torch.ops.aten.convolution_backward.default(*inputs, None, *geometry, wanted)
 
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
-    given = operands(p, options.device)
+    inputs = operands(p, options.device)
     cases = {
-        "cuDNN bf16": cudnn(p, given),
-        "torch": peer(p, given),
-        "qsync::conv2d_product": operator(p, given),
+        "cuDNN bf16": cudnn(p, inputs),
+        "torch": peer(p, inputs),
+        "qsync::conv2d_product": operator(p, inputs),
     }
-    kernel = by_kernel(p, given, options.device)
+    kernel = by_kernel(p, inputs, options.device)
     if kernel is not None:
         cases["CUTLASS"] = kernel
     times, failed = measure(cases, options)
@@ -101,10 +101,10 @@ def main() -> None:
     options = read(__doc__, precision={"default": "int8", "help": "of the model (%(default)s)"})
     torch.backends.cudnn.benchmark = True
     rows = Rows(options)
-    found = {shown(p): p for p in problems(options)}
-    names = list(found)[:3] if options.quick else list(found)
+    problems_by_name = {shown(p): p for p in problems(options)}
+    names = list(problems_by_name)[:3] if options.quick else list(problems_by_name)
     for case in rows.wanted(names):
-        rows.add(*rows_of(found[case], options))
+        rows.add(*rows_of(problems_by_name[case], options))
     rows.finish()
 
 

@@ -120,12 +120,12 @@ class Rows:
     def wanted(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the selected cases until the time is over; add a row for each that is left out."""
         chosen = [name for name in names if self.options.only in name]
-        for at, name in enumerate(chosen):
+        for index, name in enumerate(chosen):
             if time.monotonic() > self.options.until:
                 self.add(
                     *(
                         {"case": left, "error": "left out: the time was over"}
-                        for left in chosen[at:]
+                        for left in chosen[index:]
                     )
                 )
                 return
@@ -215,16 +215,18 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     Return the first candidate if the problem is not tuned, and None if no kernel applies or the
     device supports none.
     """
-    found = known_of(device)
-    if found.arch is None:
+    profile = known_of(device)
+    if profile.arch is None:
         return None
-    how = way(problem, found.arch, known)
-    if isinstance(how, str):
+    configuration = way(problem, profile.arch, known)
+    if isinstance(configuration, str):
         return None
-    choice = found.table.choice(problem) if found.table is not None else None
+    choice = profile.table.choice(problem) if profile.table is not None else None
     seconds = {} if choice is None else choice.seconds
-    by_time = sorted(how.configs, key=lambda config: seconds.get(config.name, float("inf")))
-    return by_time[0], how.taken
+    by_time = sorted(
+        configuration.configs, key=lambda config: seconds.get(config.name, float("inf"))
+    )
+    return by_time[0], configuration.taken
 
 
 def tuned(problem: Problem, device: torch.device) -> bool:
@@ -233,10 +235,10 @@ def tuned(problem: Problem, device: torch.device) -> bool:
     return table is not None and table.choice(problem) is not None
 
 
-def by_kernel(problem: Problem, given: TimedOperands, device: torch.device) -> Call | None:
+def by_kernel(problem: Problem, timed: TimedOperands, device: torch.device) -> Call | None:
     """Return a call of the fastest kernel without dispatch; None if no kernel applies."""
-    found = best(problem, device)
-    if found is None:
+    selected = best(problem, device)
+    if selected is None:
         return None
-    config, taken = found
-    return call_of(config, problem, taken, given)
+    config, reason = selected
+    return call_of(config, problem, reason, timed)

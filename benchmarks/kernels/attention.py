@@ -53,15 +53,15 @@ def step(
         rows = torch.randn(batch, tokens, heads * width).bfloat16()
         return rows.view(batch, tokens, heads, width).transpose(1, 2).requires_grad_(gradient)
 
-    given, back = [lying(True) for _ in range(3)], lying(False)
-    return lambda: torch.autograd.grad(function(*given), given, back)
+    operands, back = [lying(True) for _ in range(3)], lying(False)
+    return lambda: torch.autograd.grad(function(*operands), operands, back)
 
 
 def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    ways: dict[str, Attention] = {
+    kernels: dict[str, Attention] = {
         FUSED: fused,
         "fused fp32": torch.compile(wide),
         "products bf16": torch.compile(products),
@@ -70,7 +70,7 @@ def main() -> None:
     for shape in SHAPES[:1] if options.quick else SHAPES:
         torch.compiler.reset()
         times = measure(
-            {name: step(way, *shape) for name, way in ways.items()},
+            {name: step(kernel, *shape) for name, kernel in kernels.items()},
             3 if options.quick else 9,
             clock=clock,
         )

@@ -62,8 +62,8 @@ def layer(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Step:
 
     def step() -> tuple[Tensor, ...]:
         w, b = weight.to(dtype), bias.to(dtype)
-        found = torch.addmm(b, x, w.t()), gradient @ w, (gradient.t() @ x).float()
-        return *found, gradient.sum(0, dtype=torch.float32)
+        outputs = torch.addmm(b, x, w.t()), gradient @ w, (gradient.t() @ x).float()
+        return *outputs, gradient.sum(0, dtype=torch.float32)
 
     return step
 
@@ -76,13 +76,13 @@ def convolution(
         for n in (inputs, outputs)
     )
     weight = torch.randn(outputs, inputs, kernel, kernel).contiguous(memory_format=LAST)
-    how = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+    settings = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
 
     def step() -> tuple[Tensor, ...]:
         w = weight.to(dtype)
-        out = torch.ops.aten.convolution.default(x, w, None, *how)
+        out = torch.ops.aten.convolution.default(x, w, None, *settings)
         back = torch.ops.aten.convolution_backward.default(
-            gradient, x, w, None, *how, [True, True, False]
+            gradient, x, w, None, *settings, [True, True, False]
         )
         return out, back[0], back[1].float()
 
@@ -142,8 +142,10 @@ def main() -> None:
             )
     if options.only and options.json:
         done = {row["kind"] for row in rows}
-        kept = [row for row in standing(options.json, options.quick) if row["kind"] not in done]
-        write_json(options.json, [*kept, *rows], quick=options.quick)
+        other_rows = [
+            row for row in standing(options.json, options.quick) if row["kind"] not in done
+        ]
+        write_json(options.json, [*other_rows, *rows], quick=options.quick)
     else:
         finish(options, rows)
     by_work: dict[tuple[str, int], list[float]] = {}
@@ -154,11 +156,11 @@ def main() -> None:
             {
                 "kind": kind,
                 "work": work,
-                "least": min(found),
-                "median": statistics.median(found),
-                "most": max(found),
+                "least": min(ratios),
+                "median": statistics.median(ratios),
+                "most": max(ratios),
             }
-            for (kind, work), found in sorted(by_work.items())
+            for (kind, work), ratios in sorted(by_work.items())
         ]
     )
 

@@ -159,20 +159,20 @@ def convolution_cases(
     )
     xb, wb, gb = (t.to(BF16) for t in (x, weight, gradient))
     xq, wq, gq = (t.mul(30).clamp(-127, 127).to(torch.int8) for t in (x, weight, gradient))
-    scale, how = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
-    rest = *how, False, [0, 0], 1
+    scale, settings = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
+    rest = *settings, False, [0, 0], 1
 
     def backward(of_input: bool) -> Tensor:
         mask = [of_input, not of_input, False]
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(
             gb, xb, wb, None, *rest, mask
         )
-        return found[0] if of_input else found[1].float()
+        return gradients[0] if of_input else gradients[1].float()
 
     def ours(
         a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype
     ) -> Callable[[], Tensor]:
-        return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, dtype)
+        return lambda: conv2d_product(a, b, scale, scale, None, size, *settings, operation, dtype)
 
     return {
         "forward": {
@@ -196,13 +196,13 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
         for layer in layers[:1] if quick else layers:
             inner, side, channels, kernel, stride = layer
             peak = _C.gemm_peak() * threads
-            for what, compared in convolution_cases(*layer).items():
-                if what == "input gradient" and stride > 1:
+            for name, compared in convolution_cases(*layer).items():
+                if name == "input gradient" and stride > 1:
                     continue  # the backend computes this in oneDNN for every format
                 work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
                 case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
                 rows += told(
-                    case, what, measure(compared, repeats, clock=clock(threads)), work, peak
+                    case, name, measure(compared, repeats, clock=clock(threads)), work, peak
                 )
     return rows
 
@@ -210,8 +210,8 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
 def grouped_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for case, work, compared in grouped_convolutions.layers(quick):
-        for what, ways in compared.items():
-            rows += told(case, what, measure(ways, repeats, clock=clock(threads)), work, 1.0)
+        for name, variants in compared.items():
+            rows += told(case, name, measure(variants, repeats, clock=clock(threads)), work, 1.0)
     return rows
 
 
@@ -219,11 +219,11 @@ def clock(threads: int) -> Callable[[], float]:
     return time.process_time if threads == 1 else time.perf_counter
 
 
-def told(case: str, what: str, times: Times, work: float, peak: float) -> list[Row]:
+def told(case: str, label: str, times: Times, work: float, peak: float) -> list[Row]:
     return [
         {
             "case": case,
-            "what": what,
+            "what": label,
             "name": name,
             "milliseconds": times.median(name) * 1e3,
             "gops": work / times.median(name) / 1e9,
@@ -239,10 +239,10 @@ def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     for count in (32,) if quick else ROWS:
         for channels, inner in ((48, 64),) if quick else LAYERS:
             peak = _C.gemm_peak() * threads
-            for what, compared in cases(count, channels, inner).items():
-                work = 2 * count * channels * inner * (3 if what == "layer" else 1)
+            for name, compared in cases(count, channels, inner).items():
+                work = 2 * count * channels * inner * (3 if name == "layer" else 1)
                 times = measure(compared, repeats, clock=clock(threads))
-                rows += told(f"{count}x{channels}x{inner}", what, times, work, peak)
+                rows += told(f"{count}x{channels}x{inner}", name, times, work, peak)
     return rows
 
 

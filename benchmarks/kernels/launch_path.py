@@ -93,9 +93,9 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
         ),
         folder,
     )
-    one = [1, 1]
+    ones = [1, 1]
     return lambda: implicit_gemm._kernel(
-        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16, False
+        image, weight, scale, scale, bias, [3, 3], ones, ones, ones, "fprop", torch.float16, False
     )
 
 
@@ -114,14 +114,14 @@ def anew(call: Callable[[], object]) -> Callable[[], object]:
 
     def run() -> object:
         before = len(call_cache.cached_call)
-        found = call()
+        result = call()
         # `popitem` removes the entry that was added last, which is this call's.
         (
             call_cache.cached_call
             if len(call_cache.cached_call) > before
             else call_cache.cached_quantizer_call
         ).popitem()
-        return found
+        return result
 
     return run
 
@@ -150,25 +150,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, assumed(ARCH, on="cpu"):
         folder = Path(name)
         for case, made in CASES.items():
-            ways = {
+            paths = {
                 "a call": made(folder, 2),
                 "decided anew": anew(made(folder, 3)),
                 "torch.mm": lambda: torch.mm(small, small),
             }
             times = measure(
-                {name: often(way) for name, way in ways.items()},
+                {name: often(path) for name, path in paths.items()},
                 5 if options.quick else 101,
                 clock=time.process_time,
             )
-            for way in times:
-                took = times.median(way) * 1e6 / CALLS
+            for path in times:
+                took = times.median(path) * 1e6 / CALLS
                 row = {
                     "case": case,
-                    "name": way,
+                    "name": path,
                     "microseconds": took,
-                    "to_mm": times.ratio(way, "torch.mm"),
+                    "to_mm": times.ratio(path, "torch.mm"),
                 }
-                rows.append(row | (MOST.judged(took) if way == "a call" else {}))
+                rows.append(row | (MOST.judged(took) if path == "a call" else {}))
     finish(options, rows)
 
 

@@ -39,14 +39,14 @@ def main() -> None:
     experiment = Experiment(
         options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size)
     )
-    whole: list[float] = []
+    baseline: list[float] = []
     for name, plan in ({WIDE: FORMATS[WIDE]} | selected(options, FORMATS)).items():
         settings = {"images": images.name, "size": asdict(images.size), "plan": plan.to_json()}
-        found = experiment.accuracy(
+        accuracies = experiment.accuracy(
             name, settings, partial(Trainer, DEMO, images, [plan], [images.size.batch])
         )
-        whole = whole or found["each"]
-        experiment.add({"format": name, **found, **beside(found["each"], whole)})
+        baseline = baseline or accuracies["each"]
+        experiment.add({"format": name, **accuracies, **beside(accuracies["each"], baseline)})
     show(experiment.rows)
 
 

@@ -36,11 +36,14 @@ def main() -> None:
     model = "resnet" if options.quick else "vgg16bn"
     case = (QUICK if options.quick else CASES)[model]
     graphs, sensitivity = traced(case)
-    asked = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
+    planning = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
     rows: list[Row] = []
     timelines: dict[str, Timeline] = {}
-    for name, answer in {"uniform": narrow(asked), "ours": MilpAllocator().allocate(asked)}.items():
-        timelines[name] = timeline = PlanEvaluator(asked, answer.plans).timeline
+    for name, answer in {
+        "uniform": narrow(planning),
+        "ours": MilpAllocator().allocate(planning),
+    }.items():
+        timelines[name] = timeline = PlanEvaluator(planning, answer.plans).timeline
         timeline.save_perfetto(options.folder / f"fig6-{name}.json")
         rows.append(
             {

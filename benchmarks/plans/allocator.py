@@ -82,9 +82,9 @@ def drawn(graph: ModelGraph, seed: int) -> Sensitivity:
     variance = {}
     for operator in graph.operators:
         if operator.kind == "adjustable":
-            own = draw.lognormvariate(0, 2)
+            scale = draw.lognormvariate(0, 2)
             variance[operator.id] = {
-                fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()
+                fmt: scale * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()
             }
     return Sensitivity("drawn", "model", variance)
 
@@ -100,18 +100,20 @@ def problems(
     problem = Problem({"a100": part}, CLUSTER)
     judge = PlanEvaluator(problem, problem.uniform())
     uniform = [judge.become(problem.uniform(fmt)) for fmt in formats]
-    low, high = (pick(one.seconds for one in uniform) for pick in (min, max))
-    peaks = [one.classes["a100"].peak_bytes or 0 for one in uniform]
-    for share, held in limits:
-        memory = None if held is None else min(peaks) + held * (max(peaks) - min(peaks))
+    low, high = (pick(plan.seconds for plan in uniform) for pick in (min, max))
+    peaks = [plan.classes["a100"].peak_bytes or 0 for plan in uniform]
+    for share, memory_share in limits:
+        memory = (
+            None if memory_share is None else min(peaks) + memory_share * (max(peaks) - min(peaks))
+        )
         classes = {"a100": replace(part, memory=memory)}
-        name = f"{share:.0%}" + ("" if held is None else f", memory {held:.0%}")
+        name = f"{share:.0%}" + ("" if memory_share is None else f", memory {memory_share:.0%}")
         yield name, replace(problem, classes=classes, seconds=low + share * (high - low))
 
 
 def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Mapping[str, Any]:
     part = problem.classes["a100"]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "case": case,
         "formats": " ".join(part.formats),
         "limit": limit,
@@ -121,10 +123,10 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     try:
         answer = MilpAllocator(gap, seconds=600.0).allocate(problem)
     except QSyncError as error:
-        return {**found, "error": error.what}
-    found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
-    found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
-    found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
+        return {**result, "error": error.what}
+    result |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
+    result |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
+    result["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
     # With a memory limit the paper's allocator evaluates the peak at each of its steps: too slow
     # here.
     for name, baseline in allocators().items() if others and part.memory is None else ():
@@ -134,8 +136,8 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
             except QSyncError:
                 continue
             if other.fits and answer.value:
-                found[f"{name} above"] = other.value / answer.value - 1
-    return found
+                result[f"{name} above"] = other.value / answer.value - 1
+    return result
 
 
 def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:

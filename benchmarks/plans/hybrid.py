@@ -38,13 +38,13 @@ def main() -> None:
     for run in range(1 if options.quick else options.runs):
         print(f"run {run + 1}", flush=True)
         with tempfile.TemporaryDirectory() as passing:
-            kept = (
+            target = (
                 Path(passing)
                 if options.quick or options.partial is None
                 else options.partial / str(run)
             )
-            if not (outcome := kept / "outcome.json").exists():
-                command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(kept)]
+            if not (outcome := target / "outcome.json").exists():
+                command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(target)]
                 subprocess.run([*command, *(["--quick"] if options.quick else [])], check=True)
             rows.append(row(run, json.loads(outcome.read_text())))
         if options.json:

@@ -41,24 +41,29 @@ def main() -> None:
     options = arguments(__doc__)
     layers = 1 if options.quick else 12
     rows: list[Row] = []
-    for case, how in (
+    for case, settings in (
         ("compiled anew, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
         ("compiled before", {}),
     ):
         print(f"{layers} layers: {case}", flush=True)
-        given = json.dumps({"layers": layers, "threads": options.threads, "how": how})
-        command = [sys.executable, str(Path(__file__).resolve()), "--measure", given]
+        job = json.dumps({"layers": layers, "threads": options.threads, "how": settings})
+        command = [sys.executable, str(Path(__file__).resolve()), "--measure", job]
         done = subprocess.run(command, check=True, text=True, capture_output=True)
-        found = _FORESEEN.search(done.stderr)
-        assert found is not None, done.stderr
-        known, new, *beside = (_minutes(words) for words in found.groups())
-        said = {
+        match = _FORESEEN.search(done.stderr)
+        assert match is not None, done.stderr
+        cached, new, *others = (_minutes(words) for words in match.groups())
+        predicted = {
             "foreseen_minutes": [round(new, 1)]
-            if how
-            else [round(known + more, 1) for more in beside]
+            if settings
+            else [round(cached + more, 1) for more in others]
         }
         rows.append(
-            {"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said}
+            {
+                "case": case,
+                "layers": layers,
+                **json.loads(done.stdout.splitlines()[-1]),
+                **predicted,
+            }
         )
     finish(options, rows)
 
@@ -68,7 +73,7 @@ def _minutes(words: str | None) -> float:
     return float(number) * _MINUTES[unit]
 
 
-def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
+def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
     """Measure a profile in this process, and return a row with its duration."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -86,15 +91,18 @@ def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
         return loss
 
     begin = time.perf_counter()
-    profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **how)
+    profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **settings)
     minutes = (time.perf_counter() - begin) / 60
-    found = profile.sensitivity
-    told = (
+    sensitivity = profile.sensitivity
+    text = (
         {}
-        if found is None
-        else {"sensitivity_steps": found.steps, "sensitivity_minutes": found.seconds / 60}
+        if sensitivity is None
+        else {
+            "sensitivity_steps": sensitivity.steps,
+            "sensitivity_minutes": sensitivity.seconds / 60,
+        }
     )
-    return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **told}
+    return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **text}
 
 
 if __name__ == "__main__":

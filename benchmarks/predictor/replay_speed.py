@@ -60,11 +60,11 @@ def main() -> None:
     buckets = ddp_buckets([parameter.numel for parameter in schedule.parameters])
 
     def from_schedules() -> None:
-        found = [local(schedule, buckets), local(schedule, buckets, slowdown=1.1)]
+        timelines = [local(schedule, buckets), local(schedule, buckets, slowdown=1.1)]
         steady(
-            np.stack([one.ready for one in found]),
-            np.array([one.computed for one in found]),
-            np.array([one.optimizer for one in found]),
+            np.stack([timeline.ready for timeline in timelines]),
+            np.array([timeline.computed for timeline in timelines]),
+            np.array([timeline.optimizer for timeline in timelines]),
             np.full(len(buckets), 1e-3),
         )
 
@@ -93,16 +93,19 @@ def main() -> None:
 def a_schedule(random: np.random.Generator) -> Schedule:
     half = OPERATORS // 2
     seconds = random.random(OPERATORS) * 1e-4
-    parameters = tuple(Parameter(f"layers.{at}.weight", 700_000) for at in range(half // 10))
+    parameters = tuple(Parameter(f"layers.{index}.weight", 700_000) for index in range(half // 10))
     return Schedule(
-        tuple(Entry(f"layers.{at}/linear", Part.FORWARD, float(seconds[at])) for at in range(half)),
         tuple(
-            Entry(f"layers.{at}/linear", Part.BACKWARD, float(seconds[half + at]))
-            for at in range(half)[::-1]
+            Entry(f"layers.{index}/linear", Part.FORWARD, float(seconds[index]))
+            for index in range(half)
+        ),
+        tuple(
+            Entry(f"layers.{index}/linear", Part.BACKWARD, float(seconds[half + index]))
+            for index in range(half)[::-1]
         ),
         0.01,
         parameters,
-        {parameter.path: half - 1 - 10 * at for at, parameter in enumerate(parameters)},
+        {parameter.path: half - 1 - 10 * index for index, parameter in enumerate(parameters)},
     )
 
 

@@ -71,20 +71,20 @@ def measure_replanning(case: Case, plans: int) -> dict[str, float]:
     explanation = qsync_fx.explain(Step(case).train(), options={"precision": "int8"})
     explained = time.process_time() - begin
     chosen = [operator.id for operator in explanation.operators if operator.kind == "adjustable"]
-    draw, taken = random.Random(0), []
+    draw, times = random.Random(0), []
     for _ in range(plans):
         plan = qsync_fx.Plan(operators={op_id: draw.choice(FORMATS) for op_id in chosen})
         begin = time.process_time()
-        found = [
+        changes = [
             (op.precision, op.output, op.reason, op.note.cost)
             for op in explanation.replanned(plan).operators
         ]
-        taken.append(time.process_time() - begin)
-        assert len(found) == len(explanation.operators)
+        times.append(time.process_time() - begin)
+        assert len(changes) == len(explanation.operators)
     return {
         "operators": len(explanation.operators),
         "explain": explained,
-        "replanned": statistics.median(taken),
+        "replanned": statistics.median(times),
     }
 
 

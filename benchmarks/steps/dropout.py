@@ -27,12 +27,12 @@ SIZE = (1536, 768)
 
 
 def draws(size: tuple[int, int]) -> dict[str, Callable[[], object]]:
-    source, target, kept = torch.randn(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
+    source, target, mask = torch.randn(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
     return {
         "copy": functools.partial(target.copy_, source),
         "qsync::keep": functools.partial(keep, size, torch.tensor([1]), 2, 0.1),
         "torch.rand": functools.partial(torch.rand, size),
-        "bernoulli_": functools.partial(kept.bernoulli_, 0.9),
+        "bernoulli_": functools.partial(mask.bernoulli_, 0.9),
     }
 
 

@@ -118,7 +118,7 @@ def main() -> None:
             steps[name] = step(built, Variant(compiler={"backend": compiler()}))
             with native(kinds):
                 steps[name]()  # the backward pass compiles when it first runs
-        products = {name: native_products(one) for name, one in steps.items()}
+        products = {name: native_products(compiled_step) for name, compiled_step in steps.items()}
         times = measure(steps, 2 if options.quick else 21, clock=clock)
         rows += [
             {

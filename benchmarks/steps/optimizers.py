@@ -52,13 +52,13 @@ def stepping(kind: Any, shapes: Shapes, **settings: Any) -> Callable[[], object]
 def cases(name: str, shapes: Shapes) -> dict[str, Callable[[], object]]:
     size = sum(torch.Size(shape).numel() for shape in shapes)
     source, target = torch.randn(size), torch.empty(size)
-    found: dict[str, Callable[[], object]] = {
+    result: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "qsync": stepping(getattr(qsync_fx.optim, name), shapes, **OPTIMIZERS[name]),
     }
-    for peer, how in TORCHS.items():
-        found[peer] = stepping(getattr(torch.optim, name), shapes, **OPTIMIZERS[name], **how)
-    return found
+    for peer, settings in TORCHS.items():
+        result[peer] = stepping(getattr(torch.optim, name), shapes, **OPTIMIZERS[name], **settings)
+    return result
 
 
 def main() -> None:

@@ -64,28 +64,28 @@ BY_DEFAULT = "qsync by default"
 
 
 def variants(case: Case, default_alone: bool = False) -> dict[str, Variant]:
-    found = {FP32_PEER: Variant(compiler=INDUCTOR)}
+    result = {FP32_PEER: Variant(compiler=INDUCTOR)}
     for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
         name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
-        found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
-        found[f"autocast bf16 compiled{name}"] = Variant(
+        result[f"autocast bf16{name}"] = Variant(attention, autocast=True)
+        result[f"autocast bf16 compiled{name}"] = Variant(
             attention, autocast=True, compiler=INDUCTOR
         )
     if default_alone:
-        return found | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
+        return result | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
     if case.attention and torchao_peer.importable():
-        found["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
-        found["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
+        result["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
+        result["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
     for precision in ("fp32", "bf16", "int8", "int8_grad"):
-        found[f"qsync {precision}"] = Variant(
+        result[f"qsync {precision}"] = Variant(
             compiler={"backend": "qsync", "options": {"precision": precision}}
         )
-    found[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
+    result[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
     fastest = {"precision": "int8_grad", "fast_dropout": True}
-    found["qsync int8_grad, all"] = Variant(
+    result["qsync int8_grad, all"] = Variant(
         compiler={"backend": "qsync", "options": fastest}, optimizer=qsync_fx.optim.SGD
     )
-    return found
+    return result
 
 
 def step(case: Case, variant: Variant) -> Callable[[], None]:
@@ -111,11 +111,11 @@ def peak_memory(run: Callable[[], None]) -> int:
     """Return the peak bytes of torch's CPU allocator during `run`, beyond the bytes before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    held = most = 0
+    allocated = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     return most
 
 
@@ -191,15 +191,17 @@ def main() -> None:
     rows: list[Row] = []
     for name, case in chosen.items():
         steps = {}
-        for variant, how in variants(case, name in alone).items():
+        for variant, settings in variants(case, name in alone).items():
             print(f"{name}: {variant}", flush=True)
-            steps[variant] = step(case, how)
+            steps[variant] = step(case, settings)
             steps[variant]()
         clock = time.process_time if options.threads == 1 else time.perf_counter
         times = measure(steps, repeats=3 if options.quick else 9, clock=clock)
-        found = rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
-        show(found)
-        rows += found
+        case_rows = rows_of(
+            name, times, {variant: peak_memory(run) for variant, run in steps.items()}
+        )
+        show(case_rows)
+        rows += case_rows
         if options.json:
             # A case runs for minutes: write its rows before the next one starts.
             write_cases(options.json, rows, quick=options.quick)

@@ -125,14 +125,14 @@ def to_write(path: str | Path) -> Path:
     Raises:
         QSyncError: the folder cannot be created or the file cannot be written.
     """
-    found = Path(path)
+    file = Path(path)
     try:
-        found.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the folder cannot be made: {error.strerror or error}"
-        raise QSyncError(what, where=str(found.parent), do="give another path") from error
-    check_writable(found)
-    return found
+        problem = f"the folder cannot be made: {error.strerror or error}"
+        raise QSyncError(problem, where=str(file.parent), do="give another path") from error
+    check_writable(file)
+    return file
 
 
 def folder(path: str | Path) -> Path:
@@ -211,8 +211,8 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
 
 def standing(path: Path, quick: bool = False) -> list[dict[str, Any]]:
     """Return the file's rows of this machine, each with its date."""
-    here = _machine({"machine": _here(), "quick": quick})
-    runs = (run for run in _runs(path) if _machine(run) == here)
+    machine = _machine({"machine": _here(), "quick": quick})
+    runs = (run for run in _runs(path) if _machine(run) == machine)
     return [{"date": run["date"][:10], **row} for run in runs for row in run["rows"]]
 
 
@@ -232,9 +232,9 @@ def _runs(path: Path) -> list[dict[str, Any]]:
     """Return the runs in a result file, one per machine."""
     if not path.exists():
         return []
-    found: dict[str, Any] = json.loads(path.read_text())
-    others = found.pop("others", [])
-    return [found, *others] if "machine" in found else others
+    runs: dict[str, Any] = json.loads(path.read_text())
+    others = runs.pop("others", [])
+    return [runs, *others] if "machine" in runs else others
 
 
 def _machine(run: dict[str, Any]) -> tuple[object, ...]:

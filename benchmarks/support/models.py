@@ -39,8 +39,8 @@ class Step(nn.Module):
         self.model, self.loss = case.build("sdpa"), case.loss
 
     def forward(self) -> Tensor:
-        found: Tensor = self.loss(self.model)
-        return found
+        result: Tensor = self.loss(self.model)
+        return result
 
 
 def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:

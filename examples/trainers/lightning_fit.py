@@ -12,7 +12,7 @@ import argparse
 
 import lightning
 import torch
-from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, report
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -69,7 +69,7 @@ def main(folder: str) -> None:
         trainer.fit(Digits(network), loader)
     images, labels = test.tensors
     with torch.no_grad():
-        tell(rank, network, network.eval()(images).argmax(1) == labels)
+        report(rank, network, network.eval()(images).argmax(1) == labels)
     distributed.destroy_process_group()
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from benchmarks.paper import table3
 from benchmarks.paper.support import curves, devices, text, timelines as timeline_picture
-from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
+from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
 from qsync_fx.allocator import PlanEvaluator
 from tests.support import experiment_tables, tiers
@@ -88,10 +88,10 @@ def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) ->
         ran.append(1)
         return len(ran)
 
-    assert Kept(path).get({"seed": 0}, run) == 1
-    assert Kept(path).get({"seed": 0}, run) == 1
-    assert Kept(path).get({"seed": 1}, run) == 2
-    assert Kept(None).get({"seed": 1}, run) == 3
+    assert RunCache(path).get({"seed": 0}, run) == 1
+    assert RunCache(path).get({"seed": 0}, run) == 1
+    assert RunCache(path).get({"seed": 1}, run) == 2
+    assert RunCache(None).get({"seed": 1}, run) == 3
 
 
 def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:

@@ -31,16 +31,16 @@ TICKS = 5
 def picture(panels: Mapping[str, Series], across: str, up: str) -> str:
     """Return an SVG of `panels` (title to series); `across` and `up` label the axes."""
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    colors = {name: COLORS[at % len(COLORS)] for at, name in enumerate(names)}
+    colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
     high = HIGH * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" height="{high}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{WIDE}" height="{high}" fill="white"/>',
     ]
-    for at, (title, series) in enumerate(panels.items()):
+    for index, (title, series) in enumerate(panels.items()):
         parts += [
-            f'<g transform="translate(0 {at * HIGH})">',
+            f'<g transform="translate(0 {index * HIGH})">',
             *_panel(title, series, colors, across, up),
             "</g>",
         ]
@@ -74,8 +74,8 @@ def _panel(
         yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
     for row, (name, line) in enumerate(series.items()):
         places = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
-        told = f"<title>{html.escape(name)}</title>"
-        yield f'<polyline points="{places}" fill="none" stroke="{colors[name]}" stroke-width="1.6">{told}</polyline>'
+        title_element = f"<title>{html.escape(name)}</title>"
+        yield f'<polyline points="{places}" fill="none" stroke="{colors[name]}" stroke-width="1.6">{title_element}</polyline>'
         yield f'<text x="{WIDE - RIGHT + 10}" y="{TOP + 12 + 17 * row}" fill="{colors[name]}">{html.escape(name)}</text>'
 
 
@@ -84,4 +84,4 @@ def ticks(values: Sequence[float]) -> list[float]:
     low, high = min(values), max(values)
     step = round_step((high - low) / TICKS or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(at * step, 12) for at in range(first, max(last, first + 1) + 1)]
+    return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]

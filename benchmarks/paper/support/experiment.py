@@ -26,7 +26,7 @@ from benchmarks.paper.support.images import (
     built,
     loss,
 )
-from benchmarks.paper.support.kept import Kept
+from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
 from qsync_fx.profiler.progress import progress
@@ -65,12 +65,14 @@ class Experiment:
         said: further top-level keys of the result file.
     """
 
-    def __init__(self, options: argparse.Namespace, kept: str, epochs: int, **said: Any) -> None:
+    def __init__(
+        self, options: argparse.Namespace, name: str, epochs: int, **metadata: Any
+    ) -> None:
         torch.set_num_threads(1)
         self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
         self.rows: list[Row] = []
-        self._options, self._epochs, self._said = options, epochs, said
-        self._kept = Kept(options.partial / f"{'quick-' if options.quick else ''}{kept}.json")
+        self._options, self._epochs, self._said = options, epochs, metadata
+        self._kept = RunCache(options.partial / f"{'quick-' if options.quick else ''}{name}.json")
 
     def add(self, row: Row) -> None:
         """Add a row and write all rows to the result file."""
@@ -89,23 +91,27 @@ class Experiment:
                 trains.append(begin())
             return trains[0].accuracy(seed, lambda: advance(f"{title}, seed {seed}"))
 
-        found = []
+        accuracies = []
         with progress("training", self.seeds * self._epochs) as advance:
             for seed in range(self.seeds):
-                found.append(
+                accuracies.append(
                     self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
                 )
-        print(f"{title}: {', '.join(f'{one:.2%}' for one in found)}", flush=True)
-        deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-        return {"accuracy": statistics.fmean(found), "deviation": deviation, "each": found}
+        print(f"{title}: {', '.join(f'{value:.2%}' for value in accuracies)}", flush=True)
+        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+        return {
+            "accuracy": statistics.fmean(accuracies),
+            "deviation": deviation,
+            "each": accuracies,
+        }
 
 
-def beside(each: Sequence[float], whole: Sequence[float]) -> dict[str, float]:
+def beside(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """Return the mean accuracy minus FP32's at equal seeds, and its standard error.
 
     Both are percentage points.
     """
-    points = [100 * (one - other) for one, other in zip(each, whole, strict=True)]
+    points = [100 * (value - other) for value, other in zip(each, baseline, strict=True)]
     error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
     return {"points": statistics.fmean(points), "error": error}
 
@@ -141,7 +147,7 @@ class OnImages(Experiment):
         return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(
-        self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]
+        self, name: str, label: str, plan: Mapping[str, str], batches: Sequence[int]
     ) -> dict[str, Any]:
         """Return the accuracy over all seeds of a T4 plan, trained with a V100 in FP32."""
         low = trained(plan)
@@ -154,7 +160,7 @@ class OnImages(Experiment):
         }
         plans = (Plan.uniform("fp32"), low)
         return self.accuracy(
-            f"{name}, {what}",
+            f"{name}, {label}",
             settings,
             lambda: Trainer(NETWORKS[name], self.images, plans, batches),
         )

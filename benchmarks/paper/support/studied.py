@@ -89,9 +89,9 @@ class Lstm(nn.Module):
 
     def forward(self, texts: Tensor) -> Tensor:
         states, _ = self.lstm(self.word(texts))
-        there = (texts != text.PADDING).unsqueeze(-1)
-        found: Tensor = self.head((states * there).sum(1) / there.sum(1))
-        return found
+        mask = (texts != text.PADDING).unsqueeze(-1)
+        result: Tensor = self.head((states * mask).sum(1) / mask.sum(1))
+        return result
 
 
 class Gpt(nn.Module):
@@ -106,8 +106,8 @@ class Gpt(nn.Module):
         self.gpt = GPT2LMHeadModel(GPT2Config(n_positions=text.LENGTH, **sizes, **ends))
 
     def forward(self, texts: Tensor) -> Tensor:
-        found: Tensor = self.gpt(input_ids=texts, use_cache=False).logits
-        return found
+        result: Tensor = self.gpt(input_ids=texts, use_cache=False).logits
+        return result
 
 
 @functools.cache
@@ -139,9 +139,9 @@ def gpt(ranks: int, seed: int, quick: bool, epochs: int = EPOCHS["GPT"]) -> Trai
     def accuracy(model: nn.Module) -> float:
         right = words = 0
         for rows in torch.split(texts.test[0], 100):
-            found, asked = model(rows)[:, :-1].argmax(-1), rows[:, 1:]
-            there = asked != text.PADDING
-            right, words = right + int((found == asked)[there].sum()), words + int(there.sum())
+            predicted, expected = model(rows)[:, :-1].argmax(-1), rows[:, 1:]
+            mask = expected != text.PADDING
+            right, words = right + int((predicted == expected)[mask].sum()), words + int(mask.sum())
         return right / words
 
     return _on_texts(texts, Gpt, epochs, loss, accuracy, ranks, seed, quick)
@@ -168,7 +168,7 @@ def _on_texts(
             )
             for chosen in torch.split(order, batch * ranks):
                 if len(chosen) == batch * ranks:
-                    yield [(rows[own], labels[own]) for own in torch.split(chosen, batch)]
+                    yield [(rows[part], labels[part]) for part in torch.split(chosen, batch)]
 
     return Training(
         build(texts.words),

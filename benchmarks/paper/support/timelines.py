@@ -75,7 +75,7 @@ def _joined(pieces: Sequence[TimelinePiece], nearest: float) -> Iterator[tuple[s
 
 
 def _legend() -> Iterator[str]:
-    for at, (kind, color) in enumerate(COLORS.items()):
-        x = 10 + at * 118
+    for index, (kind, color) in enumerate(COLORS.items()):
+        x = 10 + index * 118
         yield f'<rect x="{x}" y="14" width="14" height="14" fill="{color}"/>'
         yield f'<text x="{x + 20}" y="26">{kind}</text>'

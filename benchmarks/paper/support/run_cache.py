@@ -16,7 +16,7 @@ from benchmarks.support.harness import to_write
 from qsync_fx.serialization.atomic_files import write_text
 
 
-class Kept:
+class RunCache:
     """Cache of run results.
 
     Args:
