@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from statistics import fmean
 
 from messages import RUNS, WARM_UP, WORLD, Job, PlanMessage, Ran, Result
 from rich import box
@@ -57,7 +58,7 @@ class Outcome:
         A rank that waits at the end of a step does not wait in the next one.
         """
         values = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
-        return sum(values) / len(values) if values else None
+        return fmean(values) if values else None
 
     @property
     def disturbed(self) -> float:
@@ -77,12 +78,14 @@ class Outcome:
 
     def to_json(self) -> dict[str, object]:
         """Return predictions and measurements as plain values."""
+        memory, foreseen = None, {}
+        if self.planned is not None:
+            memory = self.planned.memory
+            foreseen = {run: vars(values) for run, values in self.planned.foreseen.items()}
         return {
             "batches": self.job.batches,
-            "memory": None if self.planned is None else self.planned.memory,
-            "foreseen": {}
-            if self.planned is None
-            else {run: vars(prediction) for run, prediction in self.planned.foreseen.items()},
+            "memory": memory,
+            "foreseen": foreseen,
             "measured": {
                 run: {
                     "seconds": self.seconds(run),
@@ -122,13 +125,15 @@ def _table(outcome: Outcome) -> Table:
     def foreseen(name: str, label: str, text: Callable[[float], str]) -> None:
         if outcome.planned is not None:
             predictions = outcome.planned.foreseen
-            row(f"{name}, foreseen", lambda run, rank: text(getattr(predictions[run], label)[rank]))
+            row(
+                f"{name}, predicted", lambda run, rank: text(getattr(predictions[run], label)[rank])
+            )
 
     row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
     row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
     if outcome.planned is not None:
         steps = outcome.planned.foreseen
-        row("iteration, foreseen", lambda run, _: _milliseconds(steps[run].seconds))
+        row("iteration, predicted", lambda run, _: _milliseconds(steps[run].seconds))
     measured("iteration", "seconds")
     foreseen("own work", "computing", _milliseconds)
     measured("own work", "computing")
@@ -137,9 +142,10 @@ def _table(outcome: Outcome) -> Table:
     foreseen("memory", "peak", _megabytes)
     row("memory, measured", lambda run, rank: _megabytes(outcome.ran(run)[rank].peak))
     if outcome.planned is not None:
-        cap = _megabytes(outcome.planned.memory)
-        row("memory, allowed", lambda _, rank: cap if rank == WORLD - 1 else "any")
-    row("test accuracy", lambda run, rank: f"{_accuracy(outcome, run):.2%}" if rank == 0 else "")
+        caps = ["any"] * (WORLD - 1) + [_megabytes(outcome.planned.memory)]
+        row("memory, allowed", lambda _, rank: caps[rank])
+    accuracies = {run: [f"{_accuracy(outcome, run):.2%}"] + [""] * (WORLD - 1) for run in RUNS}
+    row("test accuracy", lambda run, rank: accuracies[run][rank])
     return table
 
 
@@ -147,27 +153,18 @@ def _notes(outcome: Outcome) -> RenderableType:
     """Return the explanations of the table's rows."""
     timed = outcome.ran(RUNS[0])[0].timed
     notes = [
-        ("operators", "those that a plan decides on, by the precision they were compiled in"),
+        ("operators", "the adjustable operators, by the precision they were compiled in"),
         (
             "graphs",
-            f"how many were compiled, by {outcome.job.inner_backend} after the passes of qsync_fx",
+            f"number of graphs that {outcome.job.inner_backend} compiled after the passes",
         ),
-        (
-            "iteration",
-            f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer",
-        ),
-        (
-            "waiting",
-            "of that, until the other rank's gradients are there, and averaged; own work is the rest",
-        ),
-        (
-            "memory",
-            "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates",
-        ),
+        ("iteration", f"median of {timed} steps: batch, forward, backward, all-reduce, optimizer"),
+        ("waiting", "part of the iteration until gradients are averaged; own work is the rest"),
+        ("memory", "peak bytes: weights, buckets, optimizer state and allocations of a step"),
     ]
     if not timed:
         notes[2:4] = [
-            ("iteration", f"the first {WARM_UP} steps are not measured, and there were no more")
+            ("iteration", f"not measured: the run had at most {WARM_UP} steps, which are warm-up")
         ]
     grid = Table.grid(padding=(0, 2))
     for name, text in notes:
@@ -189,9 +186,9 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     (before, other), (after, then) = (
         [ran.took["waiting"] for ran in outcome.ran(run) if ran.took is not None] for run in RUNS
     )
-    waits = f"rank 0 waits {_milliseconds(after)} a step in place of {_milliseconds(before)}"
+    waits = f"rank 0 waits {_milliseconds(after)} a step instead of {_milliseconds(before)}"
     yield _verdict_line(after - before <= SLOWER * uniform, waits)
-    yield f"  rank 1 waits {_milliseconds(then)} in place of {_milliseconds(other)}"
+    yield f"  rank 1 waits {_milliseconds(then)} instead of {_milliseconds(other)}"
     if outcome.planned is None:
         return
     predictions, memory = outcome.planned.foreseen, outcome.planned.memory
@@ -199,41 +196,38 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
         less = 1 - predictions["planned"].variance / predictions["uniform"].variance
         yield _verdict_line(
             less >= LESS,
-            f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)",
+            f"rounding adds {less:.0%} less variance to the mean gradient (sum of Omega)",
             LESS,
         )
     counts = [ran[-1].operators for ran in (outcome.ran("uniform"), outcome.ran("planned"))]
     recovered = counts[1].get("fp32", 0) - counts[0].get("fp32", 0)
-    yield f"  {recovered} of {sum(counts[1].values())} operators of rank 1 are recovered to FP32"
+    total = sum(counts[1].values())
+    yield f"  {recovered} of {total} operators of rank 1 are restored to FP32"
     off = predictions["planned"].seconds / planned - 1
     yield _verdict_line(
         abs(off) <= OFF,
-        f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}",
+        f"the predicted step is {abs(off):.1%} {_change(off)} than the measured one",
         OFF,
     )
     peak = outcome.ran("planned")[-1].peak
     if peak is not None:
         yield _verdict_line(
             peak <= memory,
-            f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed",
+            f"rank 1 used {_megabytes(peak)} at its peak, of {_megabytes(memory)} allowed",
         )
     if outcome.disturbed > DISTURBED:
         yield (
-            f"  [yellow]Other processes had the cores for {outcome.disturbed:.0%} of a rank's own work: what was measured is theirs, "
-            "too.[/]"
+            f"  [yellow]Other processes used the cores for {outcome.disturbed:.0%} of a rank's "
+            "own work, which the measured times include.[/]"
         )
 
 
 def _verdict_line(met: bool, text: str, limit: float | None = None) -> str:
-    color, word = ("green", "met") if met else ("yellow", "missed")
-    wanted = (
-        ""
-        if limit is None
-        else f", {limit:.0%} wanted"
-        if limit == LESS
-        else f", {limit:.0%} allowed"
-    )
-    return f"  {text}{wanted}: [{color}]{word}[/]"
+    result = "[green]met[/]" if met else "[yellow]missed[/]"
+    if limit is None:
+        return f"  {text}: {result}"
+    verb = "required" if limit == LESS else "allowed"
+    return f"  {text}, {limit:.0%} {verb}: {result}"
 
 
 def _change(change: float) -> str:
@@ -241,10 +235,10 @@ def _change(change: float) -> str:
 
 
 def _counts(ran: Ran) -> str:
-    names = sorted(
-        ran.operators, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    names = dict.fromkeys((*_ORDER, *ran.operators))
+    return "\n".join(
+        f"{ran.operators[name]:>2} in {name}" for name in names if name in ran.operators
     )
-    return "\n".join(f"{ran.operators[name]:>2} in {name}" for name in names)
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -262,17 +256,21 @@ def _accuracy(outcome: Outcome, run: str) -> float:
 def _verdict(outcome: Outcome) -> Iterator[str]:
     planned, uniform = (_accuracy(outcome, run) for run in ("planned", "uniform"))
     chance = 2 * sqrt(2 * planned * (1 - planned) / outcome.tests)
-    yield f"[bold]Test accuracy {planned:.2%}[/] under the plan, {uniform:.2%} with uniform low precision, evaluated in FP32."
     yield (
-        f"One run of each: with {outcome.tests} test images a difference below {chance:.2%} is chance, and another seed, or another "
-        "plan as near, moves it by more in a training this short."
+        f"[bold]Test accuracy {planned:.2%}[/] under the plan, "
+        f"{uniform:.2%} with uniform low precision, evaluated in FP32."
+    )
+    yield (
+        f"With {outcome.tests} test images, a difference below {chance:.2%} is not significant. "
+        "In a training this short, another seed changes the accuracy by more."
     )
     for run in RUNS:
         first, second = outcome.ran(run)
         if first.digest == second.digest:
             yield (
-                f"[bold green]The weights of both ranks are equal to the last bit[/] ({TITLES[run]}): "
-                f"{outcome.results[0].parameters} parameters and batch norms' statistics, SHA-256 {first.digest[:16]}"
+                f"[bold green]The weights of both ranks are equal to the last bit[/] "
+                f"({TITLES[run]}): {outcome.results[0].parameters} parameters and batch norms' "
+                f"statistics, SHA-256 {first.digest[:16]}"
             )
         else:
             yield f"[bold red]The weights of the ranks differ[/] ({TITLES[run]}). {_BUG}"
@@ -284,4 +282,7 @@ def _unexplained(ran: Sequence[Ran]) -> Iterator[str]:
     for rank, result in enumerate(ran):
         if result.unexplained:
             named = escape(", ".join(result.unexplained[:5]))
-            yield f"[bold red]On rank {rank} other precisions were compiled than explained[/]: {named}. {_BUG}"
+            yield (
+                "[bold red]Compiled precisions differ from the explained ones[/] "
+                f"on rank {rank}: {named}. {_BUG}"
+            )

@@ -60,12 +60,10 @@ class Bar:
         elif isinstance(message, Step):
             if rank == 0 and message.run == RUNS[-1]:
                 steps = (message.epoch - 1) * self.steps + message.step
-                now = (
-                    f"loss {message.loss:.3f} under {TITLES[message.run]}"
-                    if message.step < self.steps
-                    else "evaluating"
-                )
-                text = f"epoch {message.epoch}/{self.epochs}, both runs in turns, {now}"
+                now = "evaluating"
+                if message.step < self.steps:
+                    now = f"loss {message.loss:.3f} under {TITLES[message.run]}"
+                text = f"epoch {message.epoch}/{self.epochs}, both runs interleaved, {now}"
                 self.progress.update(self._training, completed=len(RUNS) * steps, description=text)
         else:
             self._ended[rank] = message

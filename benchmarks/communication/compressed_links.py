@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 SIZE = 26e6
 LATENCY = 1e-4
@@ -59,9 +59,9 @@ def main() -> None:
     rows: list[Row] = []
     for rate in (*(RATES if reason is None else ()), None):
         job = {
-            "codecs": options.codec or (["qsgd8", "aqgb"] if options.quick else list(NAMES)),
-            "values": round((SIZE / 100 if options.quick else SIZE) / 4),
-            "repeats": 2 if options.quick else options.repeats,
+            "codecs": options.codec or (by_size(options.quick, ["qsgd8", "aqgb"], list(NAMES))),
+            "values": round((by_size(options.quick, SIZE / 100, SIZE)) / 4),
+            "repeats": by_size(options.quick, 2, options.repeats),
         }
         rows += measured(options.ranks, rate, job)
     finish(options, rows)
@@ -97,12 +97,11 @@ def row(ranks: int, rate: str | None, reduction: Reduction, size: int) -> Row:
     if rate is None:
         return made
     # Two ranks exchange full messages in one phase; torch's all-reduce has two phases.
-    phases = 1 if ranks == 2 and reduction.way not in TORCH else 2
-    sent = (
-        reduction.theory
-        if reduction.theory is not None
-        else 2 * (ranks - 1) / ranks * size * TORCH[reduction.way] / 4
-    )
+    phases, sent = 2, reduction.theory
+    if ranks == 2 and reduction.way not in TORCH:
+        phases = 1
+    if sent is None:
+        sent = 2 * (ranks - 1) / ranks * size * TORCH[reduction.way] / 4
     model = (
         phases * (ranks - 1) * LATENCY
         + 8 * sent / links.bits_per_second(rate)

@@ -27,7 +27,7 @@ from qsync_fx.communication.codecs.onebit import Reshaped
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.piquant_peer import encoders
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 GOALS = {"encode_to_copy": 0.85, "read_to_copy": 1.5, "decode_to_copy": 1.5}
 OF_OURS = ("qsgd", "1bit")
@@ -35,7 +35,7 @@ TO_PIQUANT = 10
 
 
 def rows(quick: bool) -> list[Row]:
-    values, repeats = (2**18, 3) if quick else (26 * 2**18, 15)
+    values, repeats = by_size(quick, (2**18, 3), (26 * 2**18, 15))
     # "1bit" encodes columns of a matrix shape, and "aqgb" depends on its levels.
     codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [
         Reshaped(512, "1bit* of 512")

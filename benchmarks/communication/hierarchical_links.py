@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 RATES = ("1gbit", "100mbit")
 NODES = NodeGroups(((0, 1), (2, 3)))
@@ -53,9 +53,9 @@ def main() -> None:
     ranks = len(NODES.ranks) * NODES.size
     for rate in RATES if links.told_missing("loopback") is None else (None,):
         job = {
-            "codecs": CODECS[:1] if options.quick else CODECS,
-            "values": VALUES // 100 if options.quick else VALUES,
-            "repeats": 2 if options.quick else options.repeats,
+            "codecs": by_size(options.quick, CODECS[:1], CODECS),
+            "values": by_size(options.quick, VALUES // 100, VALUES),
+            "repeats": by_size(options.quick, 2, options.repeats),
         }
         result = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
         rows += [

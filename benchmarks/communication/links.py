@@ -241,7 +241,7 @@ def run(
 
 def sweep() -> None:
     """Remove namespaces of processes that no longer run."""
-    names = [path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")] if _NAMESPACES.is_dir() else []
+    names = [path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")]
     for name in names:
         pid, born = name.removeprefix(_PREFIX).split("-")[:2]
         if _born(int(pid)) != int(born):

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.predictor.ddp_accuracy import Called, timed, training as planned
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
-from benchmarks.support.harness import Row, arguments, finish, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected
 
 RANKS = 2
 CODECS = ("fp16", "qsgd8", "qsgd4", "1bit*")
@@ -54,11 +54,11 @@ def main() -> None:
         rounds={"type": int, "default": 15, "help": "turns (%(default)s)"},
     )
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
         job = {
             "case": name,
             "quick": options.quick,
-            "rounds": 2 if options.quick else options.rounds,
+            "rounds": by_size(options.quick, 2, options.rounds),
         }
         rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
     finish(options, rows, cases=True)
@@ -69,7 +69,7 @@ def rank(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    case = (by_size(job["quick"], QUICK, CASES))[job["case"]]()
     case = replace(case, model=Called(case.model))
     profile = qsync_fx.measure(
         case.model,

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, errors, measure, read
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 from qsync_fx.communication.codecs import buffers, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
@@ -70,8 +70,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         "to the host": to_host,
         "from the host": from_host,
     }
-    once = x.nbytes + wire.numel()
-    return calls, {name: 2 * x.nbytes if name == "copy" else once for name in calls}
+    moved = dict.fromkeys(calls, x.nbytes + wire.numel())
+    return calls, moved | {"copy": 2 * x.nbytes}
 
 
 def rows_of(case: str, codec: Codec, n: int, options: argparse.Namespace) -> list[Row]:
@@ -91,7 +91,7 @@ def rows_of(case: str, codec: Codec, n: int, options: argparse.Namespace) -> lis
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
-    sizes = {"0.1 MB": 25_088} if options.quick else VALUES
+    sizes = by_size(options.quick, {"0.1 MB": 25_088}, VALUES)
     results = {
         f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES
     }

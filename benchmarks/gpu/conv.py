@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
@@ -29,7 +30,7 @@ from qsync_fx.diagnostics import explain
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import GATE, Call, Rows, by_kernel, errors, measure, read, tuned
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 BF16 = torch.bfloat16
 
@@ -50,7 +51,9 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
 
 def operator(p: ConvProblem, o: TimedOperands) -> Call:
     """Return a call of `qsync::conv2d_product` with dispatch, checks and fallback."""
-    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
+    size = p.r, p.s
+    if p.operation == "dgrad":
+        size = p.h, p.w
     arguments = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
     return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *arguments)
 
@@ -61,14 +64,16 @@ def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
     geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
     if p.operation == "fprop":
         return lambda: torch.ops.aten.convolution.default(a, b, None, *geometry)
-    shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
-    like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
-    inputs, wanted = (
-        ((a, like, b), [True, False, False])
-        if p.operation == "dgrad"
-        else ((a, b, like), [False, True, False])
-    )
-    return lambda: torch.ops.aten.convolution_backward.default(*inputs, None, *geometry, wanted)
+
+    def like(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
+
+    backward = torch.ops.aten.convolution_backward.default
+    if p.operation == "dgrad":
+        x = like(p.n, p.c, p.h, p.w)
+        return lambda: backward(a, x, b, None, *geometry, [True, False, False])
+    weight = like(p.k, p.c, p.r, p.s)
+    return lambda: backward(a, b, weight, None, *geometry, [False, True, False])
 
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
@@ -102,7 +107,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     rows = Rows(options)
     problems_by_name = {shown(p): p for p in problems(options)}
-    names = list(problems_by_name)[:3] if options.quick else list(problems_by_name)
+    names = by_size(options.quick, list(problems_by_name)[:3], list(problems_by_name))
     for case in rows.wanted(names):
         rows.add(*rows_of(problems_by_name[case], options))
     rows.finish()

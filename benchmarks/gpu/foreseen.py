@@ -26,7 +26,7 @@ from qsync_fx import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.measuring import Call, Rows, read, synchronize
+from benchmarks.gpu.measuring import Call, Rows, inner_backend, read, synchronize
 from benchmarks.predictor.replay_accuracy import (
     Case,
     ResNet18,
@@ -35,6 +35,7 @@ from benchmarks.predictor.replay_accuracy import (
     mixed_plans,
     vgg11_bn,
 )
+from benchmarks.support.harness import by_size
 
 PRECISIONS = ("fp32", "bf16", "int8")
 MIXED = 2
@@ -131,7 +132,7 @@ def main() -> None:
         ),
         "h100",
     )
-    cases = QUICK if options.quick else CASES
+    cases = by_size(options.quick, QUICK, CASES)
     for case_name in rows.wanted(list(cases)):
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -166,11 +167,11 @@ def main() -> None:
         steps: dict[str, Call] = {}
         for plan, plan_value in plans.items():
             torch._dynamo.reset()
-            run = stepping(case, plan_value, "inductor" if gpu else "aot_eager")
+            run = stepping(case, plan_value, inner_backend(device))
             for _ in range(3):
                 run()
             steps[plan] = run
-        seconds = timed(steps, device, 3 if options.quick else 15)
+        seconds = timed(steps, device, by_size(options.quick, 3, 15))
         for plan, run in steps.items():
             peak_bytes = peak(run, device, case.model)
             for source, each in timelines.items():

@@ -37,6 +37,7 @@ from benchmarks.gpu.measuring import (
     best,
     by_kernel,
     errors,
+    inner_backend,
     measure,
     read,
     tuned,
@@ -81,7 +82,7 @@ def product_cases(
     unit_scales = (torch.rand((), device=device) + 0.5, torch.rand((), device=device) + 0.5)
     ours = {}
     for fmt, dtype in FORMATS.items():
-        a_scale, b_scale = (None, None) if fmt == "bf16" else unit_scales
+        a_scale, b_scale = {"bf16": (None, None)}.get(fmt, unit_scales)
         a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
         ours[fmt] = TimedOperands(a, b, a_scale, b_scale, bias)
     x, w, half = (
@@ -92,7 +93,9 @@ def product_cases(
     x16, w16, bias16 = (t.to(device).half() for t in half)
     i8, f8 = ours["int8"], ours["fp8"]
     by_rows = i8.b.contiguous()
-    epilogue = dequantized if device.type == "cpu" else torch.compile(dequantized, dynamic=False)
+    epilogue = dequantized
+    if device.type != "cpu":
+        epilogue = torch.compile(dequantized, dynamic=False)
     thin, scales = bias.to(BF16), unit_scales
 
     def scaled(fast: bool) -> Call:
@@ -169,7 +172,7 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
         torch.manual_seed(0)
         return nn.Linear(k, n, dtype=torch.bfloat16, device=options.device)
 
-    inner = "aot_eager" if options.device.type == "cpu" else "inductor"
+    inner = inner_backend(options.device)
     result: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
     for precision in ("bf16", "int8", "int8_grad", "fp8"):
         settings: dict[str, Any] = {"precision": precision, "inner_backend": inner}

@@ -23,6 +23,7 @@ from benchmarks.support.harness import (
     Row,
     Times,
     arguments,
+    by_size,
     measure as measure_on_cpu,
     show,
     write_json,
@@ -59,6 +60,11 @@ class Target:
                 self.most is None or value <= self.most
             )
         return {"target": self.text, "met": met}
+
+
+def inner_backend(device: torch.device) -> str:
+    """Return Inductor for a GPU; a dry run on the CPU compiles no kernels."""
+    return "aot_eager" if device.type == "cpu" else "inductor"
 
 
 GATE = Target("never slower than BF16 (within 3 %)", least=0.97)
@@ -110,11 +116,9 @@ class Rows:
         self.rows += [dict(row) | {"met": None} if dry and "met" in row else row for row in rows]
         if self.options.json:
             device = self.options.device
-            where = (
-                asdict(environment(device))
-                if device.type == "cuda"
-                else {"gpu": "none: a dry run on the CPU"}
-            )
+            where: dict[str, Any] = {"gpu": "none: a dry run on the CPU"}
+            if device.type == "cuda":
+                where = asdict(environment(device))
             write_json(self.options.json, self.rows, quick=self.options.quick, environment=where)
 
     def wanted(self, names: Sequence[str]) -> Iterator[str]:
@@ -150,13 +154,13 @@ def measure(
     running, failed = dict(cases), {}
     for name, case in cases.items():
         try:
-            for _ in range(1 if options.quick else 3):
+            for _ in range(by_size(options.quick, 1, 3)):
                 case()
             synchronize(options.device)
         except Exception as error:  # noqa: BLE001  a peer may refuse a shape, a type, a device, each in its own way
             failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             del running[name]
-    rounds = 3 if options.quick else rounds
+    rounds = by_size(options.quick, 3, rounds)
     if options.device.type == "cpu":
         return measure_on_cpu(running, rounds, warmup=1), failed
     return _measure_on_gpu(running, rounds), failed
@@ -221,8 +225,9 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     configuration = way(problem, profile.arch, known)
     if isinstance(configuration, str):
         return None
-    choice = profile.table.choice(problem) if profile.table is not None else None
-    seconds = {} if choice is None else choice.seconds
+    seconds: Mapping[str, float] = {}
+    if profile.table is not None and (choice := profile.table.choice(problem)) is not None:
+        seconds = choice.seconds
     by_time = sorted(
         configuration.configs, key=lambda config: seconds.get(config.name, float("inf"))
     )

@@ -122,9 +122,11 @@ def main() -> int:
             done.append({"part": name, "status": status, "seconds": took, "late": status is None})
             write_text(results / "gpu_parts.json", json.dumps(done, indent=1) + "\n")
     for entry in done:
-        outcome = "ok" if entry["status"] == 0 else "OUT OF TIME" if entry["late"] else "FAILED"
+        outcome = "ok"
+        if entry["status"] != 0:
+            outcome = "OUT OF TIME" if entry["late"] else "FAILED"
         print(f"{entry['part']:45} {outcome:12} {entry['seconds']:6.0f} s")
-    return 0 if all(entry["status"] == 0 for entry in done) else 1
+    return int(any(entry["status"] != 0 for entry in done))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import CYCLES, Call, Rows, read, synchronize
 from benchmarks.published import catalog
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 GEMM = ("fp32", "tf32", "bf16", "fp16", "int8", "fp8")
 CONVOLUTIONS = ("bf16", "fp16", "fp32", "tf32")
@@ -84,16 +84,13 @@ def product(shape: Gemm, precision: str, device: torch.device) -> Call:
     BLAS is column-major: its first operand is the second one here.
     """
     m, n, k, layout = shape
-    right = (
-        values((k, m), precision, device)
-        if layout[0] == "n"
-        else values((m, k), precision, device).t()
-    )
-    left = (
-        values((n, k), precision, device)
-        if layout[1] == "n"
-        else values((k, n), precision, device).t()
-    )
+
+    def operand(rows: int, columns: int, order: str) -> Tensor:
+        if order == "n":
+            return values((rows, columns), precision, device)
+        return values((columns, rows), precision, device).t()
+
+    right, left = operand(k, m, layout[0]), operand(n, k, layout[1])
     if precision == "int8":
         return lambda: torch._int_mm(left, right)
     if precision == "fp8":
@@ -155,7 +152,7 @@ def row_of(make: Callable[[], Call], device: torch.device, **fields: Any) -> Row
 
 
 def copies(device: torch.device, quick: bool) -> Iterator[Row]:
-    for power in range(10, 20 if quick else 33):
+    for power in range(10, by_size(quick, 20, 33)):
         size = 2**power
         source, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         yield row_of(partial(partial, other.copy_, source), device, case="copy", bytes=size)
@@ -184,7 +181,7 @@ def convolution_rows(
 
 def measured(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """Return a function that measures each case."""
-    device, few = options.device, 2 if options.quick else None
+    device, few = options.device, by_size(options.quick, 2, None)
     result: dict[str, Callable[[], Iterator[Row]]] = {
         "copies": partial(copies, device, options.quick)
     }

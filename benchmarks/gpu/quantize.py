@@ -26,7 +26,7 @@ from qsync_fx.formats import precision
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 BANDWIDTH = Target(">= 0.85 of copy bandwidth", least=0.85)
 SEQUENCE = Target(">= 1.2 x the plain PyTorch sequence", least=1.2)
@@ -149,11 +149,16 @@ def copies(kind: str, side: int, device: torch.device) -> Copied:
             lambda: convert(x, transposed=transposed),
             lambda: x.t().contiguous(),
         )
-    straight = x.t() if transposed else x
+    straight = x
+    if transposed:
+        straight = x.t()
     return Copied(
-        x.nbytes, side * side, plain,
-        lambda: convert(x, transposed=transposed, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
-    )  # fmt: skip
+        x.nbytes,
+        side * side,
+        plain,
+        lambda: convert(x, transposed=transposed, shape=(side, side)),
+        lambda: laid_out(straight, side, side, "row"),
+    )
 
 
 def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> list[Row]:
@@ -167,14 +172,16 @@ def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> li
         row["of_copy"] = moved / (2 * copied.read) / times.ratio(name, "copy")
         if "PyTorch" not in failed:
             row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
-        rows.append(row | BANDWIDTH.judged(row["of_copy"]) if name == "qsync::convert" else row)
+        if name == "qsync::convert":
+            row |= BANDWIDTH.judged(row["of_copy"])
+        rows.append(row)
     return rows + errors(case, failed)
 
 
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
-    shapes = {"33 x 64": (33, 64)} if options.quick else SHAPES
+    shapes = by_size(options.quick, {"33 x 64": (33, 64)}, SHAPES)
     cases_by_name = {
         f"{shape} {source} -> {fmt}, a scale for each {band}": (size, dtype, fmt, band)
         for shape, size in shapes.items()
@@ -182,7 +189,7 @@ def main() -> None:
         for fmt in FORMATS
         for band in BANDS
     }
-    side = 64 if options.quick else 8192
+    side = by_size(options.quick, 64, 8192)
     copied = {f"{side} x {side} int8, {kind}": kind for kind in COPIES}
     for case in rows.wanted([*copied, *cases_by_name]):
         if case in copied:

@@ -26,7 +26,17 @@ from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read, synchronize
+from benchmarks.gpu.measuring import (
+    Call,
+    Rows,
+    Target,
+    errors,
+    inner_backend,
+    measure,
+    read,
+    synchronize,
+)
+from benchmarks.support.harness import by_size
 
 OVERHEAD = Target("<= 5 % of the FP16 step (LP-PyTorch, Fig. 7b)", most=0.05)
 LESS_MEMORY = Target("less peak memory than BF16", most=1.0)
@@ -96,7 +106,7 @@ def step(case: str, variant: Variant, options: argparse.Namespace) -> Call:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     settings: dict[str, Any] = {"backend": variant.backend}
     if variant.precision is not None:
-        inner = "aot_eager" if options.device.type == "cpu" else "inductor"
+        inner = inner_backend(options.device)
         settings["options"] = {"precision": variant.precision, "inner_backend": inner}
     elif options.device.type == "cpu":
         settings["backend"] = "aot_eager"
@@ -130,7 +140,7 @@ def peak(run: Call, options: argparse.Namespace) -> float | None:
 def wall(run: Call, options: argparse.Namespace) -> float:
     """Return the median wall time of a step in seconds."""
     seconds = []
-    for _ in range(2 if options.quick else 10):
+    for _ in range(by_size(options.quick, 2, 10)):
         synchronize(options.device)
         since = time.perf_counter()
         run()
@@ -178,9 +188,10 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
         if peak_bytes is not None:
             row["peak_mb"] = peak_bytes / 1e6
         if variant == "qsync int8":
-            row |= LESS_MEMORY.judged(
-                None if peak_bytes is None or bf16 is None else peak_bytes / bf16
-            )
+            share = None
+            if bf16 is not None:
+                share = peak_bytes / bf16
+            row |= LESS_MEMORY.judged(share)
         rows.add(row)
     if "qsync int8" in steps and "qsync fp16" in seconds and options.device.type == "cuda":
         try:

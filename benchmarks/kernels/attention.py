@@ -9,7 +9,6 @@ counts CPU time of the process.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, clock_for, finish, measure
 from qsync_fx.graph.saved_tensors import products
 
 SHAPES = (
@@ -60,18 +59,18 @@ def step(
 def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    clock = clock_for(options.threads)
     kernels: dict[str, Attention] = {
         FUSED: fused,
         "fused fp32": torch.compile(wide),
         "products bf16": torch.compile(products),
     }
     rows: list[Row] = []
-    for shape in SHAPES[:1] if options.quick else SHAPES:
+    for shape in by_size(options.quick, SHAPES[:1], SHAPES):
         torch.compiler.reset()
         times = measure(
             {name: step(kernel, *shape) for name, kernel in kernels.items()},
-            3 if options.quick else 9,
+            by_size(options.quick, 3, 9),
             clock=clock,
         )
         for name in times:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.support.harness import Row, measure
+from benchmarks.support.harness import Row, by_size, measure
 from qsync_fx import _C
 
 PEER: Final = "oneDNN bf16"
@@ -171,7 +171,7 @@ def activations(
 
 def product_rows(repeats: int, threads: int, quick: bool, clock: Callable[[], float]) -> list[Row]:
     rows: list[Row] = []
-    for m, n, k in ((32, 64, 64),) if quick else SHAPES:
+    for m, n, k in by_size(quick, ((32, 64, 64),), SHAPES):
         work = 2 * m * n * k
         for label, compared in cases(m, n, k).items():
             times = measure(compared, repeats, clock=clock)

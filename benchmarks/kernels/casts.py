@@ -24,7 +24,7 @@ import qsync_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 Model = tuple[nn.Module, dict[str, Tensor]]
 
@@ -49,9 +49,8 @@ def tokens() -> dict[str, Tensor]:
 
 
 def resnet(depths: tuple[int, ...], kind: str) -> Model:
-    widths = (
-        [8, 16, 24, 32] if kind == "basic" else [32, 64, 96, 128]
-    )  # chosen so that the same blocks have shortcut convolutions as in the full model
+    # The same blocks have shortcut convolutions as in the full model.
+    widths = {"basic": [8, 16, 24, 32], "bottleneck": [32, 64, 96, 128]}[kind]
     config = hf.ResNetConfig(
         embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2
     )
@@ -231,7 +230,7 @@ def main() -> None:
     before = earlier(options)
     rows_before = {(row["case"], row["precision"]): row for row in before["rows"]}
     rows: list[Row] = []
-    for name in list(MODELS)[:1] if options.quick else MODELS:
+    for name in by_size(options.quick, list(MODELS)[:1], MODELS):
         for precision in ("bf16", "int8"):
             print(f"{name}: {precision}", flush=True)
             unchanged = {

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -32,7 +31,17 @@ from qsync_fx.backend.operators.quantize import quantize
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels import bf16_products, grouped_convolutions
-from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, write_cases
+from benchmarks.support.harness import (
+    Row,
+    Times,
+    arguments,
+    by_size,
+    clock_for,
+    finish,
+    measure,
+    show,
+    write_cases,
+)
 
 BF16 = torch.bfloat16
 PEER = bf16_products.PEER
@@ -193,7 +202,7 @@ def convolution_cases(
 def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for model, layers in CONVOLUTIONS.items():
-        for layer in layers[:1] if quick else layers:
+        for layer in by_size(quick, layers[:1], layers):
             inner, side, channels, kernel, stride = layer
             peak = _C.gemm_peak() * threads
             for name, compared in convolution_cases(*layer).items():
@@ -216,7 +225,7 @@ def grouped_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
 
 
 def clock(threads: int) -> Callable[[], float]:
-    return time.process_time if threads == 1 else time.perf_counter
+    return clock_for(threads)
 
 
 def told(case: str, label: str, times: Times, work: float, peak: float) -> list[Row]:
@@ -236,8 +245,8 @@ def told(case: str, label: str, times: Times, work: float, peak: float) -> list[
 
 def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for count in (32,) if quick else ROWS:
-        for channels, inner in ((48, 64),) if quick else LAYERS:
+    for count in by_size(quick, (32,), ROWS):
+        for channels, inner in by_size(quick, ((48, 64),), LAYERS):
             peak = _C.gemm_peak() * threads
             for name, compared in cases(count, channels, inner).items():
                 work = 2 * count * channels * inner * (3 if name == "layer" else 1)
@@ -248,7 +257,7 @@ def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
 
 def small_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for shape in SMALL[:1] if quick else SMALL:
+    for shape in by_size(quick, SMALL[:1], SMALL):
         layer = measure(cases(*shape)["layer"], repeats, clock=clock(threads))
         rows += told(
             "x".join(map(str, shape)),
@@ -277,7 +286,7 @@ def main() -> None:
     options = arguments(
         __doc__, only={"choices": tuple(PARTS), "help": "measure these alone, and keep other rows"}
     )
-    repeats = 3 if options.quick else 15
+    repeats = by_size(options.quick, 3, 15)
     if options.only:
         rows = PARTS[options.only](repeats, options.threads, options.quick)
         if options.json:

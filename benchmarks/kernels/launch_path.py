@@ -38,7 +38,7 @@ from qsync_fx.backend.operators.gemm import gemm, implicit_gemm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Target
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 ARCH: Arch = "sm_75"
 CPU = torch.device("cpu")
@@ -116,11 +116,10 @@ def anew(call: Callable[[], object]) -> Callable[[], object]:
         before = len(call_cache.cached_call)
         result = call()
         # `popitem` removes the entry that was added last, which is this call's.
-        (
-            call_cache.cached_call
-            if len(call_cache.cached_call) > before
-            else call_cache.cached_quantizer_call
-        ).popitem()
+        if len(call_cache.cached_call) > before:
+            call_cache.cached_call.popitem()
+        else:
+            call_cache.cached_quantizer_call.popitem()
         return result
 
     return run
@@ -157,7 +156,7 @@ def main() -> None:
             }
             times = measure(
                 {name: often(path) for name, path in paths.items()},
-                5 if options.quick else 101,
+                by_size(options.quick, 5, 101),
                 clock=time.process_time,
             )
             for path in times:
@@ -168,7 +167,9 @@ def main() -> None:
                     "microseconds": took,
                     "to_mm": times.ratio(path, "torch.mm"),
                 }
-                rows.append(row | (MOST.judged(took) if path == "a call" else {}))
+                if path == "a call":
+                    row |= MOST.judged(took)
+                rows.append(row)
     finish(options, rows)
 
 

@@ -37,7 +37,7 @@ from qsync_fx.communication.point_to_point import PendingTransfers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
 DEADLINE = 0.765
@@ -78,7 +78,7 @@ def main() -> None:
         __doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"}
     )
     reason = links.told_missing("the rule")
-    steps, scale = (3, 0.1) if options.quick else (options.steps, 1.0)
+    steps, scale = by_size(options.quick, (3, 0.1), (options.steps, 1.0))
     rows: list[Row] = []
     for name, rates in LINKS.items():
         for variant in WAYS:
@@ -92,14 +92,10 @@ def main() -> None:
             row |= {"paper": PAPER.get(variant) if len(rates) > 1 else None}
             if reason is None:
                 row |= measured(variant, rates, {"steps": steps, "scale": scale})
-            rows.append(
-                row
-                | {
-                    "ratios by the rule": [d.ratio for d in ideal.decisions]
-                    if variant != "fp32"
-                    else None
-                }
-            )
+            row["ratios by the rule"] = None
+            if variant != "fp32":
+                row["ratios by the rule"] = [d.ratio for d in ideal.decisions]
+            rows.append(row)
     show(rows)
     if options.json:
         write_json(
@@ -127,9 +123,9 @@ def measured(variant: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[
     """Return medians over the steps of both ranks."""
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
-        turning = (
-            threading.Thread(target=turn, args=(places, rates, stop)) if len(rates) > 1 else None
-        )
+        turning = None
+        if len(rates) > 1:
+            turning = threading.Thread(target=turn, args=(places, rates, stop))
         if turning is not None:
             turning.start()
         try:

@@ -30,10 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.paper.support.curves import picture
-from benchmarks.paper.support.experiment import OPTIONS, beside
+from benchmarks.paper.support.experiment import OPTIONS, beside, deviation
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
-from benchmarks.support.harness import arguments, selected, show, standing, to_write, write_json
+from benchmarks.support.harness import (
+    arguments,
+    by_size,
+    selected,
+    show,
+    standing,
+    to_write,
+    write_json,
+)
 
 RANKS = 2
 WHOLE = "fp32"
@@ -69,7 +77,7 @@ def main() -> None:
         picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)
-    partial = RunCache(None if options.quick else options.partial / "codec_accuracy.json")
+    partial = RunCache(by_size(options.quick, None, options.partial / "codec_accuracy.json"))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     tasks = selected(options, TASKS)
     before = standing(options.json, options.quick) if options.json else []
@@ -81,7 +89,7 @@ def main() -> None:
     ]
     for task in tasks:
         every = []
-        for seed in range(1 if options.quick else options.seeds):
+        for seed in range(by_size(options.quick, 1, options.seeds)):
             job = {
                 "task": task,
                 "size": SIZES[task],
@@ -90,7 +98,7 @@ def main() -> None:
                 "quick": options.quick,
             }
             every.append(partial.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
-        metadata = {"date": today, "size": "a few steps" if options.quick else SIZES[task]}
+        metadata = {"date": today, "size": by_size(options.quick, "a few steps", SIZES[task])}
         rows += [
             metadata
             | row(
@@ -132,7 +140,7 @@ def row(
         "task": task,
         "way": method,
         "accuracy": statistics.fmean(each),
-        "deviation": statistics.stdev(each) if len(each) > 1 else 0.0,
+        "deviation": deviation(each),
         **beside(each, [run["accuracy"] for run in full]),
         "each": each,
         "loss": [

@@ -23,7 +23,7 @@ from models import ResNet
 
 from benchmarks.paper.support.experiment import OPTIONS, Experiment, beside
 from benchmarks.paper.support.images import QUICK, Images, Network, Size, Trainer
-from benchmarks.support.harness import arguments, selected, show
+from benchmarks.support.harness import arguments, by_size, selected, show
 
 SIZE = Size(samples=40_000, tests=10_000, epochs=3, batch=192)
 DEMO = Network(ResNet, 0.2)
@@ -35,7 +35,7 @@ def main() -> None:
     options = arguments(
         __doc__, None, **{**OPTIONS, "only": {"help": "formats that begin so, beside fp32"}}
     )
-    images = Images(QUICK if options.quick else SIZE, "digits" if options.quick else None)
+    images = Images(by_size(options.quick, QUICK, SIZE), by_size(options.quick, "digits", None))
     experiment = Experiment(
         options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size)
     )

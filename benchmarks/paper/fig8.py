@@ -22,7 +22,7 @@ from qsync_fx.profiler.sensitivity.estimate import several
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.sensitivity import NETWORKS, digits, loss
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 CASES = ("ViT", "convolutions, batch norm, ReLU", "perceptron, ReLU")
 METHODS = ("second_order", "paper")
@@ -92,8 +92,8 @@ def main() -> None:
     )
     summary: list[Row] = []
     every: list[Row] = []
-    for name in options.only or (CASES[-1:] if options.quick else CASES):
-        rows, ranks = case(name, 3 if options.quick else 50)
+    for name in options.only or (by_size(options.quick, CASES[-1:], CASES)):
+        rows, ranks = case(name, by_size(options.quick, 3, 50))
         summary, every = [*summary, *rows], [*every, *ranks]
         if options.json:
             write_json(options.json, [*summary, *every], options.quick)

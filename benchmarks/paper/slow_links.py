@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.paper.support.curves import picture
-from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.experiment import OPTIONS, deviation
 from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
 from benchmarks.paper.support.run_cache import RunCache
-from benchmarks.support.harness import arguments, show, to_write, write_json
+from benchmarks.support.harness import arguments, by_size, show, to_write, write_json
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
@@ -56,14 +57,15 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     reason = links.told_missing("loopback")
-    partial = RunCache(None if options.quick else options.partial / "slow_links.json")
+    partial = RunCache(by_size(options.quick, None, options.partial / "slow_links.json"))
     rows: list[dict[str, Any]] = []
-    for rate in (
-        RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,)
-    ):
+    rates: Sequence[str | None] = by_size(options.quick, RATES[:1], RATES)
+    if reason is not None:
+        rates = (None,)
+    for rate in rates:
         runs: dict[str, list[dict[str, Any]]] = {}
         # Codecs run interleaved: all of them with one seed, then with the next.
-        for seed in range(1 if options.quick else options.seeds):
+        for seed in range(by_size(options.quick, 1, options.seeds)):
             for method in WAYS:
                 job = {
                     "rate": rate,
@@ -101,7 +103,7 @@ def row(rate: str | None, method: str, every: list[dict[str, Any]], aim: float) 
         "way": method,
         "seconds a step": statistics.fmean(run["seconds"] for run in every),
         "accuracy": statistics.fmean(last),
-        "deviation": statistics.stdev(last) if len(last) > 1 else 0.0,
+        "deviation": deviation(last),
         "aim": aim,
         "seconds to aim": next((seconds for seconds, accuracy in curve if accuracy >= aim), None),
         "curve": curve,
@@ -118,8 +120,8 @@ def rank(job: dict[str, Any]) -> None:
     """Run one rank: train, and test at regular intervals."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    size = QUICK if job["quick"] else SIZE
-    images, rank_index = Images(size, "digits" if job["quick"] else None), distributed.get_rank()
+    size = by_size(job["quick"], QUICK, SIZE)
+    images, rank_index = Images(size, by_size(job["quick"], "digits", None)), distributed.get_rank()
     data = images.subset(job["seed"])
     torch.manual_seed(job["seed"])
     inputs, width = data.train[0][0].numel(), job["width"]

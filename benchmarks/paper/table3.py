@@ -25,7 +25,7 @@ from qsync_fx import Plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.replay_accuracy import Case, additive, bert, foreseen, measured
-from benchmarks.support.harness import Row, arguments, finish, folder, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder, write_json
 
 REPEATS = 5
 ROUNDS = 9
@@ -142,13 +142,13 @@ def main() -> None:
     )
     # With one thread, CPU time excludes the load of other processes.
     torch.set_num_threads(1)
-    count, rounds = (1, 2) if options.quick else (options.repeats, options.rounds)
+    count, rounds = by_size(options.quick, (1, 2), (options.repeats, options.rounds))
     results: list[dict[str, dict[str, float]]] = []
     for result in repeats(
-        QUICK if options.quick else SETTING,
+        by_size(options.quick, QUICK, SETTING),
         count,
         rounds,
-        None if options.quick else options.partial,
+        by_size(options.quick, None, options.partial),
     ):
         results.append(result)
         if options.json:

@@ -40,7 +40,7 @@ from benchmarks.paper.support.text import (
     load,
 )
 from benchmarks.paper.table4 import rows
-from benchmarks.support.harness import arguments, show
+from benchmarks.support.harness import arguments, by_size, show
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ def main() -> None:
     options = arguments(
         __doc__, None, **{name: more for name, more in OPTIONS.items() if name != "only"}
     )
-    size = QUICK if options.quick else Size()
-    texts = load(size.each, FEW if options.quick else FILES)
+    size = by_size(options.quick, QUICK, Size())
+    texts = load(size.each, by_size(options.quick, FEW, FILES))
     experiment = Experiment(options, "text", size.epochs, texts=texts.name)
     model = trained_before(texts, size)
-    steps = 1 if experiment.quick else LOOKED
+    steps = by_size(experiment.quick, 1, LOOKED)
     parts = [part for part, _ in zip(shuffled(texts, size.batch, 0), range(steps), strict=False)]
     wide = Classifier(texts.words, WIDE)
     looked_model = looked(

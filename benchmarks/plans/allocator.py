@@ -40,7 +40,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plans.synthetic import FORMATS, Repeated, block_graph, repeated
-from benchmarks.support.harness import arguments, selected, show, write_json
+from benchmarks.support.harness import arguments, by_size, selected, show, write_json
 from benchmarks.support.models import Case, Step, bert, gpt2, perceptron, resnet, vgg16_bn
 
 SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 1.6}
@@ -60,14 +60,14 @@ LIMITS = (
 FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
 CASES: Mapping[str, Callable[[bool], Case]] = {
-    "BERT-base": lambda quick: bert(1 if quick else 12, 16),
+    "BERT-base": lambda quick: bert(by_size(quick, 1, 12), 16),
     "ResNet-50": lambda quick: resnet(
-        (1, 1, 1, 1) if quick else (3, 4, 6, 3),
-        "basic" if quick else "bottleneck",
-        2 if quick else 32,
-        64 if quick else 224,
+        by_size(quick, (1, 1, 1, 1), (3, 4, 6, 3)),
+        by_size(quick, "basic", "bottleneck"),
+        by_size(quick, 2, 32),
+        by_size(quick, 64, 224),
     ),
-    "VGG-16-BN": lambda quick: vgg16_bn(2 if quick else 32, 64 if quick else 224),
+    "VGG-16-BN": lambda quick: vgg16_bn(by_size(quick, 2, 32), by_size(quick, 64, 224)),
     "GPT-2": lambda quick: gpt2(1, 2, 64) if quick else gpt2(),
 }
 
@@ -103,11 +103,11 @@ def problems(
     low, high = (pick(plan.seconds for plan in uniform) for pick in (min, max))
     peaks = [plan.classes["a100"].peak_bytes or 0 for plan in uniform]
     for share, memory_share in limits:
-        memory = (
-            None if memory_share is None else min(peaks) + memory_share * (max(peaks) - min(peaks))
-        )
+        memory, name = None, f"{share:.0%}"
+        if memory_share is not None:
+            memory = min(peaks) + memory_share * (max(peaks) - min(peaks))
+            name += f", memory {memory_share:.0%}"
         classes = {"a100": replace(part, memory=memory)}
-        name = f"{share:.0%}" + ("" if memory_share is None else f", memory {memory_share:.0%}")
         yield name, replace(problem, classes=classes, seconds=low + share * (high - low))
 
 
@@ -149,9 +149,9 @@ def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Non
 
 def main() -> None:
     options = arguments(__doc__, only={"help": "cases whose names begin with this"})
-    limits = QUICK if options.quick else LIMITS
+    limits = by_size(options.quick, QUICK, LIMITS)
     rows = []
-    for name, make in list(selected(options, CASES).items())[: 1 if options.quick else None]:
+    for name, make in list(selected(options, CASES).items())[: by_size(options.quick, 1, None)]:
         torch._dynamo.reset()
         explanation = qsync_fx.explain(
             Step(make(options.quick)).train(), options={"target": "a100"}
@@ -173,7 +173,7 @@ def main() -> None:
             lambda model, batch, case=case: case.loss(model),  # type: ignore[misc]
             [0],
             THREE,
-            repeats=2 if options.quick else 5,
+            repeats=by_size(options.quick, 2, 5),
             sensitivity=None,
             all_reduce=False,
         )
@@ -185,14 +185,12 @@ def main() -> None:
                 print(rows[-1], flush=True)
         write(options, rows)
     block = block_graph()
-    sizes = (
-        {"synthetic 50": 50}
-        if options.quick
-        else {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
+    sizes = by_size(
+        options.quick, {"synthetic 50": 50}, {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
     )
     for name, count in selected(options, sizes).items():
         graph = repeated(block, count // 2)
-        large = QUICK if options.quick else FEWER[:2]
+        large = by_size(options.quick, QUICK, FEWER[:2])
         for limit, problem in problems(graph, Repeated(block, 0), FORMATS, large, None):
             for gap in (2e-3, 1e-4):
                 rows.append(row(name, limit, problem, gap, False))

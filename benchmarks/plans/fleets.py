@@ -43,7 +43,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.models import vgg_layers
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
@@ -218,11 +218,9 @@ def allowed(planning: Problem) -> int:
         fmt: Uniform(fmt).allocate(planning).judged.classes["t4"].peak_bytes or 0
         for fmt in ("fp16", "int8")
     }
-    return (
-        share
-        if peaks["int8"] <= share
-        else int(peaks["int8"] + SHARE * (peaks["fp16"] - peaks["int8"]))
-    )
+    if peaks["int8"] <= share:
+        return share
+    return int(peaks["int8"] + SHARE * (peaks["fp16"] - peaks["int8"]))
 
 
 def narrow(planning: Problem) -> PlanResult:
@@ -333,7 +331,7 @@ def main() -> None:
     rows: list[Row] = []
     # fig6.py covers the other quick case.
     for model, case in selected(
-        options, {"bert": QUICK["bert"]} if options.quick else CASES
+        options, by_size(options.quick, {"bert": QUICK["bert"]}, CASES)
     ).items():
         began = time.perf_counter()
         graphs, sensitivity = traced(case)

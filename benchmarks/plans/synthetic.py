@@ -56,12 +56,11 @@ class Repeated:
     ) -> Seconds:
         block_operator = operator.partition("|")[2]
         costs = self._block.operator(block_operator).costs
-        block_state = (
-            state
-            if state.names in costs
-            else OperandState(*(precision_named(name) for name in next(iter(costs))))
-        )
-        share = 1.0 if block_state is state or state.output is None else state.output.bits / 32
+        block_state, share = state, 1.0
+        if state.names not in costs:
+            block_state = OperandState(*(precision_named(name) for name in next(iter(costs))))
+            if state.output is not None:
+                share = state.output.bits / 32
         seconds = self._times.operator(block_operator, block_state)
         factor = self._factor(operator) * share
         return Seconds(seconds.forward * factor, seconds.backward * factor)
@@ -121,11 +120,9 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
         )
 
         def place(value: int, before: int = before, number: int = number) -> int:
-            return (
-                value + before
-                if value != source or number == 0
-                else last + before - len(block.values)
-            )
+            if value == source and number > 0:
+                return last + before - len(block.values)
+            return value + before
 
         def read(operator: ModelRead, points: int = points, place: object = place) -> ModelRead:
             point = None if operator.point is None else operator.point + points

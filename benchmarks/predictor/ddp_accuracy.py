@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, judged
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
-from benchmarks.support.harness import Row, arguments, finish, folder as made, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder as made, selected
 
 STEPS = 4
 MANY = 2**16
@@ -76,8 +76,8 @@ def main() -> None:
         rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
     )
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
-        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
+        count, rounds = by_size(options.quick, (2, 2), (options.plans, options.rounds))
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             if options.partial is not None:
@@ -117,7 +117,7 @@ def rank(rank_index: int, job: dict[str, Any]) -> None:
         rank=rank_index,
         world_size=RANKS,
     )
-    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    case = (by_size(job["quick"], QUICK, CASES))[job["case"]]()
     # Dynamo compiles a Sequential only if traced code calls it, which is not the case in
     # DistributedDataParallel.
     case = replace(case, model=Called(case.model))

@@ -51,7 +51,7 @@ from benchmarks.predictor.replay_accuracy import (
     mixed_plans,
     vgg11_bn,
 )
-from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.unbuilt import without_kernels
 
 SPACE = "passes", "step"
@@ -209,12 +209,14 @@ def summaries(rows: list[Row]) -> list[Row]:
 
 def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    counts = (
-        dict.fromkeys(QUICK, 2)
-        if options.quick
-        else dict.fromkeys(CASES, options.plans) | dict.fromkeys(HELD_OUT, options.held_out)
+    counts = by_size(
+        options.quick,
+        dict.fromkeys(QUICK, 2),
+        dict.fromkeys(CASES, options.plans) | dict.fromkeys(HELD_OUT, options.held_out),
     )
-    for name, make in selected(options, QUICK if options.quick else {**CASES, **HELD_OUT}).items():
+    for name, make in selected(
+        options, by_size(options.quick, QUICK, {**CASES, **HELD_OUT})
+    ).items():
         torch.manual_seed(0)
         for row in rows_of(name, make(), counts[name]):
             rows.append(row)

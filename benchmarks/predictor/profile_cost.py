@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qsync_fx
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 PRECISIONS = ("fp32", "bf16", "int8")
 BATCHES = 50
@@ -39,7 +39,7 @@ def main() -> None:
         print(json.dumps(measured(**json.loads(sys.argv[2]))))
         return
     options = arguments(__doc__)
-    layers = 1 if options.quick else 12
+    layers = by_size(options.quick, 1, 12)
     rows: list[Row] = []
     for case, settings in (
         ("compiled anew, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
@@ -52,11 +52,9 @@ def main() -> None:
         match = _FORESEEN.search(done.stderr)
         assert match is not None, done.stderr
         cached, new, *others = (_minutes(words) for words in match.groups())
-        predicted = {
-            "foreseen_minutes": [round(new, 1)]
-            if settings
-            else [round(cached + more, 1) for more in others]
-        }
+        predicted = {"foreseen_minutes": [round(cached + more, 1) for more in others]}
+        if settings:
+            predicted = {"foreseen_minutes": [round(new, 1)]}
         rows.append(
             {
                 "case": case,
@@ -94,15 +92,11 @@ def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
     profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **settings)
     minutes = (time.perf_counter() - begin) / 60
     sensitivity = profile.sensitivity
-    text = (
-        {}
-        if sensitivity is None
-        else {
-            "sensitivity_steps": sensitivity.steps,
-            "sensitivity_minutes": sensitivity.seconds / 60,
-        }
-    )
-    return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **text}
+    row = {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs)}
+    if sensitivity is not None:
+        row["sensitivity_steps"] = sensitivity.steps
+        row["sensitivity_minutes"] = sensitivity.seconds / 60
+    return row
 
 
 if __name__ == "__main__":

@@ -33,7 +33,15 @@ from qsync_fx.profiler.run_statistics import MeasuredRun, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, folder, selected, write_cases
+from benchmarks.support.harness import (
+    Row,
+    arguments,
+    by_size,
+    finish,
+    folder,
+    selected,
+    write_cases,
+)
 from benchmarks.support.models import vgg_layers
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -328,10 +336,10 @@ def main() -> None:
     measurement.clock_for = lambda threads: CLOCKS[options.clock]  # type: ignore[attr-defined]
     torch.manual_seed(0)
     rows: list[Row] = []
-    for name, build in selected(options, QUICK if options.quick else CASES).items():
+    for name, build in selected(options, by_size(options.quick, QUICK, CASES)).items():
         suffix = "" if CLOCKS[options.clock] is time.thread_time else f"-{options.clock}"
         partial = options.partial and options.partial / f"{name.split()[0].lower()}{suffix}.json"
-        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+        count, rounds = by_size(options.quick, (2, 2), (options.plans, options.rounds))
         rows += rows_of(
             name if not suffix else f"{name}, by the clock on the wall",
             build(),

@@ -23,7 +23,7 @@ from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import arguments, finish, measure
+from benchmarks.support.harness import arguments, by_size, finish, measure
 
 OPERATORS, BUCKETS = 10_000, 50
 TARGETS = {"two classes": 1e-4, "4,096 devices": 0.02, "one operator": 1e-5, "20,000 plans": 0.05}
@@ -75,7 +75,7 @@ def main() -> None:
         "20,000 plans": lambda: iteration(plans, transfer, plans[..., -1], np.full(2, 0.01)),
         "two schedules": from_schedules,
     }
-    repeats = 3 if options.quick else 21
+    repeats = by_size(options.quick, 3, 21)
     wall, core = measure(cases, repeats), measure(cases, repeats, clock=time.process_time)
     calls = {"one operator": len(entries)}
     rows = [

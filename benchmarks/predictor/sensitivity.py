@@ -37,7 +37,7 @@ from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 Batch = tuple[Tensor, Tensor]
 DRAWN = ("second_order", "injected", "paper", "monte_carlo")
@@ -107,11 +107,10 @@ def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
     channels = 1
     for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2)):
-        layers += [
-            nn.Conv2d(channels, width, 3, stride, 1),
-            *([nn.BatchNorm2d(width)] if norm else []),
-            activation(),
-        ]
+        layers.append(nn.Conv2d(channels, width, 3, stride, 1))
+        if norm:
+            layers.append(nn.BatchNorm2d(width))
+        layers.append(activation())
         channels = width
     head = (
         nn.AdaptiveAvgPool2d(1),
@@ -126,7 +125,9 @@ def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
 def pooling() -> nn.Module:
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
     for a, b, pool in ((1, 16, False), (16, 32, True), (32, 32, False), (32, 64, True)):
-        layers += [nn.Conv2d(a, b, 3, 1, 1), nn.ReLU(True), *([nn.MaxPool2d(2)] if pool else [])]
+        layers += [nn.Conv2d(a, b, 3, 1, 1), nn.ReLU(True)]
+        if pool:
+            layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -357,13 +358,13 @@ def main() -> None:
     options = arguments(
         __doc__, only={"nargs": "*", "metavar": "NETWORK", "help": "these networks alone"}
     )
-    rows = formulas(20 if options.quick else 400)
-    names = options.only or (list(NETWORKS)[:1] if options.quick else list(NETWORKS))
+    rows = formulas(by_size(options.quick, 20, 400))
+    names = options.only or (by_size(options.quick, list(NETWORKS)[:1], list(NETWORKS)))
     for name in names:
-        for precision in ("int8",) if options.quick else STEPS:
-            steps = 2 if options.quick else STEPS[precision]
+        for precision in by_size(options.quick, ("int8",), STEPS):
+            steps = by_size(options.quick, 2, STEPS[precision])
             row = network(name, precision, steps)
-            for more in () if options.quick else MORE:
+            for more in by_size(options.quick, (), MORE):
                 if float(row["floor"]) < FLOOR:
                     row = network(name, precision, more * steps)
             rows.append({key: None if value != value else value for key, value in row.items()})

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.published.calibration import Point, fit
 from benchmarks.published.fitting import Numbers
-from benchmarks.support.harness import arguments, finish
+from benchmarks.support.harness import arguments, by_size, finish
 
 CATALOG = Path(devices.__file__).with_name("catalog")
 MARK = "# Fitted by benchmarks/published/catalog.py; what is above is written by hand."
@@ -119,7 +119,7 @@ def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
     ]
     fold = folds(shapes)
     result = np.zeros(len(points))
-    for number in range(1 if quick else FOLDS):
+    for number in range(by_size(quick, 1, FOLDS)):
         outside = np.array([fold[shape] == number for shape in shapes])
         training = [p for p, out in zip(points, outside, strict=True) if not out]
         fitted = fit(training, *_EFFORT[quick])
@@ -287,13 +287,11 @@ def written(
     lines = [path.read_text().partition(MARK)[0].rstrip(), "", MARK]
     for (precision, product), values in sorted(constants.items()):
         gemm = product == "gemm"
-        table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
-        lines += [
-            "",
-            f"[{table}]",
-            f'source = "{source.format("matrix products" if gemm else "convolutions")}"',
-        ]
-        usual = Tiles(1.0, "") if gemm else ConvolutionSpec(1.0, "")
+        table, noun = f"convolutions.{precision}.{product}", "convolutions"
+        usual: Tiles = ConvolutionSpec(1.0, "")
+        if gemm:
+            table, noun, usual = f"products.{precision}", "matrix products", Tiles(1.0, "")
+        lines += ["", f"[{table}]", f'source = "{source.format(noun)}"']
         lines += [
             f"{name} = {_toml(value)}"
             for name, value in values.items()
@@ -355,7 +353,9 @@ def main() -> None:
     if options.write:
         rows = []
     elif not options.only:
-        rows += [pooled(rows), *(collectives(options.data) if options.data is not None else [])]
+        rows.append(pooled(rows))
+        if options.data is not None:
+            rows += collectives(options.data)
     finish(options, rows)
 
 

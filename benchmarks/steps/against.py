@@ -49,7 +49,15 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve()
         return
-    from benchmarks.support.harness import Row, arguments, selected, show, standing, write_json
+    from benchmarks.support.harness import (
+        Row,
+        arguments,
+        by_size,
+        selected,
+        show,
+        standing,
+        write_json,
+    )
 
     options = arguments(
         __doc__,
@@ -66,14 +74,14 @@ def main() -> None:
     )
     rows: list[Row] = []
     pythons = {"now": Path(sys.executable), "before": options.before}
-    cases = selected(options, {"two layers": perceptron} if options.quick else CASES)
+    cases = selected(options, by_size(options.quick, {"two layers": perceptron}, CASES))
     homes = {side: home(python) for side, python in pythons.items()}
     if homes["now"] == homes["before"]:
         raise SystemExit(
             f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout"
         )
     for name in cases:
-        for precision in PRECISIONS[1:2] if options.quick else options.precisions:
+        for precision in by_size(options.quick, PRECISIONS[1:2], options.precisions):
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
                 both = {side: Served(python, Path(folder)) for side, python in pythons.items()}
@@ -81,7 +89,7 @@ def main() -> None:
                     served.ask(f"{name}\t{precision}")
                 counts = {COMPILE: options.compiles, "step": options.turns}
                 for case, count in counts.items():
-                    times = turns(both, case, 2 if options.quick else count)
+                    times = turns(both, case, by_size(options.quick, 2, count))
                     rows.append(
                         {"case": name, "precision": precision, "what": case, **judged(times)}
                     )

@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from qsync_fx.devices.machine import SWITCH, huge_pages
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
-from benchmarks.support.harness import Row, arguments, finish, selected
+from benchmarks.support.harness import Row, arguments, by_size, clock_for, finish, selected
 
 WAYS: dict[str, dict[str, object]] = {
     "Inductor, autocast in BF16": {"backend": "inductor"},
@@ -45,16 +44,16 @@ def main() -> None:
     if not huge_pages().missing:
         raise SystemExit(f"nothing to compare: huge pages here: {huge_pages()}")
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
         job = {
             "name": name,
             "quick": options.quick,
             "threads": options.threads,
-            "steps": 2 if options.quick else 20,
+            "steps": by_size(options.quick, 2, 20),
         }
         turns = [
             (measured(job), measured(job, huge=True))
-            for _ in range(1 if options.quick else options.turns)
+            for _ in range(by_size(options.quick, 1, options.turns))
         ]
         for variant in turns[0][0]:
             without, with_them = ([turn[index][variant] for turn in turns] for index in (0, 1))
@@ -76,7 +75,9 @@ def main() -> None:
 def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
     """Return the seconds of each case, measured in a new process."""
     name, _, value = SWITCH.partition("=")
-    environment = {**os.environ, **({name: value} if huge else {})}
+    environment = dict(os.environ)
+    if huge:
+        environment[name] = value
     command = [sys.executable, __file__, "--steps", json.dumps(job)]
     text = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True
@@ -93,9 +94,9 @@ def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float
     target = torch.empty_like(source)
     runs: dict[str, Callable[[], object]] = {"copy of 16 MiB": lambda: target.copy_(source)}
     for variant, options in WAYS.items():
-        runs[variant] = training((QUICK if quick else CASES)[name](), options)
+        runs[variant] = training((by_size(quick, QUICK, CASES))[name](), options)
     times: dict[str, list[float]] = {variant: [] for variant in runs}
-    clock = time.process_time if threads == 1 else time.perf_counter
+    clock = clock_for(threads)
     for index in range(-2, steps):
         for variant, run in runs.items():
             begin = clock()

@@ -20,7 +20,7 @@ from qsync_fx import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure, selected
 
 Shapes = list[tuple[int, ...]]
 
@@ -64,11 +64,11 @@ def cases(name: str, shapes: Shapes) -> dict[str, Callable[[], object]]:
 def main() -> None:
     options = arguments(__doc__, only={"help": "one case, by how its name begins"})
     quick: dict[str, Shapes] = {"20 of 768": [(768,)] * 20}
-    chosen = quick if options.quick else selected(options, CASES)
+    chosen = by_size(options.quick, quick, selected(options, CASES))
     rows: list[Row] = []
     for case, shapes in chosen.items():
         for name in OPTIMIZERS:
-            times = measure(cases(name, shapes), repeats=3 if options.quick else 31)
+            times = measure(cases(name, shapes), repeats=by_size(options.quick, 3, 31))
             peer = min(TORCHS, key=times.median)
             rows += [
                 {

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ INDUCTOR = {"backend": "inductor"}
 
 def variants(case: Case) -> dict[str, Variant]:
     result: dict[str, Variant] = {}
-    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
-        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
+    for attention, name in case.attentions().items():
         result[f"autocast bf16{name}"] = Variant(attention, autocast=True)
         result[f"autocast bf16 compiled{name}"] = Variant(
             attention, autocast=True, compiler=INDUCTOR
@@ -64,7 +64,9 @@ def measured(case: Case, variant: Variant) -> tuple[int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = case.build(variant.attention).train()
-    trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
+    trained: Any = model
+    if variant.compiler is not None:
+        trained = torch.compile(model, **variant.compiler)
 
     def forward() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):

@@ -13,7 +13,6 @@ in a step beyond the bytes before it. Rows of other cases stay in the file of --
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,17 @@ import qsync_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.steps import torchao_peer
-from benchmarks.support.harness import Row, Times, arguments, measure, selected, show, write_cases
+from benchmarks.support.harness import (
+    Row,
+    Times,
+    arguments,
+    by_size,
+    clock_for,
+    measure,
+    selected,
+    show,
+    write_cases,
+)
 from benchmarks.support.models import (
     Case,
     bert,
@@ -65,8 +74,7 @@ BY_DEFAULT = "qsync by default"
 
 def variants(case: Case, default_alone: bool = False) -> dict[str, Variant]:
     result = {FP32_PEER: Variant(compiler=INDUCTOR)}
-    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
-        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
+    for attention, name in case.attentions().items():
         result[f"autocast bf16{name}"] = Variant(attention, autocast=True)
         result[f"autocast bf16 compiled{name}"] = Variant(
             attention, autocast=True, compiler=INDUCTOR
@@ -95,7 +103,9 @@ def step(case: Case, variant: Variant) -> Callable[[], None]:
         torchao_peer.quantized(model, variant.torchao)
     optimizer = variant.optimizer(model.parameters(), lr=1e-3)
     # model.compile() would skip the frames of nn.Sequential, and the model would run eagerly.
-    trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
+    trained: Any = model
+    if variant.compiler is not None:
+        trained = torch.compile(model, **variant.compiler)
 
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
@@ -186,8 +196,10 @@ def main() -> None:
     torch.manual_seed(0)
     # All variants share the code of one model.
     torch._dynamo.config.recompile_limit = 64
-    alone = {} if options.quick else by_default_alone()
-    chosen = {"two layers": perceptron()} if options.quick else selected(options, cases() | alone)
+    alone, chosen = {}, {"two layers": perceptron()}
+    if not options.quick:
+        alone = by_default_alone()
+        chosen = selected(options, cases() | alone)
     rows: list[Row] = []
     for name, case in chosen.items():
         steps = {}
@@ -195,8 +207,8 @@ def main() -> None:
             print(f"{name}: {variant}", flush=True)
             steps[variant] = step(case, settings)
             steps[variant]()
-        clock = time.process_time if options.threads == 1 else time.perf_counter
-        times = measure(steps, repeats=3 if options.quick else 9, clock=clock)
+        clock = clock_for(options.threads)
+        times = measure(steps, repeats=by_size(options.quick, 3, 9), clock=clock)
         case_rows = rows_of(
             name, times, {variant: peak_memory(run) for variant, run in steps.items()}
         )

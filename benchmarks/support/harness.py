@@ -35,6 +35,8 @@ from qsync_fx.serialization.atomic_files import check_writable, write_text
 
 Row = Mapping[str, Any]
 Case = TypeVar("Case")
+Reduced = TypeVar("Reduced")
+Full = TypeVar("Full")
 
 _SHORTEST = 1e-3  # minimum seconds of a sample: a shorter call is repeated within it
 
@@ -117,6 +119,16 @@ def arguments(
     return options
 
 
+def by_size(quick: bool, reduced: Reduced, full: Full) -> Reduced | Full:
+    """Return the value for a run with --quick, or the value for a full run."""
+    return reduced if quick else full
+
+
+def clock_for(threads: int) -> Callable[[], float]:
+    """Return the CPU time of this process for one thread, which excludes other load; else wall time."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
 def to_write(path: str | Path) -> Path:
     """Return `path` after creating its folder and checking that a file can be written there.
 
@@ -154,11 +166,13 @@ def finish(
     With `cases`, rows of other cases stay in the file. A note is printed and written with the rows.
     """
     show(rows)
-    more = {} if note is None else {"note": note}
+    more = {}
     if note is not None:
+        more["note"] = note
         print(note)
     if options.json:
-        (write_cases if cases else write_json)(options.json, rows, quick=options.quick, **more)
+        write = {True: write_cases, False: write_json}[cases]
+        write(options.json, rows, quick=options.quick, **more)
         print(f"written: {options.json}")
 
 
@@ -205,7 +219,8 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
         "rows": list(rows),
     }
     others = [run for run in _runs(path) if _machine(run) != _machine(content)]
-    content |= {"others": others} if others else {}
+    if others:
+        content["others"] = others
     write_text(to_write(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 

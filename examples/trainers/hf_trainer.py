@@ -76,6 +76,6 @@ def main(folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", default="runs/hf_trainer", help="where Trainer puts what it keeps"
+        "--folder", default="runs/hf_trainer", help="folder for the files of Trainer"
     )
     main(parser.parse_args().folder)

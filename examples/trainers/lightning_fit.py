@@ -76,6 +76,6 @@ def main(folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", default="runs/lightning", help="where Lightning puts what it keeps"
+        "--folder", default="runs/lightning", help="folder for the files of Lightning"
     )
     main(parser.parse_args().folder)

@@ -27,7 +27,7 @@ from benchmarks.paper.support.images import (
     loss,
 )
 from benchmarks.paper.support.run_cache import RunCache
-from benchmarks.support.harness import Row, selected, write_json
+from benchmarks.support.harness import Row, by_size, selected, write_json
 from qsync_fx import Plan
 from qsync_fx.profiler.progress import progress
 
@@ -69,10 +69,12 @@ class Experiment:
         self, options: argparse.Namespace, name: str, epochs: int, **metadata: Any
     ) -> None:
         torch.set_num_threads(1)
-        self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
+        self.quick, self.seeds = options.quick, by_size(options.quick, 1, options.seeds)
         self.rows: list[Row] = []
         self._options, self._epochs, self._said = options, epochs, metadata
-        self._kept = RunCache(options.partial / f"{'quick-' if options.quick else ''}{name}.json")
+        self._kept = RunCache(
+            options.partial / f"{by_size(options.quick, 'quick-', '')}{name}.json"
+        )
 
     def add(self, row: Row) -> None:
         """Add a row and write all rows to the result file."""
@@ -98,12 +100,16 @@ class Experiment:
                     self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
                 )
         print(f"{title}: {', '.join(f'{value:.2%}' for value in accuracies)}", flush=True)
-        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
         return {
             "accuracy": statistics.fmean(accuracies),
-            "deviation": deviation,
+            "deviation": deviation(accuracies),
             "each": accuracies,
         }
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample, or 0 for one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def beside(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
@@ -112,7 +118,7 @@ def beside(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]
     Both are percentage points.
     """
     points = [100 * (value - other) for value, other in zip(each, baseline, strict=True)]
-    error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
+    error = deviation(points) / math.sqrt(len(points))
     return {"points": statistics.fmean(points), "error": error}
 
 
@@ -125,13 +131,13 @@ class OnImages(Experiment):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.images = Images(
-            QUICK if options.quick else Size(), "digits" if options.quick else None
+            by_size(options.quick, QUICK, Size()), by_size(options.quick, "digits", None)
         )
         super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
         """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
-        for name in list(selected(self._options, NETWORKS))[-1 if self.quick else 0 :]:
+        for name in list(selected(self._options, NETWORKS))[by_size(self.quick, -1, 0) :]:
             yield name, self.look(name)
 
     def look(self, name: str) -> Looked:
@@ -141,7 +147,7 @@ class OnImages(Experiment):
             built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name])
         )
         data = images.subset(0)
-        steps = 1 if self.quick else LOOKED
+        steps = by_size(self.quick, 1, LOOKED)
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
         return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.paper.support import text
 from benchmarks.paper.support.images import NETWORKS, QUICK, Images, Size, evaluated
+from benchmarks.support.harness import by_size
 
 IMAGES = Size(samples=12_000, tests=10_000, epochs=5, batch=64)
 ALL_IMAGES = Size(samples=60_000, tests=10_000, epochs=5, batch=64)
@@ -56,8 +57,8 @@ Task = Callable[[int, int, bool], Training]
 
 
 def resnet(ranks: int, seed: int, quick: bool, of: Size = IMAGES) -> Training:
-    size = QUICK if quick else of
-    images = Images(size, "digits" if quick else None)
+    size = by_size(quick, QUICK, of)
+    images = Images(size, by_size(quick, "digits", None))
     data, batches = images.subset(seed), [size.batch] * ranks
     torch.manual_seed(seed)
 
@@ -157,7 +158,7 @@ def _on_texts(
     seed: int,
     quick: bool,
 ) -> Training:
-    batch, epochs = (8, 1) if quick else (EACH, epochs)
+    batch, epochs = by_size(quick, (8, 1), (EACH, epochs))
     rows, labels = texts.train
     torch.manual_seed(seed)
 
