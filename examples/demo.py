@@ -104,7 +104,8 @@ def _arguments() -> argparse.Namespace:
         "--plan",
         type=Path,
         metavar="PATH",
-        help="train with this plan, for rank 1, or for both as in the plan.json of a run; skips the "
+        help="train with this plan, for rank 1, or for both as in the plan.json of a run; skips "
+        "the "
         "measurement and the prediction",
     )
     parser.add_argument(
@@ -155,7 +156,8 @@ def _require_packages() -> None:
         import qsync_fx  # noqa: F401
     except ModuleNotFoundError as error:
         print(
-            f"demo: {error.name} is not installed for {sys.executable}\n  do:    run `make setup`, then `make demo` or "
+            f"demo: {error.name} is not installed for {sys.executable}\n  do:    run `make "
+            "setup`, then `make demo` or "
             "`.venv/bin/python examples/demo.py`",
             file=sys.stderr,
         )

@@ -39,7 +39,10 @@ from typing import IO
 _PREFIX = "qsync-links-"
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NAMESPACES = Path("/run/netns")
-_REMOVE = 'cat; for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; ip netns del "$name"; done 2>/dev/null'
+_REMOVE = (
+    'cat; for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; '
+    'ip netns del "$name"; done 2>/dev/null'
+)
 """Command of the helper process. Its standard input ends when the creating process ends."""
 
 
@@ -293,11 +296,9 @@ def main() -> int:
         "--rate",
         help="of each link in each direction, as 1gbit or 100mbit; none for loopback as it is",
     )
-    parser.add_argument(
-        "--burst", help="what a link lets through at once; by default what suits the rate"
-    )
+    parser.add_argument("--burst", help="burst size of a link; by default chosen for the rate")
     parser.add_argument("--ranks", type=int, default=2, help="how many (%(default)s)")
-    parser.add_argument("command", nargs="+", help="what each of them runs, behind --")
+    parser.add_argument("command", nargs="+", help="command of each rank, after --")
     options = parser.parse_args()
     if options.rate is not None:
         try:

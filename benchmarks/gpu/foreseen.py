@@ -119,7 +119,7 @@ def error(foreseen: float, real: float) -> float:
 
 
 def main() -> None:
-    measure = {"action": "store_true", "help": "foresee from a profile that is measured, too"}
+    measure = {"action": "store_true", "help": "also predict from a measured profile"}
     options = read(__doc__, measure=measure)
     rows, device = Rows(options), options.device
     gpu = device.type == "cuda"

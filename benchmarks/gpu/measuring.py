@@ -81,7 +81,7 @@ def read(
         description,
         argv,
         device={"default": "cuda", "help": "cpu: a dry run (%(default)s)"},
-        only={"default": "", "metavar": "TEXT", "help": "only cases whose name holds this"},
+        only={"default": "", "metavar": "TEXT", "help": "only cases whose name contains this"},
         seconds={
             "type": float,
             "default": 420.0,
@@ -92,7 +92,7 @@ def read(
     options.device = torch.device(options.device)
     if options.device.type == "cuda":
         if not torch.cuda.is_available():
-            raise SystemExit("no GPU: nothing was measured")
+            raise SystemExit("no GPU, so no case was measured")
         options.device = torch.device("cuda", options.device.index or 0)
         torch.cuda.set_device(options.device)
     if options.quick:
@@ -157,7 +157,8 @@ def measure(
             for _ in range(by_size(options.quick, 1, 3)):
                 case()
             synchronize(options.device)
-        except Exception as error:  # noqa: BLE001  a peer may refuse a shape, a type, a device, each in its own way
+        # Each peer rejects a shape, dtype or device with its own exception.
+        except Exception as error:  # noqa: BLE001
             failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             del running[name]
     rounds = by_size(options.quick, 3, rounds)

@@ -103,7 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     dry = "cpu" in options.rest
     if not torch.cuda.is_available() and not dry:
-        print("no GPU: nothing was measured", file=sys.stderr)
+        print("no GPU, so no case was measured", file=sys.stderr)
         return 1
     environment = dict(os.environ)
     if "--quick" in options.rest:

@@ -128,7 +128,9 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
 def main() -> None:
     options = arguments(
         __doc__,
-        only={"help": "kinds that begin so, others' rows are kept: layer, one row, few rows"},
+        only={
+            "help": "prefix of kinds to measure: layer, one row, few rows; rows of other kinds stay"
+        },
     )
     torch.manual_seed(0)
     clock = clock_for(options.threads)

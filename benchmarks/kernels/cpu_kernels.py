@@ -209,7 +209,10 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
                 if name == "input gradient" and stride > 1:
                     continue  # the backend computes this in oneDNN for every format
                 work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
-                case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
+                case = (
+                    f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride "
+                    f"{stride}"
+                )
                 rows += told(
                     case, name, measure(compared, repeats, clock=clock(threads)), work, peak
                 )

@@ -50,7 +50,10 @@ def layers(quick: bool) -> Iterator[tuple[str, float, dict[str, Cases]]]:
         for layer in by_size(quick, of_model[:1], of_model):
             inner, side, channels, kernel, stride, groups = layer
             work = 2 * BATCH * (side // stride) ** 2 * (inner // groups) * channels * kernel**2
-            name = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}, {groups} groups"
+            name = (
+                f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride "
+                f"{stride}, {groups} groups"
+            )
             yield name, work, cases(*layer)
 
 

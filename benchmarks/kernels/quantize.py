@@ -88,7 +88,8 @@ def main() -> None:
                 )
                 rows += [
                     {
-                        "case": f"{shape[0]}x{shape[1]} {dtype_name} per {'row' if per_row else 'tensor'}",
+                        "case": f"{shape[0]}x{shape[1]} {dtype_name} per "
+                        f"{'row' if per_row else 'tensor'}",
                         "name": name,
                         "milliseconds": times.median(name) * 1e3,
                         "to_copy": times.ratio(name, "copy"),

@@ -72,7 +72,7 @@ def main() -> None:
             "action": "append",
             "choices": WAYS[1:],
             "metavar": "NAME",
-            "help": "a way beside FP32, once or more; by default all",
+            "help": "method to compare with FP32; repeatable; by default all",
         },
         picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )

@@ -33,7 +33,7 @@ FORMATS = {name: Plan.uniform(name) for name in (WIDE, "int8_grad", "int8", "bf1
 
 def main() -> None:
     options = arguments(
-        __doc__, None, **{**OPTIONS, "only": {"help": "formats that begin so, beside fp32"}}
+        __doc__, None, **{**OPTIONS, "only": {"help": "prefix of formats to compare with fp32"}}
     )
     images = Images(by_size(options.quick, QUICK, SIZE), by_size(options.quick, "digits", None))
     experiment = Experiment(

@@ -137,7 +137,7 @@ def main() -> None:
         rounds={"type": int, "default": ROUNDS, "help": "turns a plan in each (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps measurements that are interrupted, to go on from",
+            "help": "folder for partial measurements, from which an interrupted run resumes",
         },
     )
     # With one thread, CPU time excludes the load of other processes.

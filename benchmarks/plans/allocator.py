@@ -143,7 +143,7 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
 def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the rows so far."""
     if options.json:
-        clocks = "processor is the time of the processor in this process, to go by where others use the machine"
+        clocks = "processor: CPU time of this process, independent of other load on the machine"
         write_json(options.json, rows, quick=options.quick, clocks=clocks)
 
 

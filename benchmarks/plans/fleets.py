@@ -321,7 +321,8 @@ def orderings(
     if holds["milp >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.judged.classes["v100"].waiting
         ratios["why not"] = (
-            f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"
+            f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer "
+            "samples"
         )
     return ratios
 

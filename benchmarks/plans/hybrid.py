@@ -31,7 +31,7 @@ def main() -> None:
         runs={"type": int, "default": 3, "help": "of the demo (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps what each run writes; runs that are whole there are judged anew",
+            "help": "folder for the files of each run; complete runs in it are only evaluated",
         },
     )
     rows: list[Row] = []

@@ -71,7 +71,7 @@ def main() -> None:
         partial={
             "type": Path,
             "metavar": "DIR",
-            "help": "keep what is measured there; what it has is not measured again",
+            "help": "folder for measurements; those in it are not repeated",
         },
         rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
     )

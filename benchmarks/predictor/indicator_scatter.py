@@ -52,11 +52,13 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     low, high = math.floor(min(every)), math.ceil(max(every))
     wide, tall = LEFT + len(METHODS) * (SIDE + GAP), TOP + SIDE + BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" '
+        f'height="{tall}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         "<title>What indicators say of operators against Monte Carlo</title>",
         f'<rect width="{wide}" height="{tall}" fill="white"/>',
-        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">variance, as said</text>',
+        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" '
+        'text-anchor="middle">variance, as said</text>',
     ]
     for index, (method, by) in enumerate(points_by_method.items()):
         parts += [
@@ -80,13 +82,18 @@ def _panel(
     for power in range(low, high + 1, step):
         yield f'<text x="{place(power):.1f}" y="{SIDE + 16}" text-anchor="middle">1e{power}</text>'
         if first:
-            yield f'<text x="-6" y="{SIDE - place(power) + 4:.1f}" text-anchor="end">1e{power}</text>'
+            yield (
+                f'<text x="-6" y="{SIDE - place(power) + 4:.1f}" text-anchor="end">1e{power}</text>'
+            )
     yield f'<text x="{SIDE / 2}" y="{SIDE + 36}" text-anchor="middle">variance, Monte Carlo</text>'
     for index, (fmt, many) in enumerate(sorted(by.items())):
         color = COLORS[index]
         yield f'<text x="8" y="{16 + 16 * index}" fill="{color}">{html.escape(fmt)}</text>'
         for real, predicted in many:
-            yield f'<circle cx="{place(real):.1f}" cy="{SIDE - place(predicted):.1f}" r="2.4" fill="{color}" fill-opacity="0.6"/>'
+            yield (
+                f'<circle cx="{place(real):.1f}" cy="{SIDE - place(predicted):.1f}" r="2.4" '
+                f'fill="{color}" fill-opacity="0.6"/>'
+            )
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ PRECISIONS = ("fp32", "bf16", "int8")
 BATCHES = 50
 _TIME = r"([\d.]+ (?:s|minutes|hours))"
 _FORESEEN = re.compile(
-    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, {_TIME} to {_TIME},.*)?$",
+    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, "
+    rf"{_TIME} to {_TIME},.*)?$",
     re.MULTILINE,
 )
 _MINUTES = {"s": 1 / 60, "minutes": 1.0, "hours": 60.0}

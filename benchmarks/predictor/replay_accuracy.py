@@ -322,7 +322,7 @@ def main() -> None:
         rounds={"type": int, "default": 9, "help": "turns a plan (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps measurements that are interrupted, to go on from",
+            "help": "folder for partial measurements, from which an interrupted run resumes",
         },
         clock={
             "choices": CLOCKS,

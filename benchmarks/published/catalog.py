@@ -48,7 +48,10 @@ FOLDS = 10
 SOURCE = (
     "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
 )
-AT_HAND = "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in docs/predictor.md"
+AT_HAND = (
+    "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in "
+    "docs/predictor.md"
+)
 
 Write = Callable[[str, Mapping[tuple[str, str], Mapping[str, Any]]], None]
 
@@ -308,7 +311,8 @@ def written(
             ]
             lines += [f"seconds = [{', '.join(f'{size:.4g}' for size in seconds)}]"]
             lines += [
-                'source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"'
+                'source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to '
+                '1 GiB"'
             ]
     write_text(path, "\n".join(lines) + "\n")
 
@@ -332,7 +336,7 @@ def main() -> None:
         },
         by_layer={
             "action": "store_true",
-            "help": "hold a convolution out at all batches, in place of one batch",
+            "help": "leave a convolution out at all batch sizes instead of one",
         },
         write={
             "action": "store_true",

@@ -61,7 +61,7 @@ def main() -> None:
 
     options = arguments(
         __doc__,
-        before={"required": True, "type": Path, "help": "the python that has the other checkout"},
+        before={"required": True, "type": Path, "help": "Python of the other checkout"},
         only={"help": "cases that begin so"},
         precisions={
             "nargs": "+",
@@ -78,7 +78,7 @@ def main() -> None:
     homes = {side: home(python) for side, python in pythons.items()}
     if homes["now"] == homes["before"]:
         raise SystemExit(
-            f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout"
+            f"both pythons import qsync_fx from {homes['now']}: use one with another checkout"
         )
     for name in cases:
         for precision in by_size(options.quick, PRECISIONS[1:2], options.precisions):

@@ -42,7 +42,7 @@ def main() -> None:
         turns={"type": int, "default": 5, "help": "processes of each variant (%(default)s)"},
     )
     if not huge_pages().missing:
-        raise SystemExit(f"nothing to compare: huge pages here: {huge_pages()}")
+        raise SystemExit(f"huge pages cannot be compared on this machine: {huge_pages()}")
     rows: list[Row] = []
     for name in selected(options, by_size(options.quick, QUICK, CASES)):
         job = {

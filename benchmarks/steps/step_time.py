@@ -190,7 +190,8 @@ def main() -> None:
     options = arguments(
         __doc__,
         only={
-            "help": "cases that begin so: bert, dropout, encoder, gpt-2, perceptron, resnet-18, small, vgg, vit"
+            "help": "prefix of case names: bert, dropout, encoder, gpt-2, perceptron, resnet-18, "
+            "small, vgg, vit"
         },
     )
     torch.manual_seed(0)

@@ -103,7 +103,7 @@ def arguments(
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer cases and repeats: shows that it works, measures nothing",
+        help="fewer cases and repeats: a test run without valid measurements",
     )
     parser.add_argument("--json", type=to_write, metavar="PATH", help="write the rows there")
     parser.add_argument(
@@ -125,7 +125,7 @@ def by_size(quick: bool, reduced: Reduced, full: Full) -> Reduced | Full:
 
 
 def clock_for(threads: int) -> Callable[[], float]:
-    """Return the CPU time of this process for one thread, which excludes other load; else wall time."""
+    """Return a clock: CPU time with one thread, which excludes other processes; else wall time."""
     return time.process_time if threads == 1 else time.perf_counter
 
 

@@ -43,7 +43,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "partial": {
         "type": Path,
         "default": Path("runs/paper"),
-        "help": "folder that keeps what was trained, to go on from and to share with the other tables (%(default)s)",
+        "help": "folder for completed trainings, from which a run resumes, shared by the tables "
+        "(%(default)s)",
     },
 }
 
