@@ -48,9 +48,7 @@ def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
         ),
     ],
 )
-def test_what_the_paper_orders_by_throughput_is_so(
-    name: str, room: float | None, count: int
-) -> None:
+def test_throughput_order_equals_the_paper(name: str, room: float | None, count: int) -> None:
     found = all_of(of_paper(name, count, room), name)
     seconds = {allocator: answer.judged.seconds for allocator, answer in found.items()}
     for ours in ("milp", "paper"):

@@ -59,7 +59,7 @@ def leaves(answer: PlanResult) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)]
 )
-def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> None:
+def test_margin_reserves_the_uncertainty_of_a_profile(spread: float, share: float) -> None:
     answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
     assert leaves(answer) == {"slow": pytest.approx(share)}
     assert leaves(all_of_it) == {}
@@ -86,7 +86,7 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
     assert PlanNoteKind.LEAVES in str(answer)
 
 
-def test_nothing_is_left_that_nobody_asked_for() -> None:
+def test_no_margin_by_default() -> None:
     assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
     for fast, slow in ((measured(0.05), reckoned()), (reckoned(), measured(0.05))):
         assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {

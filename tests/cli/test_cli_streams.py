@@ -106,7 +106,7 @@ def test_closed_standard_error(arguments: str, status: int, folder: Path) -> Non
     assert "qsync:" not in (folder / "out").read_text()
 
 
-def test_an_error_of_the_users_file_comes_through(folder: Path) -> None:
+def test_os_error_of_user_code_is_not_caught(folder: Path) -> None:
     """It is an `OSError`, too, but not of standard output."""
     (folder / "reads_a_file.py").write_text("open('missing.csv')\n")
     with pytest.raises(FileNotFoundError) as caught:

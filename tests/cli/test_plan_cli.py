@@ -91,7 +91,7 @@ def test_a_plan_for_a_cluster(
     assert found["fits"] and found["classes"]["b"]["computing"] > 0
 
 
-def test_what_is_asked_of_it(
+def test_plan_command_runs_the_requested_analyses(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "front.svg"
@@ -226,7 +226,7 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     assert "--max-replans runs the plan, which requires the model" in capsys.readouterr().err
 
 
-def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
+def test_infeasible_memory_is_reported_before_sensitivities_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed(tmp_path, monkeypatch, nets_that_do_not_fit=MODEL)

@@ -38,7 +38,7 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
 
 @settings(max_examples=100)
 @given(cluster_plans())
-def test_what_is_written_is_read(plan: ClusterPlan) -> None:
+def test_saved_plan_is_loaded_unchanged(plan: ClusterPlan) -> None:
     text = plan.to_json()
     read = ClusterPlan.from_json(text)
     assert read == plan
@@ -128,7 +128,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
         assert caught.value.do
 
 
-def test_there_is_a_codec_of_each_name_that_a_plan_may_name() -> None:
+def test_every_codec_name_of_a_plan_has_a_codec() -> None:
     from qsync_fx.communication.codecs import codec_named
 
     assert [codec_named(name).name for name in cluster_plan.CODECS] == list(cluster_plan.CODECS)
@@ -167,7 +167,9 @@ def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (ClusterPlan({"slow": T4}), LocalPlan(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
     ],
 )
-def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> None:
+def test_device_class_selects_the_part(
+    plan: ClusterPlan, process: LocalPlan, expected: str
+) -> None:
     assert plan.for_process(process).notes["device class"] == expected
 
 
@@ -183,7 +185,7 @@ def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> Non
         ),
     ],
 )  # fmt: skip
-def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
+def test_ambiguous_part_is_an_error(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
     with pytest.raises(
         PlanError, match="the class of this rank's device in the cluster plan is unknown"
     ) as caught:
@@ -206,7 +208,7 @@ def test_wrong_classes() -> None:
         ClusterPlan({"t4": "int8"})  # type: ignore[dict-item]
 
 
-def test_reports_tell_whose_part_it_is() -> None:
+def test_reports_name_the_device_class() -> None:
     explanation = qsync_fx.explain(
         torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 4))),
         torch.randn(2, 4),

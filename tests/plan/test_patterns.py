@@ -268,7 +268,7 @@ def test_patterns_against_the_reference(
 
 
 @given(path_globs, short_paths)
-def test_after_is_matched_as_a_whole_path(globs: list[Glob | None], after: str) -> None:
+def test_after_matches_complete_paths(globs: list[Glob | None], after: str) -> None:
     assert OpId("", "relu", 1, after).matches(f"/relu@{written_path(globs)}") == (
         after != "" and path(globs, split(after))
     )
@@ -325,7 +325,7 @@ def test_an_id_is_a_pattern_of_itself(op_id: OpId) -> None:
 
 
 @given(st.text(st.sampled_from("ab./#@%0125*(?[]{},!^-\\\n")))
-def test_patterns_raise_nothing_but_plan_errors(pattern: str) -> None:
+def test_invalid_patterns_raise_only_plan_errors(pattern: str) -> None:
     try:
         pattern_regex(pattern)
     except PlanError:

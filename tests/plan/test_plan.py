@@ -57,7 +57,7 @@ def test_later_pattern_wins() -> None:
 
 
 @given(plans, op_ids, patterns, precisions)
-def test_what_is_said_last_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
+def test_last_matching_rule_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
     by_pattern = plan.with_precision(pattern, precision)
     for known in (op_id, *plan.operators):
         if known.matches(pattern):
@@ -123,7 +123,7 @@ def test_a_plan_never_changes() -> None:
         plan.default = None  # type: ignore[misc]
 
 
-def test_what_people_read() -> None:
+def test_plan_is_printed_in_a_readable_form() -> None:
     plan = Plan(
         "int8",
         [("encoder.layer.*.output", "bf16")],
@@ -266,7 +266,7 @@ def test_check_names_operators_that_the_model_does_not_have() -> None:
         ("zzz", "remove it"),
     ],
 )
-def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> None:
+def test_check_reports_patterns_without_a_match(pattern: str, close: str) -> None:
     plan = Plan("int8", [("encoder", "bf16"), (pattern, "fp32")])
     plan.check(MODEL, complete=False)
     with pytest.raises(PlanError) as caught:
@@ -292,7 +292,7 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
         ("pooler.dense/{linear, lineer}", "pooler.dense/lineer", "nearest: pooler.dense/linear"),
     ],
 )
-def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, close: str) -> None:
+def test_check_reports_alternatives_without_a_match(pattern: str, idle: str, close: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan("int8", [("encoder", "bf16"), (pattern, "fp32")]).check(MODEL, complete=True)
     assert (
@@ -304,7 +304,7 @@ def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, c
     assert caught.value.do.startswith(close)
 
 
-def test_a_range_says_what_may_be_there() -> None:
+def test_invalid_range_lists_the_valid_values() -> None:
     """Alternatives are taken one by one: that not every one of these goes with every other is what braces are written for."""
     Plan(
         "int8",

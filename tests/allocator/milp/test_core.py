@@ -60,7 +60,7 @@ def least(
     opened=st.integers(0, 6),
     gap=st.sampled_from([0.0, 0.3]),
 )
-def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, gap: float) -> None:
+def test_relaxation_equals_brute_force(seed: int, tight: float, opened: int, gap: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lagrangian_relaxation, "_OPEN", opened)
         program, groups, weights, limit = drawn(seed, tight)
@@ -79,7 +79,7 @@ def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, g
         assert not found.between(program.choices).any()
 
 
-def test_what_costs_more_than_all_others_is_not_asked_again(
+def test_dominated_choices_are_evaluated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lagrangian_relaxation, "_OPEN", 3)

@@ -126,7 +126,7 @@ def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
-def test_least_seconds_are_those_of_brute_force(
+def test_minimum_seconds_equal_brute_force(
     seed: int, formats: tuple[str, ...], share: float
 ) -> None:
     part = device(seed, formats)
@@ -149,7 +149,7 @@ def test_least_seconds_are_those_of_brute_force(
     tight=st.floats(0.1, 0.9),
     least=st.sampled_from(["variance", "seconds"]),
 )
-def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: str) -> None:
+def test_two_classes_equal_brute_force(seed: int, tight: float, least: str) -> None:
     first = device(seed - seed % 2, ("fp32", "bf16"))
     second = replace(first, times=PlainTimes(seed + 1), formats=("fp32", "int8"))
     cluster = Cluster(
@@ -225,7 +225,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
     assert near >= 2
 
 
-def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
+def test_interrupted_search_reports_a_valid_bound() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
@@ -240,7 +240,7 @@ def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
 
 @settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9))
-def test_limits_as_prices_first_lead_to_what_brute_force_finds(
+def test_lagrangian_prices_lead_to_the_brute_force_optimum(
     seed: int, formats: tuple[str, ...], tight: float
 ) -> None:
     """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
@@ -280,7 +280,7 @@ def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -
         assert relaxed.judged.variance == pytest.approx(whole.judged.variance, rel=1.1e-4)
 
 
-def test_one_problem_has_one_answer() -> None:
+def test_search_is_deterministic() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     fast = PlanEvaluator(problem, problem.uniform()).judged().seconds
@@ -349,7 +349,7 @@ def test_tied_operators_get_one_format() -> None:
     )
 
 
-def test_what_cannot_be_is_named_with_what_can() -> None:
+def test_infeasible_problem_names_the_feasible_limit() -> None:
     part = device(2, SETS[0])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = [judged for _, judged in every(problem, "a")]

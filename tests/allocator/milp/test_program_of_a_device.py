@@ -79,9 +79,7 @@ def solved(
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_states_and_seconds_are_those_of_mapper_and_replayer(
-    name: str, formats: tuple[str, ...]
-) -> None:
+def test_program_equals_cost_mapper_and_replayer(name: str, formats: tuple[str, ...]) -> None:
     draw = random.Random(name)
     for seed in range(4):
         problem = (fleet if seed % 2 else alone)(name, formats, seed, OwnedTimes)
@@ -106,7 +104,7 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(
 
 
 @pytest.mark.parametrize("name", ["mlp", "odd"])
-def test_states_are_those_of_the_pipeline(name: str) -> None:
+def test_states_equal_the_pipeline(name: str) -> None:
     explanation: Explanation = explained(name)
     draw = random.Random(f"pipeline {name}")
     problem = alone(name, FIVE, 0, OwnedTimes)
@@ -126,7 +124,7 @@ def test_states_are_those_of_the_pipeline(name: str) -> None:
     "name",
     ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)],
 )
-def test_what_is_held_is_learned_from_plans(name: str) -> None:
+def test_memory_of_moments_is_learned_from_plans(name: str) -> None:
     draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), LinearizedMemory()
     part = problem.classes["device"]
     for fmt in part.formats:
@@ -144,7 +142,7 @@ def test_what_is_held_is_learned_from_plans(name: str) -> None:
     "loss", [LossMemory(), LossMemory(held=30_000, most=90_000)], ids=["none", "kept"]
 )
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_keeps(
+def test_lower_bound_includes_the_saved_tensors_of_a_known_loss(
     name: str, loss: LossMemory
 ) -> None:
     """Of gradients that a pass begins with none is held longer than it is read."""
@@ -157,7 +155,7 @@ def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_kee
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, ...]) -> None:
+def test_lower_bound_is_valid_for_any_plan(name: str, formats: tuple[str, ...]) -> None:
     for certain, known, part, memory, least in certainties(name, formats):
         assert least <= passes(known, part.training) * (1 + 1e-9)
         assert least >= certain.of(known.names) * (1 - 1e-6) - 1.0
@@ -172,7 +170,7 @@ def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, .
     "name",
     ["prenorm", *(pytest.param(name, marks=ALL) for name in ("odd", "resnet", "gpt2", "vgg"))],
 )
-def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | None) -> None:
+def test_lower_bound_of_a_moment_is_valid(name: str, loss: LossMemory | None) -> None:
     """While each gradient is computed, in the order in which the backward pass is written."""
     for certain, known, part, memory, _ in certainties(name, FIVE, loss):
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
@@ -200,13 +198,13 @@ SHARE = 0.8
 @ALL
 @pytest.mark.parametrize("formats", [FIVE, SIX], ids=["five", "six"])
 @pytest.mark.parametrize("name", ["resnet", "bert2", "vgg"])
-def test_most_of_what_the_passes_hold_is_certain(name: str, formats: tuple[str, ...]) -> None:
+def test_lower_bound_covers_most_of_the_peak(name: str, formats: tuple[str, ...]) -> None:
     for _, known, part, _, least in certainties(name, formats):
         assert least > 0.7 * passes(known, part.training)
 
 
 @pytest.mark.parametrize("name", ["prenorm", "postnorm"])
-def test_what_waits_beside_residuals_is_certain(name: str) -> None:
+def test_lower_bound_includes_gradients_next_to_residuals(name: str) -> None:
     """Results that a stream is computed from till the end of the forward pass; and back, what its gradients are computed from."""
     for _, known, part, memory, least in certainties(name, FIVE):
         kept = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
@@ -246,7 +244,7 @@ def test_masks_of_gates_are_certain() -> None:
     assert least > SHARE * held > 0
 
 
-def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain() -> None:
+def test_lower_bound_includes_operands_of_the_last_product() -> None:
     """A ResNet-50's gap was 24% without the value that its last residual is added to."""
     beside = 0
     for certain, known, part, memory, _ in certainties("gated", FIVE):
@@ -260,7 +258,7 @@ def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
-def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
+def test_lower_bound_includes_tensors_written_for_the_last_product(fmt: str) -> None:
     """What it reads, and copies of parameters, in the kernel that computes it: 4.6 MB of a ResNet-50's 5,154 where that is the peak."""
     problem = alone("gated", FIVE, 0, OwnedTimes)
     part = problem.classes["device"]
@@ -322,7 +320,7 @@ def passes(known: States, training: TrainingMemory | None = None) -> float:
     )
 
 
-def test_moments_above_a_limit_are_those_of_all_moments() -> None:
+def test_moments_above_a_limit_equal_a_full_scan() -> None:
     """The judge's figures rule out no moment at which more than a limit is certainly held."""
     several = 0
     for certain, known, part, memory, _ in certainties("prenorm", FIVE):
@@ -343,7 +341,7 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
     assert several
 
 
-def test_what_attention_keeps_beside_values_is_certain() -> None:
+def test_lower_bound_includes_saved_tensors_of_attention() -> None:
     """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds: without them a plan's gap was 94%."""
     found = 0
     for certain, known, part, _, _ in certainties("bert2", FIVE):

@@ -70,7 +70,7 @@ def found_or_refused(problem: Problem) -> PlanResult | None:
     return None
 
 
-def test_nothing_that_is_left_can_be_widened() -> None:
+def test_greedy_plan_is_maximal() -> None:
     problem = fleet("mlp")
     problem = replace(problem, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.02)
     answer = PrecisionRecovery().allocate(problem)
@@ -90,7 +90,7 @@ def test_without_limits_everything_is_recovered() -> None:
     assert set(answer.plans["device"].values()) == {"fp32"}
 
 
-def test_equal_blocks_are_searched_once_and_start_alike() -> None:
+def test_equal_blocks_are_searched_once_with_equal_starts() -> None:
     part = device_class("bert2")
     own = units(part)
     found = parts(part.graph, own)

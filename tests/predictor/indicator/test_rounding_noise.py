@@ -63,7 +63,7 @@ def test_error_of_other_roundings_is_that_of_the_reference(fmt: Precision, round
 
 @pytest.mark.parametrize("rounding", MEAN_SQUARE)
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
-def test_with_uniform_fractions_the_mean_square_is_what_proposition_2_says_of_each_exponent(
+def test_mean_square_of_uniform_fractions_equals_proposition_2(
     fmt: Precision, rounding: str
 ) -> None:
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
@@ -101,9 +101,7 @@ EDGES = torch.tensor(
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @pytest.mark.parametrize("rounding", MEAN_SQUARE)
-def test_elements_that_are_not_finite_are_no_noise_of_their_own(
-    fmt: Precision, rounding: str
-) -> None:
+def test_nonfinite_elements_add_no_noise(fmt: Precision, rounding: str) -> None:
     found = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
     if fmt.scaled:
         assert found.isnan().all()  # the group is lost, as its scale is NaN
@@ -115,13 +113,13 @@ def test_elements_that_are_not_finite_are_no_noise_of_their_own(
 
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
-def test_nothing_and_one_element(fmt: Precision) -> None:
+def test_empty_and_scalar_tensors(fmt: Precision) -> None:
     assert noise(torch.empty(0, 3), fmt).shape == (0, 3)
     assert noise(torch.tensor(0.3), fmt).shape == ()
     assert saturation(torch.empty(0), fmt).shape == (0,)
 
 
-def test_what_is_beyond_the_range_is_bias_and_no_noise() -> None:
+def test_saturation_is_bias_and_not_noise() -> None:
     x = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e6, math.inf, math.nan])
     assert saturation(x, FORMATS["fp16"]).tolist() == [0, 0, 15.0**2, math.inf, math.inf, 0, 0]
     assert [math.isinf(v) for v in x.half().float()[:5]] == [
@@ -136,7 +134,7 @@ def test_what_is_beyond_the_range_is_bias_and_no_noise() -> None:
     ).any()  # a scale reaches as far as its tensor
 
 
-def test_a_stochastic_error_is_asked_for_its_variance() -> None:
+def test_stochastic_error_provides_its_variance() -> None:
     with pytest.raises(ValueError, match="see noise"):
         error(torch.ones(2), FORMATS["int8"], "stochastic")
 

@@ -24,7 +24,7 @@ def there(term: SavedTerm, found: States, before: int) -> bool:
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.DataObject) -> None:
+def test_live_buffers_sum_to_the_memory_of_a_moment(name: str, data: st.DataObject) -> None:
     found = states(graph_of(name), data.draw(plans(name)))
     memory = step_memory(found)
     live = live_buffers(found)
@@ -41,7 +41,7 @@ def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.Da
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_terms_say_no_less_than_what_is_kept(name: str, data: st.DataObject) -> None:
+def test_terms_bound_the_saved_bytes(name: str, data: st.DataObject) -> None:
     graph = graph_of(name)
     found = states(graph, data.draw(plans(name)))
     terms = saved_terms(graph)

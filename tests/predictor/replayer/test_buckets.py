@@ -202,7 +202,7 @@ def test_sizes_that_others_published() -> None:
         ({"numels": [3, 1], "limits": []}, "there is no limit"),
     ],
 )
-def test_says_what_is_wrong(arguments: dict[str, object], says: str) -> None:
+def test_invalid_buckets_are_reported(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ProfileError, match=says) as caught:
         ddp_buckets(**arguments)  # type: ignore[arg-type]
     assert caught.value.where and caught.value.do

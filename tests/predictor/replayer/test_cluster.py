@@ -104,7 +104,7 @@ def test_memory_as_people_write_it(memory: float | str, size: Size | None) -> No
     assert memory_size(memory) == size
 
 
-def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
+def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
         "[devices.t4]\nmemory = '30%'\n[devices.v100]\nmemory = 4\n[network]\nbandwidth = 1e9"
@@ -337,7 +337,7 @@ def test_python_is_checked_like_files() -> None:
         _ = Cluster({"a": ClusterDevice(count=2)}).all_reduce
 
 
-def test_a_table_is_met_and_goes_on() -> None:
+def test_table_is_interpolated_and_extrapolated() -> None:
     table = MeasuredCollectives([(2.0**20, 1e-3), (2.0**10, 2e-5), (2.0**26, 0.05)], ranks=4)
     sizes = np.array([1.0, 2**10, 2**15, 2**20, 2**26, 2**27])
     seconds = table.seconds(sizes, ranks=4)

@@ -161,9 +161,7 @@ def test_a_step_is_that_of_the_simulation(fleet: Fleet, slowing: tuple[float, fl
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_entries_end_when_those_of_the_simulation_do(
-    fleet: Fleet, slowing: tuple[float, float]
-) -> None:
+def test_entries_end_as_in_the_simulation(fleet: Fleet, slowing: tuple[float, float]) -> None:
     found = step(*fleet.arrays(), np.array(fleet.begins), Overlap(*slowing))
     devices = fleet.devices(fleet.begins)
     simulated(devices, fleet.transfers, *slowing)
@@ -173,7 +171,7 @@ def test_entries_end_when_those_of_the_simulation_do(
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_a_run_comes_to_the_steady_step(fleet: Fleet) -> None:
+def test_run_converges_to_the_steady_step(fleet: Fleet) -> None:
     """Simulated steps, each begun where the last one was done, until twenty of them change nothing; the mean of these."""
     if not fleet.buckets:
         return
@@ -197,7 +195,7 @@ def test_a_run_comes_to_the_steady_step(fleet: Fleet) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(fleets(), min_size=2, max_size=4), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_plans_at_once_are_plans_one_by_one(
+def test_batched_replay_equals_single_replays(
     fleets: list[Fleet], slowing: tuple[float, float]
 ) -> None:
     shape = [(len(fleet.schedules), len(fleet.buckets)) for fleet in fleets]

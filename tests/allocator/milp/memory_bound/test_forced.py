@@ -72,7 +72,7 @@ def noted(known: States) -> set[int]:
     return Noted(Forward(known)).noted
 
 
-def test_what_is_forced_is_written_down() -> None:
+def test_forced_tensors_are_materialized() -> None:
     draw, part = random.Random(0), gated()
     kept = SavedTensorsBound(part)
     waiting, several = UnreadValues(kept), 0

@@ -87,7 +87,7 @@ def drawn(part: DeviceClass, draw: random.Random) -> States:
     return states(part.graph, asked)
 
 
-def test_what_is_written_behind_norms_is_there_at_once() -> None:
+def test_gradients_after_norms_are_live_at_once() -> None:
     part, draw, several = device(8, 0), random.Random(0), 0
     for _ in range(16):
         known = drawn(part, draw)
@@ -132,7 +132,7 @@ def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
 
 @ALL
 @pytest.mark.parametrize("fmt", ["int8", "bf16"])
-def test_gradients_behind_norms_are_known_to_be_written_in_fp32(fmt: str) -> None:
+def test_gradients_after_norms_are_written_in_fp32(fmt: str) -> None:
     """Under a narrow plan, as soon as enough blocks are behind."""
     part = device(10, 0)
     known = states(
@@ -159,7 +159,7 @@ def test_gradients_behind_norms_are_known_to_be_written_in_fp32(fmt: str) -> Non
 
 @ALL
 @pytest.mark.parametrize("seed", range(5))
-def test_plans_along_a_stream_are_those_of_brute_force(
+def test_plans_along_a_residual_stream_equal_brute_force(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what is written behind norms in the program, near each limit of memory."""

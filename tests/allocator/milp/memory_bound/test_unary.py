@@ -49,7 +49,7 @@ def drawn(
 
 @settings(max_examples=chosen([20], [100])[0], deadline=None)
 @given(seed=st.integers(0, 10**6), deep=st.integers(0, 4))
-def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
+def test_unary_count_equals_its_value(seed: int, deep: int) -> None:
     program = LinearProgram()
     conditions = [program.variable(full=True) for _ in range(CONDITIONS)]
     count, number = drawn(random.Random(seed), program, conditions, deep)
@@ -69,7 +69,7 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
         )
 
 
-def test_what_is_sure_takes_no_variable() -> None:
+def test_constant_counts_need_no_variable() -> None:
     program = LinearProgram()
     condition = program.variable(full=True)
     assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(
