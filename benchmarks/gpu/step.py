@@ -189,7 +189,7 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
             row["peak_mb"] = peak_bytes / 1e6
         if variant == "qsync int8":
             share = None
-            if bf16 is not None:
+            if peak_bytes is not None and bf16 is not None:
                 share = peak_bytes / bf16
             row |= LESS_MEMORY.judged(share)
         rows.add(row)

@@ -8,7 +8,7 @@ catalog's times on an A100 times a random factor.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -124,11 +124,13 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
                 return last + before - len(block.values)
             return value + before
 
-        def read(operator: ModelRead, points: int = points, place: object = place) -> ModelRead:
-            point = None if operator.point is None else operator.point + points
+        def read(
+            operand: ModelRead, points: int = points, place: Callable[[int], int] = place
+        ) -> ModelRead:
+            point = None if operand.point is None else operand.point + points
             return replace(
-                operator, value=place(operator.value), origin=place(operator.origin), point=point
-            )  # type: ignore[operator]
+                operand, value=place(operand.value), origin=place(operand.origin), point=point
+            )
 
         for value in block.values:
             maker = None if value.operator is None else value.operator + ahead

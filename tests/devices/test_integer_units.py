@@ -52,7 +52,7 @@ def test_a_wrong_setting_is_said_where_it_is_judged(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(format_support, "wrong_path", lambda: wrong)
     found = support.__wrapped__(torch.device("cpu"), precision("int8"))
     assert found.how != "native"
-    assert "QSYNC_CPU_ISA is wrong" in found.reason and "no path 'quantum'" in found.reason
+    assert "QSYNC_CPU_ISA is invalid" in found.reason and "no path 'quantum'" in found.reason
     assert wrong_path() is None
 
 
