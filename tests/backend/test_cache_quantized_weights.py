@@ -154,7 +154,7 @@ def test_a_seed_repeats_a_run() -> None:
     assert equal(trained(model, options, batches), trained(model, options, batches))
 
 
-def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own(
+def test_weight_copies_of_other_shapes_and_evaluation(
     made: list[Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -264,7 +264,7 @@ class Derived(nn.Module):
         (Derived, "it is computed from a parameter", 0),
     ],
 )
-def test_what_stays_in_the_graph_is_said(
+def test_uncached_weights_are_reported(
     model: type[nn.Module], why: str, count: int, made: list[Tensor]
 ) -> None:
     torch.manual_seed(0)
@@ -283,7 +283,7 @@ def test_what_stays_in_the_graph_is_said(
     found.sum().backward()
 
 
-def test_a_model_without_such_weights_is_told() -> None:
+def test_model_without_cacheable_weights_is_reported() -> None:
     options = {"precision": "bf16", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     compiled = torch.compile(nn.Linear(8, 8), backend="qsync", options=options)
     with pytest.warns(

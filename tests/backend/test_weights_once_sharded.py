@@ -63,7 +63,7 @@ def losses(once: bool) -> list[float]:
     return found
 
 
-def test_gathered_weights_are_quantized_anew_behind_each_step() -> None:
+def test_gathered_weights_are_requantized_after_each_step() -> None:
     expected = losses(once=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)

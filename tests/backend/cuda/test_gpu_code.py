@@ -52,7 +52,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("gpu", "model", "precision", "how"), MATRIX if WHOLE else SAMPLE)
-def test_what_is_generated_compiles(
+def test_generated_code_compiles(
     guard: Path, gpu: str, model: str, precision: str, how: str
 ) -> None:
     if model != "mlp" and importlib.util.find_spec("transformers") is None:

@@ -75,7 +75,7 @@ def asked() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("capability", DEVICES)
-def test_a_gpu_is_asked_for_what_it_has(
+def test_gpu_properties_are_queried(
     capability: tuple[int, int], asked: dict[str, dict[str, Any]]
 ) -> None:
     found = asked[".".join(map(str, capability))]
@@ -104,9 +104,7 @@ def test_a_gpu_is_asked_for_what_it_has(
 @pytest.mark.parametrize(
     ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
 )
-def test_models_are_asked_for_the_operators_that_have_kernels_there(
-    arch: Arch, name: str, precision: str
-) -> None:
+def test_kernel_operators_of_models_are_collected(arch: Arch, name: str, precision: str) -> None:
     """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no convolutions."""
     asked = models.problems(name, precision, arch)
     assert any(problem.a == "int8" for problem in asked)

@@ -22,7 +22,7 @@ from tests.support import tiers
 
 
 @given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 3))
-def test_bits_are_those_of_the_mask(n: int, seed: int, at: int, threads: int) -> None:
+def test_packed_bits_equal_the_mask(n: int, seed: int, at: int, threads: int) -> None:
     every = torch.rand(n + at, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask = every[at:]  # from an address that eight does not divide
     wanted = [
@@ -125,7 +125,7 @@ def differentiated(
         pytest.param("fp32", False, 0.75, marks=tiers.ALL),
     ],
 )
-def test_less_is_kept_and_gradients_stay_to_the_bit(
+def test_recomputation_saves_memory_with_bit_equal_gradients(
     precision: str, fast: bool, most: float
 ) -> None:
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_a_compiled_model_trains_with_it(precision: str) -> None:
 
 
 @tiers.ALL
-def test_a_checkpoint_within_the_graph_stays_one() -> None:
+def test_checkpoint_in_the_graph_is_preserved() -> None:
     """What the user has asked to be computed again is, dropout from torch's generator too."""
     from torch.utils.checkpoint import checkpoint
 

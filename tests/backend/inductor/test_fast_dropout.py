@@ -83,7 +83,7 @@ def traced(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
     return backend
 
 
-def test_a_backward_pass_drops_what_the_forward_pass_dropped() -> None:
+def test_backward_uses_the_forward_dropout_mask() -> None:
     graphs: list[fx.GraphModule] = []
     x, q = torch.ones(64, 100, requires_grad=True), torch.randn(2, 4, 16, 8, requires_grad=True)
     compiled = torch.compile(Dropping(), backend=traced(graphs))
@@ -104,7 +104,7 @@ def test_a_backward_pass_drops_what_the_forward_pass_dropped() -> None:
     torch._dynamo.reset()
 
 
-def test_evaluation_drops_nothing() -> None:
+def test_evaluation_has_no_dropout() -> None:
     graphs: list[fx.GraphModule] = []
     x, q = torch.randn(4, 5), torch.randn(1, 2, 3, 4)
     found = torch.compile(Dropping().eval(), backend=traced(graphs))(x, q)
@@ -113,7 +113,7 @@ def test_evaluation_drops_nothing() -> None:
     torch._dynamo.reset()
 
 
-def test_a_checkpoint_around_compiled_code_drops_again_what_it_dropped() -> None:
+def test_checkpoint_recomputes_the_same_dropout_mask() -> None:
     """torch restores its generator before it computes again, and the stream moves with it."""
     x = torch.ones(50, 50, requires_grad=True)
     compiled = torch.compile(nn.Dropout(0.5), backend=traced([]))
@@ -159,7 +159,7 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
 
 
 @tiers.ALL
-def test_where_nothing_is_asked_for_it_is_drawn_wherever_it_can_be() -> None:
+def test_fast_dropout_is_the_default_if_possible() -> None:
     found = {}
     for asked in (None, True, False):
         given = {} if asked is None else {"fast_dropout": asked}

@@ -16,7 +16,7 @@ from qsync_fx.backend.numerics import native
 
 
 @pytest.mark.parametrize("name", ["gemm", "conv2d_product", "quantize", "quantize_transposed"])
-def test_inductor_asks_how_the_operands_of_an_operator_are_to_lie(name: str) -> None:
+def test_inductor_requests_operand_strides(name: str) -> None:
     from torch._inductor.lowering import maybe_layout_constraints
 
     register_with_inductor()
@@ -45,7 +45,7 @@ class Block(nn.Module):
         return rows
 
 
-def test_what_linear_layers_read_as_rows_is_quantized_as_rows(
+def test_row_operands_of_linear_layers_are_quantized_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a graph with convolutions, too, whose images have their channels last: a copy stood between quantizer and layer."""

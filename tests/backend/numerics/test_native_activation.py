@@ -73,7 +73,7 @@ def test_gelu_follows_bias_and_is_rounded_once(
 
 
 @every_isa
-def test_a_nan_stays_one(isa: str) -> None:
+def test_nan_is_preserved(isa: str) -> None:
     odd = torch.tensor([float("nan"), float("inf")])
     for how in ACTIVATIONS:
         found = activated(odd, how, isa)

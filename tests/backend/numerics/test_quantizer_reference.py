@@ -63,7 +63,7 @@ def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("row", [*(FORMATS[fmt] for fmt in SCALED), INT4], ids=str)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_the_reference_takes_a_neighbour(row: Precision, data: st.DataObject) -> None:
+def test_reference_rounds_to_a_neighbour(row: Precision, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 300))
     x = data.draw(vectors(n, finite=True))
     seed, stream = data.draw(SEEDS), data.draw(st.integers(0, 2**32 - 1))
@@ -105,7 +105,7 @@ def test_ties_go_to_the_even_neighbour(fmt: str) -> None:
     assert even[place].all()
 
 
-def test_random_numbers_are_those_of_the_kernels_in_any_layout() -> None:
+def test_random_numbers_equal_the_kernels_in_any_layout() -> None:
     x = torch.empty(3, 5, 4, 2).to(memory_format=torch.channels_last)
     found = reference.uniform(x, SEED, 9)
     assert found.stride() == x.stride()

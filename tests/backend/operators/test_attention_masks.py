@@ -61,9 +61,7 @@ def strides(
 
 
 @pytest.mark.parametrize("name", list(masks()))
-def test_keys_lie_beside_one_another_and_nothing_else_is_written_out(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_keys_are_made_contiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Masked(masks()[name]), torch.randn(3, TOKENS, 32)
     ((before,), expected) = strides(monkeypatch, model, x)

@@ -107,7 +107,7 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
     assert calls.count("qsync::conv2d_product") == len(served)
 
 
-def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
+def test_conv1d_is_conv2d_of_height_one() -> None:
     x, weight = leaf(torch.randn(2, 32, 20)), leaf(torch.randn(64, 32, 3))
     layer = Layer("tf32", Geometry([2], [1], [1]))
     problems = asked_by(layer, x, weight, None)
@@ -125,7 +125,7 @@ def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
         Geometry([1, 1, 1], [0, 0, 0], [1, 1, 1]),
     ],
 )
-def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
+def test_unsupported_convolutions(geometry: Geometry) -> None:
     spatial = len(geometry.stride)
     x, weight = (
         leaf(torch.randn(2, 32, *[5] * spatial)),
@@ -134,12 +134,12 @@ def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
     assert asked_by(Layer("int8", geometry), x, weight, None) == []
 
 
-def test_a_frozen_operand_asks_for_nothing() -> None:
+def test_frozen_operand_computes_no_gradient() -> None:
     x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
     assert len(asked_by(Layer("int8"), x, weight, None)) == 2
 
 
-def test_without_kernels_for_the_device_nothing_changes() -> None:
+def test_device_without_kernels_is_unchanged() -> None:
     x, weight = leaf(torch.randn(8, 64)), leaf(torch.randn(16, 64))
     with recorded() as calls:
         y = Layer("int8")(x, weight)
@@ -187,7 +187,7 @@ def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
     assert calls.count("qsync::gemm") == (2 if ours else 0)
 
 
-def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
+def test_symbolic_sizes_use_the_example_without_guards() -> None:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     env = ShapeEnv()
@@ -219,7 +219,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def test_explain_says_what_computes() -> None:
+def test_explain_names_the_kernel() -> None:
     explained = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
     assert all("kernel" not in op.reason for op in explained.operators)
     problems = problems_of(explained.lowered_graphs)
@@ -279,7 +279,7 @@ def test_int8_gradients_of_large_layers_are_kernels_untuned(
     assert config(channels, inner, rows, "fp32", "row")
 
 
-def test_explain_says_what_computes_int8_gradients() -> None:
+def test_explain_names_the_kernel_of_int8_gradients() -> None:
     """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
     problems = problems_of(linears.lowered_graphs)
@@ -358,11 +358,11 @@ def test_a_model_trains_through_the_operators(
         )
 
 
-def test_candidates_are_there_for_what_the_tests_assume() -> None:
+def test_candidates_exist_for_the_tested_problems() -> None:
     """Should the lists of candidates change, the tests above must still be about kernels."""
     bf16 = GemmProblem(32, 64, 48, "bf16", "bf16", "fp32", "column", "row")
     assert candidates(bf16, "sm_80") and candidates(replace(bf16, a="tf32", b="tf32"), "sm_90a")
 
 
-def test_seed_is_whole() -> None:
+def test_seed_has_64_bits() -> None:
     assert SEED.dtype == torch.int64 and set(OUT) >= {"int8", "fp8", "tf32"}

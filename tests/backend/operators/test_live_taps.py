@@ -68,7 +68,7 @@ def geometries(draw: st.DrawFn) -> tuple[list[int], list[int], Geometry]:
 
 
 @given(geometries())
-def test_dead_taps_are_those_that_meet_nothing(case: tuple[list[int], list[int], Geometry]) -> None:
+def test_dead_taps_read_only_padding(case: tuple[list[int], list[int], Geometry]) -> None:
     size, kernel, geometry = case
     expected = alive(size, kernel, geometry)
     least = least_sizes(kernel, geometry)
@@ -219,7 +219,7 @@ class Autocast(nn.Module):
             return self.conv(x)
 
 
-def test_the_models_own_autocast_region() -> None:
+def test_autocast_region_of_the_model() -> None:
     torch.manual_seed(0)
     check(
         Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner_backend": "aot_eager"}
@@ -231,7 +231,7 @@ def text(model: nn.Module, x: Tensor, precision: str) -> str:
     return str(qsync_fx.explain(model, x, options={"precision": precision}).graph("lower"))
 
 
-def test_nothing_is_padded_where_no_kernel_is_longer_than_its_data() -> None:
+def test_no_padding_if_kernels_fit_their_data() -> None:
     model, pixel, image = (
         nn.Conv2d(4, 6, 3, stride=2, padding=1),
         torch.randn(2, 4, 1, 1),

@@ -201,7 +201,7 @@ def test_the_lowered_operator_computes_the_same(case: str, channel: bool) -> Non
         ),
     ],
 )
-def test_what_cannot_be_lowered_says_why(
+def test_unlowered_operators_have_a_reason(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], says: str
 ) -> None:
     module, node = traced(function, *inputs)
@@ -212,6 +212,6 @@ def test_what_cannot_be_lowered_says_why(
     assert len(module.graph.nodes) == before
 
 
-def test_every_operator_that_takes_scaled_formats_has_a_lowering_and_no_other() -> None:
+def test_exactly_scaled_operators_have_a_lowering() -> None:
     scaled = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE and row.may_scale}
     assert scaled == set(lowerings())

@@ -145,7 +145,7 @@ def test_layout_of_a_convolution_is_that_of_torch(
 
 
 @every_format
-def test_a_kernel_of_one_tap_is_not_dilated(fmt: str) -> None:
+def test_one_tap_kernel_ignores_dilation(fmt: str) -> None:
     """With this dilation torch 2.13 dies of a segmentation fault in BF16."""
     x = torch.randn(3, 1, 3, 1).as_strided((3, 1, 3, 1), (3, 1, 1, 1))
     weight = torch.randn(2, 1, 3, 1)
@@ -181,7 +181,7 @@ def test_convolution_of_a_common_size(fmt: str, groups: int) -> None:
 @pytest.mark.parametrize(
     ("inner", "unit"), [(133_143, True), (133_144, True), (133_145, False), (200_000, False)]
 )
-def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit: bool) -> None:
+def test_sums_beyond_int32_use_the_emulation_dtype(inner: int, unit: bool) -> None:
     x, weight = torch.ones(1, inner), torch.ones(2, inner)
     assert (inner * 127**2 < 2**31) == unit
     with recorded() as calls:
@@ -206,7 +206,7 @@ def test_zeros_give_the_bias(fmt: str) -> None:
 
 @every_format
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_seen(fmt: str, bad: float) -> None:
+def test_nonfinite_values_are_visible(fmt: str, bad: float) -> None:
     x, weight = leaf(torch.randn(4, 6)), leaf(torch.randn(3, 6))
     spoilt = x.detach().clone()
     spoilt[2, 1] = bad

@@ -27,7 +27,7 @@ from tests.support.computing.lowered_layers import (
 
 
 @every_format
-def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
+def test_unused_products_are_not_computed(fmt: str) -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
     rounded = FORMATS[fmt].gradient
     roundings = None if rounded.plain else "qsync::quantize" if rounded.scaled else "qsync::round"
@@ -52,7 +52,7 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
         assert roundings is None or calls.count(roundings) == expected
 
 
-def test_a_convolution_computes_both_gradients_in_one_call() -> None:
+def test_convolution_gradients_share_one_call() -> None:
     x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
     formats, each = ("int8", "int8_grad", "fp8"), ((True, True), (True, False), (False, True))
     for fmt, channel, needed in itertools.product(formats, (False, True), each):
@@ -161,7 +161,7 @@ CHECKS = (
 @pytest.mark.parametrize(
     ("rounding", "channel"), [("stochastic", False), pytest.param("nearest", True, marks=tiers.ALL)]
 )
-def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
+def test_operators_pass_opcheck(fmt: str, rounding: str, channel: bool) -> None:
     checks = (
         CHECKS
         if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float"

@@ -65,7 +65,7 @@ SIZES: Sequence[tuple[int, ...]] = (
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_quantized_tensors_lie_as_the_reference_lays_them(
+def test_quantized_tensors_have_the_reference_strides(
     size: tuple[int, ...], transposed: bool
 ) -> None:
     x = torch.randn(size)
@@ -81,7 +81,7 @@ def test_quantized_tensors_lie_as_the_reference_lays_them(
         )
 
 
-def test_scales_are_fp32_whatever_the_default_dtype_is() -> None:
+def test_scales_are_fp32_for_any_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         for keep in ([], [0]):

@@ -68,7 +68,7 @@ def test_the_range_of_fp32_is_served(fmt: str, largest: float) -> None:
 
 
 @every_scaled
-def test_memory_format_and_strides_are_kept(fmt: str) -> None:
+def test_memory_format_and_strides_are_preserved(fmt: str) -> None:
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     q, _ = quantize(x, SEED, 0, fmt, "stochastic", [])
     assert q.is_contiguous(memory_format=torch.channels_last)
@@ -202,7 +202,7 @@ def test_round_is_an_operator_that_torch_accepts(fmt: str, rounding: str) -> Non
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_errors_say_what_to_do(
+def test_errors_have_a_remedy(
     call: Callable[[Tensor], object], error: type[Exception], says: str, device: str
 ) -> None:
     with pytest.raises(error, match=says):

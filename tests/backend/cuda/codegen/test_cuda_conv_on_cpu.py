@@ -125,7 +125,7 @@ ASKED = [config for config in one_of_each() if config.a in ("int8", "bf16") and 
 
 
 @pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, ASKED, {"int8"}))
-def test_what_kernels_are_asked_on_a_gpu(
+def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cutlass_cpu.as_a_gpu(libraries, monkeypatch)

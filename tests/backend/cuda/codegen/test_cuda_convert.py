@@ -80,7 +80,7 @@ def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("x", [name for name in NUMBERS if name != "fp32"])
 @pytest.mark.parametrize("y", FLOATS)
-def test_every_number_there_is(x: str, y: str) -> None:
+def test_conversion_of_every_value(x: str, y: str) -> None:
     """All bit patterns of up to 16 bits, with scales that make the results denormal, zero, huge and infinite."""
     dtype = DTYPES[x]
     codes = (
@@ -130,7 +130,7 @@ def test_roundings_of_fp32(y: str) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_is_empty_is_zeros(turned: bool) -> None:
+def test_padding_is_zero(turned: bool) -> None:
     for inner in ((0, 5), (5, 0), (0, 0)):
         x = torch.empty((1, *inner), dtype=torch.int8)
         assert run(x, ("bits8", "bits8"), turned, (2, 40, 33)).eq(0).all()

@@ -103,7 +103,7 @@ def test_results_are_equal_to_the_last_bit(
 
 
 @pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, one_of_each(), {"int8", "bf16"}))
-def test_what_kernels_are_asked_on_a_gpu(
+def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks of tests/gpu, which share nothing with those of here: FP64, longer sums, values that are not finite."""

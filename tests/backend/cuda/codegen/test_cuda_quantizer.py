@@ -231,7 +231,9 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_device_changes_nothing(on_cpu: Compiled, group: int, transposed: bool) -> None:
+def test_result_does_not_depend_on_the_device(
+    on_cpu: Compiled, group: int, transposed: bool
+) -> None:
     """However many multiprocessors cut the work: several parts of the reduction, several tiles a threadblock, one."""
     library, x = on_cpu("bf16", "int8"), torch.randn(3, 4000 if group == 1 else 200).bfloat16()
     x = x if group == 1 else x.repeat(100, 1)

@@ -179,7 +179,7 @@ def test_values_next_to_where_the_rounding_turns(
 
 
 @every_format
-def test_what_is_exact_stays(functions: ctypes.CDLL, fmt: str) -> None:
+def test_exact_values_are_unchanged(functions: ctypes.CDLL, fmt: str) -> None:
     row = precision(fmt)
     every = torch.arange(256, dtype=torch.uint8).view(row.dtype).float()
     every = every[every.abs() <= row.max]

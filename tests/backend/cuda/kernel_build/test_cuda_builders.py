@@ -55,7 +55,7 @@ def builder() -> subprocess.Popen[str]:
 
 
 @tiers.ALL
-def test_of_two_processes_one_compiles(
+def test_one_of_two_processes_compiles(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
@@ -72,7 +72,7 @@ def test_of_two_processes_one_compiles(
     assert nothing_is_left(home)
 
 
-def test_who_waits_for_another_process_says_so(
+def test_waiting_for_another_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
@@ -99,7 +99,7 @@ def test_who_waits_for_another_process_says_so(
     ) == "" and "has been waiting 5 s" in said(86.0, "raced")
 
 
-def test_an_interrupt_leaves_nothing(
+def test_interrupt_leaves_no_files(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -122,7 +122,7 @@ def test_an_interrupt_leaves_nothing(
     assert entry_of(home).manifest.name == "small"
 
 
-def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
+def test_interrupt_at_compiler_start_leaves_no_files(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -152,7 +152,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_compilers_run_side_by_side_as_far_as_memory_goes(
+def test_concurrent_compilers_are_limited_by_memory(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = tmp_path / "marks"

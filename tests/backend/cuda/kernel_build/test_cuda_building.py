@@ -37,7 +37,7 @@ ptxas info    : Used 12 registers, 364 bytes cmem[0]
 """
 
 
-def test_resources_are_those_of_the_hungriest_kernel() -> None:
+def test_resources_are_the_maximum_over_kernels() -> None:
     report = REPORT.format(stack=0, spills=0, loads=0)
     assert sass.resources(report) == Resources(
         registers=254, shared_memory=16384, stack=0, spills=0
@@ -46,7 +46,7 @@ def test_resources_are_those_of_the_hungriest_kernel() -> None:
     assert sass.resources("") == Resources(0, 0, 0, 0)
 
 
-def test_what_must_not_be_used() -> None:
+def test_unusable_kernels_are_refused() -> None:
     assert (
         sass.complaint(REPORT.format(stack=0, spills=0, loads=24))
         == "it spills 24 bytes of registers to memory (it uses 254)"
@@ -66,7 +66,7 @@ def test_what_must_not_be_used() -> None:
 # What is said meanwhile.
 
 
-def test_lines_are_said_after_a_second_and_by_the_first_rank(
+def test_progress_is_printed_after_a_second_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

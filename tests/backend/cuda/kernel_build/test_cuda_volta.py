@@ -79,7 +79,7 @@ def arguments(
 @pytest.mark.parametrize(
     ("name", "opcode"), [("fp16", "HMMA.884"), ("int8", "IDP.4A"), ("fp32", "FFMA")]
 )
-def test_a_kernel_has_its_instruction_and_spills_nothing(
+def test_kernel_has_its_instruction_and_no_spills(
     built: dict[str, Library], name: str, opcode: str
 ) -> None:
     entry = kernel_cache.read(built[name].path.parent)
@@ -93,7 +93,7 @@ def test_a_kernel_has_its_instruction_and_spills_nothing(
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_what_a_kernel_says_of_arguments(built: dict[str, Library], name: str) -> None:
+def test_kernel_reports_unsupported_arguments(built: dict[str, Library], name: str) -> None:
     kernel, config = built[name], SAMPLE[name]
     assert kernel.can_implement(arguments(config)) is None
     assert "Invalid Problem" in str(kernel.can_implement(arguments(config, m=0)))
@@ -211,9 +211,7 @@ def test_a_workspace_is_cleared_on_the_stream_before_the_launch(
     assert re.fullmatch(r"clear 0 \d+ 0 \d+ 7", lines[0])
 
 
-def test_errors_of_the_driver_are_told_in_its_words(
-    built: dict[str, Library], driver: Path
-) -> None:
+def test_driver_errors_contain_the_driver_message(built: dict[str, Library], driver: Path) -> None:
     for changes, variables, words in (
         ("", {"DRIVER_FULL": "1"}, "too many resources"),
         ("", {"DRIVER_BROKEN": "1"}, "not initialized"),
@@ -261,13 +259,13 @@ def test_parts_that_disagree_on_parameters_are_no_library(
     assert "takes [500] bytes" in done.stderr
 
 
-def test_what_is_compiled_without_a_model_is_products_alone() -> None:
+def test_only_products_are_compiled_without_a_model() -> None:
     units = candidates.of_all("sm_70")
     assert {unit.interface for unit in units} == {"gemm"}
     assert {unit.opcode for unit in units} == {"HMMA.884", "IDP.4A", "FFMA"}
 
 
-def test_what_nvrtc_does_not_take_is_said_before_compiling(folder: Path) -> None:
+def test_options_unsupported_by_nvrtc_are_reported_before_compilation(folder: Path) -> None:
     if not toolchain.toolchain("sm_70").toolkit:
         pytest.skip("nvcc compiles for sm_70 here")
     unit = kernel_registry.quantizer("sm_70", "fp32", "int8")
@@ -285,7 +283,7 @@ def test_an_error_in_a_source_is_shown_with_the_command(folder: Path) -> None:
     assert (folder / "failed" / "broken.cu").is_file()
 
 
-def test_the_command_says_what_to_install(tmp_path: Path) -> None:
+def test_command_names_the_packages_to_install(tmp_path: Path) -> None:
     """`qsync kernels build --arch sm_70` where nothing compiles for it: in an interpreter that finds no wheels of NVIDIA's."""
     code = (
         "import sys\n"

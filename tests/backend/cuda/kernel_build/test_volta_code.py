@@ -54,9 +54,7 @@ def test_instructions_are_counted_in_code_alone(tmp_path: Path) -> None:
         lambda whole: b"",
     ],
 )
-def test_what_is_no_machine_code_is_an_error(
-    damage: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_invalid_machine_code_is_an_error(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / "x.cubin"
     file.write_bytes(damage(elf(instruction(0x223))))
     with pytest.raises(KernelError, match="not machine code"):
@@ -74,7 +72,7 @@ __global__ void multiply(const float* x, float* y, const int* a, int* sums) {
 """
 
 
-def test_instructions_are_those_that_a_disassembler_names(tmp_path: Path) -> None:
+def test_instructions_equal_the_disassembler(tmp_path: Path) -> None:
     """On sm_75, which every disassembler knows, and where the two instructions without tensor cores are the same."""
     try:
         nvcc = toolchain.toolchain("sm_75").nvcc.path

@@ -207,7 +207,7 @@ def test_images_reach_a_kernel_as_they_are(
     assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
 
 
-def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Library]) -> None:
+def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None:
     a, b = whole((4, 24), "int8"), whole((24, 8), "int8")
     problem = gemm_problem(a, b, None, None, None, torch.float32, False)
     with pytest.raises(Exception, match="misaligned"):
@@ -234,7 +234,7 @@ def test_empty_products_are_launched_nowhere(m: int, n: int, k: int) -> None:
     assert torch.equal(found, bias.bfloat16().expand(m, n))
 
 
-def test_reasons_are_kept() -> None:
+def test_fallback_reasons_are_recorded() -> None:
     launch_utils.forget()
     a, b = whole((33, 32), "int8"), whole((32, 16), "int8").t().contiguous().t()
     with assumed("sm_80", on="cpu"):
@@ -289,7 +289,7 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
 
 @pytest.mark.usefixtures("own_kernels")
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
-def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
+def test_compiled_kernels_are_available_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))

@@ -88,7 +88,7 @@ LIES = st.sampled_from(["packed", "last", "turned", "sliced", "sparse"])
     SHAPES, LIES, st.sampled_from([("int8", torch.bfloat16), ("fp8", torch.float32), ("fp8", torch.float64)]),
     st.sampled_from(["nearest", "stochastic", "floor"]), st.data(),
 )  # fmt: skip
-def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
+def test_kernel_and_reference_get_equal_tensors(
     on_cpu: Callable[[str, str], Library],
     shape: list[int],
     lies: str,
@@ -153,7 +153,7 @@ def test_more_values_than_a_row_can_have_are_several() -> None:
     assert found == quantize_launch.Groups(8, 2**29, 0)
 
 
-def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
+def test_reference_is_used_without_a_kernel_with_a_reason() -> None:
     launch_utils.forget()
     x, row = torch.randn(8, 16), precision("int8")
     with assumed(None, on="cpu"):
@@ -165,7 +165,7 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
     }
 
 
-def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_selected_by_its_output_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats that differ in what happens to gradients share one; a format that none writes is the reference's."""
     asked: list[str] = []
     monkeypatch.setattr(

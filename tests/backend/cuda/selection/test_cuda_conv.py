@@ -167,7 +167,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "changed"), BROKEN, ids=[name for name, _ in BROKEN])
-def test_what_is_no_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
+def test_invalid_configs_violate_their_rule(name: str, changed: dict[str, Any]) -> None:
     valid = next(
         config for config in conv_candidates(RESNET, "sm_80") if config.tile == (128, 128, 64)
     )
@@ -196,7 +196,7 @@ HOPPER_BROKEN: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "changed"), HOPPER_BROKEN, ids=[name for name, _ in HOPPER_BROKEN]
 )
-def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
+def test_invalid_wgmma_configs_violate_their_rule(name: str, changed: dict[str, Any]) -> None:
     problem = dataclasses.replace(RESNET, a="bf16", b="bf16", a_scale="none", b_scale="none")
     valid = conv_candidates(problem, "sm_90a")[0]
     assert codegen.conv_on_hopper(valid)
@@ -234,7 +234,7 @@ def test_every_rule_can_be_broken() -> None:
     ]
 
 
-def test_what_is_not_served_is_told() -> None:
+def test_unsupported_problem_has_a_reason() -> None:
     (config, *_) = conv_candidates(RESNET, "sm_90a")
     gemm = GemmProblem(8, 8, 8, "int8", "int8", "bf16")
     for problem, words in (

@@ -92,7 +92,7 @@ compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " ")
 
 @compiles
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a"])
-def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
+def test_nvcc_accepts_the_batch_command(arch: Arch, tmp_path: Path) -> None:
     """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each kernel was compiled by itself."""
     source = tmp_path / "batch.cu"
     source.write_text("__global__ void nothing() {}\n")
@@ -129,7 +129,7 @@ EACH = pytest.mark.parametrize("config", [STREAM_K, HOPPER], ids=["2.x", "3.x"])
 @compiles
 @EACH
 @pytest.mark.timeout(900)
-def test_the_host_side_refuses_what_the_device_could_not_do(config: KernelConfig) -> None:
+def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
     """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
     found = compiled(config)
     served = (
