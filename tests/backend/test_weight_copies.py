@@ -128,7 +128,7 @@ def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRe
     assert all(q is found[0] for q in found) and not recwarn.list
 
 
-def test_empty_tensors_are_not_cached() -> None:
+def test_fake_tensors_are_not_cached() -> None:
     """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
     with FakeTensorMode():
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)

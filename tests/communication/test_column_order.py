@@ -29,7 +29,7 @@ def test_columns_of_matrices(rows: int, columns: int, ahead: int, room: bool) ->
         assert torch.equal(back.view(torch.int32), gradient.view(torch.int32))
 
 
-def test_what_lies_in_order_is_not_copied() -> None:
+def test_contiguous_columns_are_not_copied() -> None:
     piece = bucket.piece("weight", 0, (8, 4, 3, 3), codec_named("1bit"), 2)
     assert bucket.ordered(piece, torch.randn(8, 4, 3, 3)) is None
     laid = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)

@@ -98,7 +98,7 @@ def holds_of_plans(first: Any, *others: Any) -> None:
 
 
 @tiers.ALL
-def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
+def test_nodes_are_detected_and_planned(tmp_path: Path) -> None:
     first, *others = run("nodes", 4, tmp_path)
     assert all(other["resumed"] == first["resumed"] for other in others)
     assert first["resumed"][0] == first["resumed"][1]
@@ -125,7 +125,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
         assert text in first[name]["text"], name
 
 
-def test_a_plan_says_between_what_its_codecs_go() -> None:
+def test_plan_records_the_scope_of_its_codecs() -> None:
     def asked(
         notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8"
     ) -> CompressRequest:
@@ -154,7 +154,7 @@ def test_a_plan_says_between_what_its_codecs_go() -> None:
 
 
 @tiers.ALL
-def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_corrupt_message_inside_a_node_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for found in run("harmed", 4, tmp_path):
         assert found["kind"] == "RankError"
         assert (

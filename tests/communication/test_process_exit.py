@@ -24,7 +24,7 @@ CODES = {"exception": [1, 1, 1], "interrupt": [-signal.SIGINT] * 3, "one fails":
         ),
     ],
 )
-def test_a_process_exits_with_its_own_status(codec: str, ending: str, tmp_path: Path) -> None:
+def test_process_exit_status_is_preserved(codec: str, ending: str, tmp_path: Path) -> None:
     ended = ranks.run("ending_rank.py", 3, tmp_path, codec=codec, ending=ending)
     logs = "\n".join(rank.log for rank in ended)
     assert [rank.code for rank in ended] == CODES.get(ending, [0, 0, 0]), logs

@@ -39,7 +39,7 @@ def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
         assert rank.result["steps"] == 0
 
 
-def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_difference_is_named_on_every_rank(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="agreement")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     ours, theirs = first.result, second.result
@@ -65,7 +65,7 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_a_layer_that_other_ranks_alone_reach_is_not_said_to_run_as_written(tmp_path: Path) -> None:
+def test_layer_reached_by_other_ranks_is_not_reported(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="branches")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     for rank in ended:
@@ -166,9 +166,7 @@ def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path)
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(
-    world: int, tmp_path: Path
-) -> None:
+def test_ranks_wait_for_a_slow_rank_within_the_limit(world: int, tmp_path: Path) -> None:
     ended = ranks.run("guarded_rank.py", world, tmp_path, name="patience", limit=5, slow=8)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     assert len({rank.result["weights"] for rank in ended}) == 1

@@ -80,7 +80,7 @@ def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
 
 
 @tiers.ALL
-def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: Path) -> None:
+def test_checkpoint_of_three_ranks_resumes_on_two(tmp_path: Path) -> None:
     results = {}
     for world in (3, 2):
         folder = tmp_path / str(world)
@@ -102,5 +102,5 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: 
     assert [rank["steps"] for rank in results[2]] == [6, 6]
 
 
-def test_ways_are_those_of_the_ranks() -> None:
+def test_variants_equal_the_cases_of_the_ranks() -> None:
     assert set(matrix_rank.cases(2)) == set(WAYS)

@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("saves", "inside"), [(False, False), (False, True), (True, False)])
-def test_a_step_takes_its_passes_and_the_optimizer(saves: bool, inside: bool) -> None:
+def test_step_time_includes_passes_and_optimizer(saves: bool, inside: bool) -> None:
     now = [0.0]
 
     def ticks(seconds: float) -> None:

@@ -23,7 +23,7 @@ def test_ranks_measure_one_another(tmp_path: Path) -> None:
     assert "qsgd8" in first["ways"]
 
 
-def test_ranks_find_a_plan_train_under_a_guard_and_plan_anew(tmp_path: Path) -> None:
+def test_ranks_plan_train_and_replan(tmp_path: Path) -> None:
     first, second = ranks.results(
         "trained", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo"
     )

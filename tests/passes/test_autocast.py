@@ -99,9 +99,7 @@ def _precisions(
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
-def test_automatic_precision_computes_what_autocast_does(
-    make: type[nn.Module], ambient: torch.dtype
-) -> None:
+def test_default_precision_equals_autocast(make: type[nn.Module], ambient: torch.dtype) -> None:
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     found = _step(compiled(model, emulate_unsupported=True), x, ambient)
     wanted = _step(_torch(plain), x, ambient)
@@ -165,7 +163,7 @@ def _without_regions(model: nn.Module, x: Tensor) -> Tensor:
     return model.after(torch.tanh(model.island(x)))
 
 
-def test_an_island_gives_way_to_an_explicit_choice_only() -> None:
+def test_autocast_island_yields_only_to_explicit_choices() -> None:
     model, x = build(Inside), torch.randn(8, 16)
     uniform = _precisions(model, x, None, precision="int8")
     assert uniform == {f"{name}/linear": "int8" for name in ("before", "region", "after")} | {
@@ -233,7 +231,7 @@ def test_a_checkpointed_region_under_autocast() -> None:
     assert_equal(gradients(model), gradients(plain))
 
 
-def test_what_autocast_does_inside_an_operator() -> None:
+def test_autocast_inside_an_operator() -> None:
     """`bilinear` is composed of others: autocast lowers values that only it sees."""
 
     class Bilinear(nn.Module):

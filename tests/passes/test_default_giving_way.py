@@ -50,7 +50,7 @@ def perceptron(width: int) -> nn.Module:
     )
 
 
-def test_a_small_model_is_in_fp32_and_says_why() -> None:
+def test_small_model_is_in_fp32_with_a_reason() -> None:
     layers = found(perceptron(16), torch.randn(8, 16))
     assert {fmt for fmt, _ in layers.values()} == {"fp32"}
     default = "no precision was requested, and this is the default of the device"
@@ -63,7 +63,7 @@ def test_a_small_model_is_in_fp32_and_says_why() -> None:
     )
 
 
-def test_a_large_one_is_in_bf16() -> None:
+def test_large_model_is_in_bf16() -> None:
     assert ROWS * WIDE * WIDE >= cpu_kernels.ENOUGH_WORK[16] > ROWS * WIDE * 16
     assert set(formats(perceptron(WIDE), torch.randn(ROWS, WIDE)).values()) == {"bf16"}
 
@@ -76,7 +76,7 @@ def test_a_large_one_is_in_bf16() -> None:
         {"plan": qsync_fx.Plan("bf16")},
     ],
 )
-def test_what_is_asked_for_stays(asked: dict[str, Any]) -> None:
+def test_requested_precision_is_preserved(asked: dict[str, Any]) -> None:
     assert set(formats(perceptron(16), torch.randn(8, 16), **asked).values()) == {"bf16"}
 
 
@@ -95,7 +95,7 @@ def test_a_region_of_the_model_stays() -> None:
     assert layers["inside"] == "bf16" and layers["outside"] == "fp32"
 
 
-def test_one_row_is_in_fp32_however_large() -> None:
+def test_single_row_is_in_fp32_at_any_size() -> None:
     ((fmt, reason),) = found(nn.Linear(2048, 2048), torch.randn(1, 2048)).values()
     assert fmt == "fp32" and "1 x 2048 x 2048 is one row" in reason
 
@@ -151,7 +151,7 @@ class Gated(nn.Module):
         return found
 
 
-def test_a_small_gate_makes_nothing_large_wide() -> None:
+def test_small_gate_does_not_widen_large_layers() -> None:
     layers = found(Gated(), torch.randn(8, ROWS // 8, WIDE))
     assert {name: fmt for name, (fmt, _) in layers.items() if not name.startswith("/")} == {
         **dict.fromkeys(("body", "norm", "excite", "tail"), "bf16"),
@@ -188,7 +188,7 @@ class Words(nn.Module):
         return found
 
 
-def test_what_has_no_weight_goes_with_what_is_around_it() -> None:
+def test_products_without_a_weight_follow_their_neighbours() -> None:
     ids = torch.randint(100, (4, 32))
     small = found(Words(16, 100), ids)
     assert {fmt for _, (fmt, _) in small.items()} == {"fp32"}
@@ -214,7 +214,7 @@ def test_it_trains_as_in_fp32() -> None:
         assert one is not None and other is not None and torch.equal(one, other)
 
 
-def test_checkpointed_layers_are_decided_alike() -> None:
+def test_checkpointed_layers_get_equal_formats() -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):

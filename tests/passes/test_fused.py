@@ -155,7 +155,7 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
 
 
 @tiers.ALL
-def test_layers_that_get_nested_tensors_are_told_of() -> None:
+def test_layers_with_nested_tensors_are_reported() -> None:
     model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
     given, advice = masks(True, False, True), "make it with enable_nested_tensor=False"
     run = compiled(model, precision="bf16")

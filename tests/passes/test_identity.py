@@ -243,7 +243,7 @@ def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> N
         assert found == wanted
 
 
-def test_each_layer_follows_its_own_plan_though_dynamo_would_share_the_code() -> None:
+def test_layers_with_shared_code_follow_separate_plans() -> None:
     plan = Plan("fp32", patterns=[("one", "int8"), ("two.second", "bf16")])
     x = torch.randn(4, 16)
     found = precisions(Breaking("layer"), x, plan=plan)
@@ -255,7 +255,7 @@ def test_each_layer_follows_its_own_plan_though_dynamo_would_share_the_code() ->
     assert 1e-5 < error < 0.01
 
 
-def test_layers_share_code_where_the_plan_is_one_for_all() -> None:
+def test_layers_with_one_plan_share_code() -> None:
     backend, x = Counting(), torch.randn(4, 16)
     model = backend.compile(build(lambda: Breaking("layer")), precision="int8")
     model(x.requires_grad_()).sum().backward()
@@ -268,7 +268,7 @@ def test_layers_share_code_where_the_plan_is_one_for_all() -> None:
 
 
 @tiers.ALL
-def test_more_layers_than_dynamo_keeps_code_for() -> None:
+def test_more_layers_than_the_recompile_limit() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -187,7 +187,7 @@ def test_values_that_autograd_does_not_see(forward: Forward) -> None:
         assert relative_error(ours[1], theirs[1]) <= bound
 
 
-def test_eager_keeps_what_data_means_for_autograd() -> None:
+def test_eager_preserves_detached_data() -> None:
     """A write to `.data` is none for autograd, while one to what `detach` gives makes it refuse the backward pass."""
 
     def through_data(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
         assert text.count(cast) == 1
 
 
-def test_a_write_ends_the_sharing_of_what_it_may_alias_and_no_more() -> None:
+def test_write_ends_sharing_of_aliased_casts_only() -> None:
     """A batch norm writes its statistics and counts its batches, between the two readers of the block's input."""
 
     class Block(nn.Module):

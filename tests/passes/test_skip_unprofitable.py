@@ -91,7 +91,7 @@ def found(
         return layers_of(explained(**options))
 
 
-def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_gain_run_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         ROWS * 1024 * 2
         < cpu_kernels.ENOUGH_WORK[16]
@@ -144,7 +144,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     assert {fmt for name, (fmt, _) in layers.items() if name != "large"} == {"fp32"}
 
 
-def test_what_the_option_would_leave_wider_is_said_without_it(
+def test_unprofitable_operators_are_reported_without_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = (
@@ -183,7 +183,7 @@ def test_what_the_option_would_leave_wider_is_said_without_it(
     assert "not faster here" not in str(held), "what the model holds stays"
 
 
-def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(
+def test_named_operators_follow_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = Plan("int8", patterns=[("thin", "int8")], operators={"small/linear": "int8"})
@@ -194,7 +194,7 @@ def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(
         assert {fmt for fmt, _ in found(unit, monkeypatch, precision="int8").values()} == {"int8"}
 
 
-def test_what_the_model_holds_stays() -> None:
+def test_dtype_of_the_model_is_preserved() -> None:
     """Of two formats that it could run in, one is that of the model, which is not to be converted."""
     held = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
@@ -240,9 +240,7 @@ class OnGpu(nn.Module):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
-def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
-    scaling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_gpu_product_is_not_quantized(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the choice of kernels leaves to a wider unit is asked before casts stand in the graph, and named in the report."""
     # What is large there takes long here.
     monkeypatch.setattr(select, "ENOUGH_WORK", 256**3)
@@ -292,7 +290,7 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     )
 
 
-def test_what_was_measured_on_a_gpu_decides_there() -> None:
+def test_tuning_table_decides_on_a_gpu() -> None:
     """A table in which BF16 is as fast for one product leaves it out, though it is large; one in which INT8 wins keeps what is small."""
     # What reads the layer lets it give out BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
@@ -317,7 +315,7 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
     )
 
 
-def test_nothing_is_measured_with_it() -> None:
+def test_measure_rejects_the_option() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
 

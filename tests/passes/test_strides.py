@@ -173,9 +173,7 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "fmt", "inner_backend"), cases())
-def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(
-    name: str, fmt: str, inner_backend: str
-) -> None:
+def test_views_after_rewritten_nodes_equal_eager(name: str, fmt: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     x, function, weights = MODELS[name]()
     model = Calling(function, *weights)
@@ -330,7 +328,7 @@ def test_in_order_copies_only_what_has_other_strides() -> None:
     )
 
 
-def test_what_is_not_dense_has_no_order() -> None:
+def test_non_dense_tensors_have_no_order() -> None:
     x = torch.randn(4, 6)
     assert memory_order(x.t()) == [1, 0]
     assert memory_order(x[:, ::2]) is None and memory_order(x[:1].expand(4, 6)) is None

@@ -69,6 +69,6 @@ def test_lists_and_loaders_of_batches() -> None:
         first_batch([])
 
 
-def test_one_list_is_measured() -> None:
+def test_single_batch_list_is_measured() -> None:
     step = Counted()
     assert quick(layer(), step, repeats=1).runs and step.calls

@@ -31,7 +31,7 @@ def busy() -> None:
         pass
 
 
-def test_what_another_thread_of_this_process_computes_is_no_part_of_a_step() -> None:
+def test_other_threads_do_not_count_to_a_step() -> None:
     clock = clock_for(1)
     process, own = time.process_time(), clock()
     other = threading.Thread(target=busy)

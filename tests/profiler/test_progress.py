@@ -46,7 +46,7 @@ def test_a_log_has_a_line_now_and_then(
     ]
 
 
-def test_nothing_is_shown_of_what_is_quick_or_is_to_be_silent(
+def test_quick_or_silent_work_shows_no_progress(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with shown.progress("measuring", 2) as advance:
@@ -95,5 +95,5 @@ with progress("measuring [m]", 3) as advance:
         (5000, "1.4 hours"),
     ],
 )
-def test_seconds_are_said_roughly(seconds: float, words: str) -> None:
+def test_remaining_seconds_are_rounded(seconds: float, words: str) -> None:
     assert roughly(seconds) == words

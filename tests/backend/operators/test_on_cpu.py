@@ -61,7 +61,7 @@ def test_sums_beyond_int32_are_the_references() -> None:
     )
 
 
-def test_transposed_matrix_passes_gradcheck() -> None:
+def test_transposed_matrix_passes_opcheck() -> None:
     a, b = torch.ones(5, 16, dtype=torch.int8), torch.ones(7, 16, dtype=torch.int8)
     given = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False, True
     torch.library.opcheck(torch.ops.qsync.gemm.default, given)

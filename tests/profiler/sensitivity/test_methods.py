@@ -22,7 +22,7 @@ def half_square(model: Any, batch: Tensor) -> Tensor:
 
 
 @tiers.ALL
-def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
+def test_gradients_of_one_layer_equal_the_closed_form() -> None:
     """The mean square of a linear layer: H and J are constants, so that every term can be written down."""
     layer = nn.Linear(24, 8, bias=False)
     x = torch.randn(40, 24)
@@ -44,7 +44,7 @@ def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
 
 
 @tiers.ALL
-def test_hessian_finds_the_largest_eigenvalue() -> None:
+def test_hessian_gives_the_largest_eigenvalue() -> None:
     layer = nn.Linear(6, 1, bias=False)
     x = torch.randn(50, 6)
     (found,) = several(layer, half_square, [x], ["hessian"], ["int8"], steps=12, fraction=1.0)
