@@ -335,7 +335,7 @@ def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
     assert (
         f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands' in told
     )
-    assert "do:    upgrade quiet-package, or uninstall it" in told
+    assert "do:    upgrade or uninstall quiet-package" in told
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0

@@ -164,7 +164,7 @@ def test_exception_of_user_code_is_not_caught() -> None:
         ),
         (
             ["--plan", "whole.json"],
-            "the pattern 'heads' selects none of the 2 operators",
+            "the pattern 'heads' selects none of the 2 adjustable operators",
             "nearest: head",
         ),
         (["--pass", "none"], "no installed package offers a pass 'none'", "install one"),

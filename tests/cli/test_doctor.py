@@ -161,7 +161,7 @@ def test_invalid_cpu_isa_is_reported_last_and_sets_the_exit_status() -> None:
     assert done.returncode == 2
     assert "no path 'quantum'" in done.stderr and "QSYNC_CPU_ISA" in done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("int8 "))
-    assert "QSYNC_CPU_ISA is wrong" in row and "native" not in row.replace("native module", "")
+    assert "QSYNC_CPU_ISA is invalid" in row and "native" not in row.replace("native module", "")
     assert "threads for this process, kernels use 1" in done.stdout, (
         "OMP_NUM_THREADS is what they go by"
     )

@@ -141,7 +141,7 @@ WRONG = {
     ),
     "--arch sm_80 --jobs 0 --model model_of_kernels_test:tiny --precision int8": (
         "compilers cannot be 0",
-        "from 1",
+        "at least 1",
     ),
 }
 

@@ -219,4 +219,4 @@ def test_wrong_results_are_detected(break_it: Callable[[torch.Tensor], torch.Ten
     given = event_timer.operands(problem, torch.device("cpu"))
     right = event_timer.peer(problem, given)()
     assert event_timer.differs(problem, right, given) == ""
-    assert "off by" in event_timer.differs(problem, break_it(right), given)
+    assert "its largest error is" in event_timer.differs(problem, break_it(right), given)
