@@ -53,7 +53,7 @@ def imported_names(path: Path) -> set[str]:
     return {alias.name for node in nodes if node.module == "os" for alias in node.names}
 
 
-def test_no_file_but_the_table_names_formats_one_by_one() -> None:
+def test_only_the_table_lists_formats() -> None:
     """FP32 and FP64 are what models are written in, so much speaks of them. A narrower format is named where nothing else can be."""
     narrow = {fmt.name for fmt in FORMATS.values() if fmt.bits < 32}
     # Which units multiply which formats, and by what instruction, is what the files in backend/cuda are about.
@@ -72,7 +72,7 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     assert named["qsync_fx/graph/fx_utils.py"] == {"bf16"}
 
 
-def test_no_file_but_the_table_names_types_one_by_one() -> None:
+def test_only_the_table_lists_dtypes() -> None:
     narrow = {str(fmt.dtype) for fmt in FORMATS.values() if fmt.dtype.itemsize < 4}
     named = {
         name
@@ -107,16 +107,16 @@ def test_no_pass_names_an_operator() -> None:
             assert not attributes(path) & called, name
 
 
-def test_what_takes_scaled_formats_has_a_row_and_a_lowering() -> None:
+def test_operators_with_scaled_formats_have_a_row_and_a_lowering() -> None:
     assert {row.name for row in table().values() if row.may_scale} == set(lowerings())
 
 
-def test_one_file_a_pass() -> None:
+def test_each_pass_has_one_file() -> None:
     for step in pipeline(Options(), lowerings()):
         assert type(step).__module__ == f"qsync_fx.passes.{step.name}"
 
 
-def test_one_file_reads_environment_variables() -> None:
+def test_single_file_reads_environment_variables() -> None:
     names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
     readers = {
         name
@@ -199,7 +199,7 @@ FACADES = ("qsync_fx", "qsync_fx.passes", "qsync_fx.backend")
 """Packages whose __init__ re-exports names of any layer."""
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_follow_the_layers() -> None:
     for module, path in MODULES.items():
         if module in FACADES:
             continue
@@ -239,7 +239,7 @@ def test_siblings_are_loaded_without_cycles() -> None:
         assert nx.is_directed_acyclic_graph(graph), (folder, nx.find_cycle(graph))
 
 
-def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
+def test_imports_of_every_kind_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         "import importlib\n"
@@ -261,7 +261,7 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
     assert imported_modules(path, deferred=False) == set()
 
 
-def test_the_page_on_architecture_tells_the_layers() -> None:
+def test_architecture_page_lists_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     told = [
         re.findall(r"`([\w.]+)`", line)

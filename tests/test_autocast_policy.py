@@ -125,7 +125,7 @@ def may_change(target: torch._ops.OpOverload) -> bool:
 
 
 @tiers.ALL
-def test_cpu_policy_gives_what_autocast_gives() -> None:
+def test_cpu_policy_equals_autocast() -> None:
     wrong: set[str] = set()
     reached: set[str] = set()
     for call in (*calls(2), *EXTRA):
@@ -157,7 +157,7 @@ def test_cpu_policy_gives_what_autocast_gives() -> None:
     assert declared - reached == UNREACHED
 
 
-def test_inside_is_kept_for_what_no_conversion_of_arguments_gives() -> None:
+def test_inside_policy_is_limited_to_unconvertible_operators() -> None:
     """An operator is "inside" only if converting its arguments fails for some sample, whichever of the ways is taken."""
     lower, ways = torch.bfloat16, ("lower", "fp32", None)
     cells = (
@@ -234,7 +234,7 @@ def test_cuda_policy_gives_the_types_that_autocast_gives() -> None:
     } <= reached
 
 
-def test_cuda_lists_are_those_of_the_header() -> None:
+def test_cuda_lists_equal_the_header() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text().replace("\\\n", " ")
 

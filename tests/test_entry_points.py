@@ -257,7 +257,7 @@ def test_a_lowering_without_a_row(install: Install) -> None:
     assert caught.value.where == "quiet_package:rowless of the package quiet-package"
 
 
-def test_two_packages_with_a_pass_of_one_name(install: Install) -> None:
+def test_two_packages_with_a_pass_of_equal_name(install: Install) -> None:
     install("qsync_fx.passes", "quiet")
     install("qsync_fx.passes", "quiet", package="other-package")
     with pytest.raises(
@@ -274,7 +274,7 @@ def test_a_pass_that_no_package_offers(install: Install) -> None:
     assert caught.value.do == "did you mean 'quite'? known: quite"
 
 
-def test_the_command_tells_it_in_three_lines(
+def test_command_reports_the_error_in_three_lines(
     install: Install,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +324,7 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
+def test_broken_command_names_its_package_and_does_not_affect_others(
     value: str, code: str, what: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("qsync_fx.commands", value, name="count", code=code)
@@ -347,7 +347,7 @@ def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
     ("name", "where"),
     [("count", "the package other-package"), ("doctor", "qsync_fx.cli.commands.doctor")],
 )
-def test_two_commands_of_one_name(
+def test_two_commands_of_equal_name(
     name: str, where: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("qsync_fx.commands", "counting", name=name, code=COMMAND)

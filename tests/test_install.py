@@ -95,7 +95,7 @@ def distribution(target: Path) -> Distribution:
 
 
 @tiers.ALL
-def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path) -> None:
+def test_wheel_contains_only_the_package(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {
         "qsync_fx",
@@ -128,7 +128,7 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
 
 
 @tiers.ALL
-def test_the_wheel_says_what_it_is(installed: Path) -> None:
+def test_wheel_metadata(installed: Path) -> None:
     package = distribution(installed)
     assert package.name == "qsync-fx"
     assert package.version == qsync_fx.__version__
@@ -194,7 +194,7 @@ def test_the_wheel_compiles_cuda_kernels(
 
 
 @tiers.ALL
-def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
+def test_editable_install_finds_new_files(tree: Path, wheel: Path) -> None:
     # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After `wheel`, whose build it shares.
     target = tree.parent / "editable place"
     build = "import sys; from scikit_build_core.build import build_editable; print(build_editable(sys.argv[1]))"

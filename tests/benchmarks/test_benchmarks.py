@@ -57,12 +57,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", ["fleets", "fig6"])
-def test_results_of_fleets_tell_the_origin_of_their_variances(name: str) -> None:
+def test_fleet_results_name_the_source_of_their_variances(name: str) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert results["note"] == fleets.VARIANCES
 
 
-def test_what_stands_for_others_runs_itself() -> None:
+def test_representative_cases_run() -> None:
     assert MORE_OF_A_KIND.keys() <= set(SCRIPTS.values())
     assert set(MORE_OF_A_KIND.values()) <= set(SCRIPTS.values()) - MORE_OF_A_KIND.keys()
 

@@ -33,7 +33,7 @@ def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make smoke-gpu")
-def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(
+def test_smoke_reports_a_missing_gpu_before_installing_packages(
     tmp_path: Path,
 ) -> None:
     done = ran("make", "smoke-gpu", f"GPU_PYTHON={sys.executable}", f"GPU_OUT={tmp_path}")
@@ -41,7 +41,7 @@ def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(
     assert "nothing was tested" in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_smoke_knows_what_else_the_packages_that_it_brings_require(tmp_path: Path) -> None:
+def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
     """It installs them without what they require, as pip would put another numpy in front of the machine's."""
     site = tmp_path / "site"
     requires = {
@@ -98,7 +98,7 @@ def test_the_notebook_runs_the_same_script() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")
 @pytest.mark.parametrize("target", ["test-gpu", pytest.param("bench-gpu", marks=tiers.ALL)])
-def test_make_says_that_there_is_no_gpu(target: str) -> None:
+def test_make_reports_a_missing_gpu(target: str) -> None:
     done = ran("make", target, f"GPU_PYTHON={sys.executable}")
     assert done.returncode and "no GPU: nothing was tested or measured" in done.stderr
 

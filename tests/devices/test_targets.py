@@ -58,7 +58,7 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
+def test_format_support_is_one_row_per_device(target: str) -> None:
     with on_a(target):
         old = TARGETS[target] < (8, 0)
         for name, fmt in FORMATS.items():
@@ -72,7 +72,7 @@ def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
     assert row_on(CPU, FORMATS["int8"]) is FORMATS["int8"]
 
 
-def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() -> None:
+def test_bf16_is_substituted_by_fp16_or_an_error_if_exact() -> None:
     explanation = qsync_fx.explain(
         Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4"}
     )
@@ -88,7 +88,7 @@ def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() 
 
 
 @pytest.mark.parametrize("target", ["v100", "t4", "a100"])
-def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> None:
+def test_explain_shows_the_graph_of_an_absent_device(target: str) -> None:
     model, x = Convolutional(), torch.randn(2, 1, 8, 8)
     explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
     text, old = explanation.graph("lower"), target != "a100"
@@ -110,7 +110,7 @@ def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> N
     )
 
 
-def test_compiling_for_another_device_than_the_one_at_hand_is_an_error() -> None:
+def test_compilation_for_an_absent_device_is_an_error() -> None:
     model = torch.compile(
         Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"}
     )
@@ -244,7 +244,7 @@ def test_no_format_that_the_device_does_not_compile_is_put_in() -> None:
 
 
 @pytest.mark.usefixtures("believing")
-def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_without() -> None:
+def test_skipped_graph_is_an_error_only_with_a_plan() -> None:
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     with on_a("t4"):
         planned = torch.compile(
@@ -259,7 +259,7 @@ def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_witho
             assert unplanned(x).dtype is torch.bfloat16
 
 
-def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
+def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
     """What a layer asks kernels for is found on tensors without values, which lie on no device of their own."""
     model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
@@ -269,7 +269,7 @@ def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
         assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
 
 
-def test_support_says_in_what_an_old_device_carries() -> None:
+def test_support_names_the_emulation_dtype_of_old_devices() -> None:
     with on_a("v100"):
         assert "computed in fp16" in support(CPU, FORMATS["int8"]).reason
         assert "computed in fp32" in support(CPU, FORMATS["fp8"]).reason

@@ -120,7 +120,7 @@ def test_a_forward_that_dynamo_gives_up_on() -> None:
     assert uncovered(model) == {"first": "skipped", "second": "skipped"}
 
 
-def test_each_reason_is_given_to_the_modules_it_holds_for() -> None:
+def test_each_reason_lists_its_modules() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -223,7 +223,7 @@ def test_a_sparse_tensor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "rnn", "hook"])
-def test_nothing_is_warned_of_where_nobody_gave_a_plan(kind: str) -> None:
+def test_no_warning_without_a_plan(kind: str) -> None:
     x: tuple[Tensor, ...] = (torch.randn(4, 16),)
     model: nn.Module = Plain()
     if kind == "sparse":

@@ -62,7 +62,7 @@ def _of_zoo(name: str) -> tuple[tuple[nn.Module, tuple[Any, ...]], dict[str, Any
         *OWN,
     ],
 )
-def test_it_is_what_explaining_afresh_says(name: str) -> None:
+def test_replan_equals_a_new_explanation(name: str) -> None:
     torch.manual_seed(0)
     (model, inputs), named = (OWN[name](), {}) if name in OWN else _of_zoo(name)
     first = qsync_fx.explain(model, *inputs, **named)

@@ -46,7 +46,7 @@ def test_both_ranks_end_with_the_same_weights_that_have_learned_something(demo: 
     assert finished.stderr == ""
 
 
-def test_each_rank_ran_its_own_plan_and_explains_it(demo: Any) -> None:
+def test_each_rank_runs_and_explains_its_plan(demo: Any) -> None:
     finished, output = demo
     explained = [(output / f"explain-rank{rank}.txt").read_text() for rank in (0, 1)]
     assert "17 adjustable operators: 17 in fp32" in explained[0]

@@ -35,7 +35,7 @@ def example() -> Iterator[Any]:
             sys.modules.pop(path.stem, None)
 
 
-def test_the_digest_sees_a_single_bit(example: Any) -> None:
+def test_digest_detects_a_single_bit(example: Any) -> None:
     model = example("models").ResNet(10)
     digest = example("training").digest
     before = digest(model)

@@ -44,7 +44,7 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
         ),
     ],
 )
-def test_wrong_arguments_are_told_before_a_process_starts(
+def test_invalid_arguments_are_reported_before_a_process_starts(
     option: str, value: str, tmp_path: Path
 ) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
@@ -58,7 +58,7 @@ def test_wrong_arguments_are_told_before_a_process_starts(
     assert not list(tmp_path.glob("out/*.log"))
 
 
-def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
+def test_missing_package_names_the_setup_command(tmp_path: Path) -> None:
     finished = run(*DIGITS, output=tmp_path, python=("-S",))
     assert (
         finished.returncode == 2

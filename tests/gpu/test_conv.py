@@ -83,7 +83,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 @pytest.mark.parametrize("fmt", kit.each_of("int8", "bf16", "fp16", "tf32"))
 @pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("channels", [(64, 128), (3, 20)])
-def test_the_operator_takes_any_channels_and_layout(
+def test_operator_supports_any_channels_and_layout(
     fmt: str, operation: str, channels: tuple[int, int]
 ) -> None:
     """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting between two multiples of 16 bytes."""

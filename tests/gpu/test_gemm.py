@@ -58,7 +58,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 
 
 @each
-def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
+def test_nonfinite_values_stay_in_their_rows(config: KernelConfig) -> None:
     library = kit.library(kernel_registry.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[1]
     a, b = operands(config, m, n, k, draw=kit.whole_numbers)
@@ -104,7 +104,7 @@ def test_the_largest_values(config: KernelConfig) -> None:
     assert (near | (found.isinf() & (want > 0.99 * limit))).all()
 
 
-def test_the_tuner_s_own_check_of_results_agrees() -> None:
+def test_tuner_check_accepts_the_results() -> None:
     """What keeps a wrong kernel from winning (`peers.differs`) says of a right one that it is, and of another that it is not."""
     fmt = "fp16" if kit.lacks("bf16") else "bf16"
     config = next(config for config in CONFIGS if config.a == fmt)
@@ -139,7 +139,7 @@ def asked() -> list[GemmProblem]:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_operator_takes_any_size(fmt: str, size: tuple[int, int, int]) -> None:
+def test_operator_supports_any_size(fmt: str, size: tuple[int, int, int]) -> None:
     """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it says what is right."""
     from qsync_fx.backend.operators.gemm.gemm import gemm
 

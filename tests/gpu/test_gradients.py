@@ -51,7 +51,7 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}"
 )
-def test_bytes_and_values_are_those_of_the_cpu(
+def test_bytes_and_values_equal_the_cpu(
     codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_kernels, "_failed", [] if how == "fused" else ["told so by a test"])
@@ -69,9 +69,7 @@ def test_bytes_and_values_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)
-def test_gradients_come_to_what_they_do_on_the_cpu(
-    devices: tuple[str, str], tmp_path: Path
-) -> None:
+def test_gradients_equal_the_cpu(devices: tuple[str, str], tmp_path: Path) -> None:
     job: dict[str, Any] = {"script": "compressed_rank.py", "seconds": 120, "forked": False}
     names = ["qsgd8", "qsgd2", "1bit*", "1bit", "bf16", "aqgb16"]
     expected = ranks.results(

@@ -57,7 +57,7 @@ def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int
 
 
 @pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
-def test_a_quantized_activation_is_kept_at_one_byte_a_value(tmp_path: Path) -> None:
+def test_quantized_activation_is_saved_in_one_byte_per_value(tmp_path: Path) -> None:
     x = torch.randn(BATCH, WIDTH, device=kit.DEVICE)
     with models.kernels_win(asked(), kit.arch(), tmp_path):
         (int8, int8_peak), (bf16, bf16_peak) = (
@@ -79,7 +79,7 @@ def test_bert_trains_in_less_memory_than_in_bf16() -> None:
     assert peaks["int8"] < peaks["bf16"], peaks
 
 
-def test_workspace_and_operands_are_given_back() -> None:
+def test_workspace_and_operands_are_released() -> None:
     """A thousand calls take no more memory than ten."""
     from qsync_fx.backend.operators.gemm.gemm import gemm
     from qsync_fx.backend.operators.quantize import quantize

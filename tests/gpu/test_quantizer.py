@@ -173,7 +173,7 @@ def test_unbiased(fmt: str) -> None:
     assert float(below.mean()) < -10 * abs(float(mean.mean()))
 
 
-def test_streams_and_seeds_are_told_apart() -> None:
+def test_streams_and_seeds_are_distinct() -> None:
     x = torch.rand(256, 256, device=kit.DEVICE)
     found = [
         quantize(x, seed(s), stream, "int8", "stochastic", ())[0]

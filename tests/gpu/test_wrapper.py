@@ -100,7 +100,7 @@ def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
+def test_custom_stream(fmt: str, tmp_path: Path) -> None:
     """Kernels wait for what is before them on the current stream: here something slow that makes their operands."""
     a, b, scale, bias = operands(fmt, SIZES[0])
     with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
@@ -117,7 +117,7 @@ def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
         assert_right(found, fmt, a, b, scale, bias)
 
 
-def test_the_quantizer_on_a_stream_of_one_s_own() -> None:
+def test_quantizer_on_a_custom_stream() -> None:
     x, seed = (
         torch.randn(512, 512, device=kit.DEVICE),
         torch.zeros(1, dtype=torch.int64, device=kit.DEVICE),
@@ -175,7 +175,7 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here: this needs two")
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
+def test_tensors_on_a_device_other_than_the_current_one(fmt: str) -> None:
     a, b, scale, bias = (t.to("cuda:1") for t in operands(fmt, SIZES[0]))
     with torch.cuda.device(0):
         found = call(fmt, a, b, scale, bias)
@@ -186,7 +186,7 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
     assert_right(found, fmt, a, b, scale, bias)
 
 
-def test_explain_says_what_runs(tmp_path: Path) -> None:
+def test_explain_names_the_kernels(tmp_path: Path) -> None:
     from qsync_fx.diagnostics import explain
 
     model = torch.nn.Sequential(

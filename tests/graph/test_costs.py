@@ -56,7 +56,7 @@ def costs(draw: st.DrawFn) -> Cost:
 
 
 @given(st.lists(costs(), max_size=4))
-def test_costs_add_up_in_any_order_and_what_is_kept_counts_once(parts: list[Cost]) -> None:
+def test_costs_add_up_in_any_order_and_saved_tensors_count_once(parts: list[Cost]) -> None:
     total = sum(parts, start=Cost())
     assert total == sum(reversed(parts), start=Cost())
     assert total.flops == sum((part.flops for part in parts), start=0)
@@ -102,7 +102,7 @@ def total(explanation: Explanation) -> Cost:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_casts_are_foreseen(name: str, precision: str) -> None:
+def test_casts_are_predicted(name: str, precision: str) -> None:
     """The casts that costs are charged for are those that the passes insert: as many, between the same formats."""
     *_, explanation = explained(name, precision)
     for part in explanation.graphs:
@@ -126,7 +126,7 @@ class ReadsOtherwise(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16", "int8", "fp8"])
-def test_casts_are_foreseen_where_operands_differ(precision: str) -> None:
+def test_casts_of_different_operands_are_predicted(precision: str) -> None:
     explanation = qsync_fx.explain(
         ReadsOtherwise(), torch.randn(4, 8), options={"precision": precision}
     )
@@ -160,7 +160,7 @@ def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit"])
-def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> None:
+def test_saved_bytes_equal_autograd(name: str, precision: str) -> None:
     """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode, and narrow where they are compiled."""
     model, _, explanation = explained(name, precision, wanted=True)
     (part,) = explanation.graphs
@@ -208,7 +208,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: bool) -> None:
+def test_attention_dropout_saves_weights_without_a_fused_kernel(named: bool) -> None:
     """A GPU's fused kernel keeps its result and a number a row, and draws again what it dropped."""
     shape, mask = (2, 3, 16, 8), torch.ones(2, 1, 1, 16, dtype=torch.bool)
     given = [torch.randn(shape, requires_grad=True) for _ in range(3)]
@@ -245,7 +245,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit", "gpt2"])
-def test_operations_are_those_that_torch_counts(name: str) -> None:
+def test_operations_equal_the_flop_counter(name: str) -> None:
     model, inputs, explanation = explained(name, "fp32")
     cost = total(explanation)
     attention = [
@@ -306,7 +306,7 @@ def test_another_batch_needs_no_new_trace() -> None:
             ), op.id
 
 
-def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
+def test_inference_mode_saves_no_tensors() -> None:
     """A region of inference mode costs the same as one of no_grad, and recording resumes after it."""
 
     class Model(nn.Module):

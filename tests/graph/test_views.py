@@ -149,7 +149,7 @@ def test_views_outlive_a_graph_break() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_a_view_of_a_cast_that_goes_stale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_view_of_a_cast_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits are read through a cast, and written to afterwards: no pass makes that right, so the verifier has to find it."""
 
     def model(x: Tensor) -> Tensor:

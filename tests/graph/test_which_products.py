@@ -55,7 +55,7 @@ def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> q
         ),
     ],
 )
-def test_what_only_moves_or_converts_a_parameter_is_a_weight(
+def test_moved_or_converted_parameter_is_a_weight(
     product: Callable[..., Tensor],
 ) -> None:
     found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
@@ -79,9 +79,7 @@ def test_what_only_moves_or_converts_a_parameter_is_a_weight(
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_any_other_product_says_what_it_is(
-    product: Callable[..., Tensor], row: str, says: str
-) -> None:
+def test_other_products_have_a_reason(product: Callable[..., Tensor], row: str, says: str) -> None:
     found = explained(product, torch.randn(7, 7, requires_grad=True))
     (operator,) = [op for op in found.operators if op.kind == "adjustable"]
     assert row in operator.row.reason and says in operator.reason
@@ -139,7 +137,7 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
 
 @tiers.ALL
 @pytest.mark.filterwarnings("ignore")
-def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
+def test_transformers_products_with_parameters_are_int8() -> None:
     """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
     import transformers
 

@@ -97,7 +97,7 @@ class TestWrites:
 
         assert_as_eager(model, whole(4, 4).requires_grad_())
 
-    def test_by_an_operator_that_is_given_where_to(self) -> None:
+    def test_write_by_an_out_operator(self) -> None:
         def model(x: Tensor) -> Any:
             with torch.no_grad():
                 y = product(x)

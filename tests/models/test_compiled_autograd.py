@@ -97,7 +97,7 @@ def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor
     [(Perceptron, no_hook), (Perceptron, full_hooks), (Perceptron, pre_hooks), (Hooking, no_hook)],
     ids=["plain", "full", "pre", "value"],
 )
-def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
+def test_hooks_under_compiled_autograd_equal_torch(
     make: Callable[[], nn.Module], prepare: Prepare
 ) -> None:
     plain = build(make)
@@ -139,7 +139,7 @@ def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
         assert relative_error(found[1], found[0]) < 1e-5
 
 
-def test_a_backward_pass_in_an_autocast_region_keeps_its_formats() -> None:
+def test_backward_in_an_autocast_region_preserves_formats() -> None:
     found = []
     for region in (False, True):
         torch._dynamo.reset()

@@ -144,7 +144,7 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
             assert_equal(found, exact)
 
 
-def test_an_output_in_float8_keeps_its_type() -> None:
+def test_float8_output_preserves_its_dtype() -> None:
     def forward(model: Storing, x: Tensor) -> Tensor:
         return model.first(x).to(E5M2)
 
@@ -161,7 +161,7 @@ def test_autocast_regions_convert_float8_as_autocast_does() -> None:
     assert torch.equal(compiled(model)(x), model(x))
 
 
-def test_the_report_shows_what_is_stored_in_float8() -> None:
+def test_report_shows_float8_storage() -> None:
     explanation = qsync_fx.explain(
         Storing(there_and_back), torch.randn(4, 16), options={"precision": "int8"}
     )

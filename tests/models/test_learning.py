@@ -83,7 +83,7 @@ class TestGradScaler:
             {"precision": "fp8"},
         ],
     )
-    def test_takes_steps_and_unscales(self, options: dict[str, Any]) -> None:
+    def test_training_steps_with_unscaled_gradients(self, options: dict[str, Any]) -> None:
         model, plain, x = build(Perceptron), build(Perceptron), torch.randn(16, 16)
         assert self._step(model, compiled(model, **options), x, 1024.0) == (True, 1024.0)
         self._step(plain, plain, x, 1.0)

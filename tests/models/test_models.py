@@ -164,7 +164,7 @@ def is_parameter(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))
-def test_a_narrow_format_costs_what_it_should(case: Case, precision: str) -> None:
+def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> None:
     model, inputs = make(case)
     with Products() as called:
         loss, exact = train(model, model, inputs)
@@ -229,7 +229,7 @@ def assert_planned(notes: Notes, precision: str, called: int) -> None:
     assert with_weight == called > 0
 
 
-def test_what_is_recomputed_is_rounded_as_it_was() -> None:
+def test_recomputation_repeats_the_rounding() -> None:
     """A layer of one input and one output: y = x.w in INT8, so that grad_w = c x and grad_x = c w tell what x and w were rounded to.
 
     If the backward pass drew its random numbers anew, it would differentiate another function than the one that was computed.

@@ -88,7 +88,9 @@ MODELS = [(make, dtype) for make in (Attending, Convolving) for dtype in (HALF, 
 
 
 @pytest.mark.parametrize(("make", "dtype"), MODELS)
-def test_what_a_model_holds_stays(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+def test_dtypes_of_the_model_are_preserved(
+    make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
     plain = kept(make, dtype)
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
     own = (
@@ -124,7 +126,7 @@ def test_each_part_of_a_mixed_model_stays() -> None:
 
 
 @pytest.mark.parametrize("inner_backend", ["eager", pytest.param("inductor", marks=tiers.ALL)])
-def test_half_stays_half_whatever_compiles_it(inner_backend: str) -> None:
+def test_half_models_stay_half_with_any_compiler(inner_backend: str) -> None:
     plain, model = kept(Attending, HALF), kept(Attending, HALF)
     expected = train(plain, plain)
     assert relative_error(train(model, compiled(model, inner_backend=inner_backend)), expected) <= (
@@ -166,7 +168,7 @@ def test_a_plan_that_names_a_layer_widens_it() -> None:
     )
 
 
-def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
+def test_reports_show_preserved_and_substituted_formats() -> None:
     def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
         explanation = qsync_fx.explain(model, torch.randn(2, 4, 16), options=options)
         return {

@@ -100,7 +100,7 @@ def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner_back
     assert losses != others, "stochastic rounding depends on the seed"
 
 
-def test_every_step_rounds_anew() -> None:
+def test_every_step_has_new_roundings() -> None:
     model = build(Perceptron)
     fast, x = compiled(model, precision="int8"), torch.randn(16, 16)
     assert not torch.equal(fast(x), fast(x))

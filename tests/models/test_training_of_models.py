@@ -149,7 +149,7 @@ def test_graph_breaks(precision: str) -> None:
     assert error == 0 if precision == "fp32" else 0 < error < 0.15
 
 
-def test_a_batch_of_one_that_is_a_transposed_column() -> None:
+def test_batch_of_one_with_transposed_strides() -> None:
     """Its row stride is 1, which oneDNN's INT8 product mistakes for the length of a row."""
     model, x = build(Perceptron), torch.randn(16, 1)
     found = compiled(model, precision="int8", rounding="nearest")(x.t())

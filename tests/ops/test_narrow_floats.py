@@ -111,7 +111,7 @@ NEAR_ONE = frozenset({"aten::softmax", "aten::_softmax", "aten::_safe_softmax"})
 
 @tiers.ALL
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> None:
+def test_operators_support_narrow_floats(dtype: torch.dtype) -> None:
     """Every adjustable and dependent operator, on torch's samples, gives the FP32 result of its rounded inputs, but for rounding."""
     wrong: set[str] = set()
     kinds: dict[Kind, set[str]] = {kind: set() for kind in Kind}

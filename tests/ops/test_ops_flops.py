@@ -123,7 +123,7 @@ def stated(call: Call) -> Any:
 
 @settings(max_examples=600)
 @given(st.one_of(products(), convolutions(), attentions(), contractions()))
-def test_operations_are_those_that_torch_counts(call: Call) -> None:
+def test_operations_equal_the_flop_counter(call: Call) -> None:
     assert stated(call) == counted(call)
 
 

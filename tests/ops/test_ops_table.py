@@ -53,7 +53,7 @@ def exists(target: str) -> bool:
         return False
 
 
-def test_every_row_says_why() -> None:
+def test_every_row_has_a_reason() -> None:
     for row in ROWS.values():
         assert len(row.reason.split()) >= 3, row
         assert "." not in row.name, row
@@ -84,7 +84,7 @@ def test_adjustable_rows_point_at_tensors(target: str) -> None:
             assert str(arguments[position].type) == "Tensor"
 
 
-def test_what_only_the_plan_decides_is_left_empty_elsewhere() -> None:
+def test_adjustable_fields_are_empty_for_other_kinds() -> None:
     for row in ROWS.values():
         if row.kind is not Kind.ADJUSTABLE:
             assert not row.operands
@@ -120,7 +120,7 @@ UNKNOWN = frozenset(
 )
 
 
-def test_operators_of_the_operator_database_are_known() -> None:
+def test_operators_of_opinfo_have_a_row() -> None:
     unknown = {call.target._schema.name for call in calls(2) if row_for(call.target) is None}
     assert unknown <= UNKNOWN
 
@@ -190,7 +190,7 @@ MODELS: tuple[tuple[str, Callable[[], nn.Module], Callable[[], tuple[torch.Tenso
 
 
 @pytest.mark.parametrize(("name", "make", "inputs"), MODELS, ids=[name for name, *_ in MODELS])
-def test_models_are_made_of_known_operators(
+def test_operators_of_models_have_a_row(
     name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]]
 ) -> None:
     model, values = make(), inputs()

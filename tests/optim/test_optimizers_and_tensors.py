@@ -41,7 +41,7 @@ def test_layouts(name: str, counted: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_kernels_do_not_take_torch_does(name: str, counted: list[int]) -> None:
+def test_unsupported_tensors_use_torch(name: str, counted: list[int]) -> None:
     """FP64, BF16, complex numbers, tensors with a class of their own, in one group with what they take."""
 
     class Own(Tensor):

@@ -19,7 +19,7 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_arguments_are_those_of_torch(name: str) -> None:
+def test_arguments_equal_torch(name: str) -> None:
     ours, torchs = PAIRS[name]
     assert issubclass(ours, torchs)
     assert inspect.signature(ours) == inspect.signature(torchs)
@@ -80,7 +80,7 @@ def test_groups_closures_hooks_and_schedules(name: str) -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_weight_that_changes_before_its_backward_pass_is_told() -> None:
+def test_weight_changed_before_backward_is_an_error() -> None:
     """The kernels write by address; autograd must know all the same."""
     for kind, _ in PAIRS.values():
         weight = nn.Parameter(torch.randn(8))

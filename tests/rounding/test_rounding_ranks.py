@@ -59,7 +59,7 @@ def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_p
 
 
 @tiers.ALL
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_equal(tmp_path: Path) -> None:
     whole = run("whole", 2, tmp_path / "whole")
     resumed = restarted(2, tmp_path / "interrupted")
     assert [rank.pop("first") for rank in whole] == [0, 0]

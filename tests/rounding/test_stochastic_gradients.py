@@ -176,7 +176,7 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_rounding_to_torchs_own_types(fmt: str, dtype: torch.dtype) -> None:
+def test_rounding_to_torch_dtypes(fmt: str, dtype: torch.dtype) -> None:
     """To nearest it is torch's conversion, to the bit; stochastically one of both neighbours, and beyond the range infinite."""
     torch.manual_seed(0)
     limit = torch.finfo(dtype).max
@@ -209,7 +209,7 @@ def test_rounding_to_torchs_own_types(fmt: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_an_operator_of_a_package_asks_for_it() -> None:
+def test_operator_of_a_package_requests_stochastic_gradients() -> None:
     gradient = torch.randn(64, 64)
     folds = {"activation": None}
     to_nearest, _ = round_gradients(gradient, folds, SEED, 0, "int8", "stochastic")["activation"]  # type: ignore[arg-type]

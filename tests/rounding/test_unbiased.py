@@ -124,7 +124,7 @@ def test_output_and_gradients_are_right_on_average(layer: str, fmt: str, channel
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
-def test_the_test_sees_a_bias(layer: str, fmt: str) -> None:
+def test_bias_test_detects_a_bias(layer: str, fmt: str) -> None:
     for draws, exact, allowed in results(layer, fmt, "floor", False):
         assert greatest_z(draws, exact, allowed) > 3 * LARGEST_Z
 

@@ -88,13 +88,13 @@ SAMPLE = Drawing([Circle(0.5), Box((1, 2), "b")], {"sky": "red"}, {"one": [1, 2]
 
 @given(drawings)
 @example(SAMPLE)
-def test_what_is_written_is_read(drawing: Drawing) -> None:
+def test_values_are_saved_and_loaded(drawing: Drawing) -> None:
     text = DRAWING.encode(drawing)
     assert DRAWING.decode(text) == DRAWING.decode(text.encode()) == drawing
     assert json.loads(text) == DRAWING.plain(drawing)
 
 
-def test_what_has_a_default_may_be_missing() -> None:
+def test_fields_with_a_default_may_be_missing() -> None:
     head = {"format": "a drawing", "version": 3}
     body = {
         "shapes": [{"kind": "box", "size": [1, 2]}],
@@ -182,7 +182,7 @@ def test_what_has_a_default_may_be_missing() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_with_its_place(
+def test_invalid_field_is_reported_with_its_path(
     path: tuple[str | int, ...], value: object, what: str, where: str | None
 ) -> None:
     tree = json.loads(DRAWING.encode(SAMPLE))
