@@ -1,4 +1,6 @@
-"""Packages that offer passes and operators: real ones on sys.path, found by their metadata; broken ones are named."""
+"""Packages that offer passes and operators: real ones on sys.path, found by their metadata; broken
+ones are named.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         code: str = PASS,
     ) -> None:
         module = package.replace("-", "_")
-        project = f'[project]\nname = "{package}"\nversion = "1.0"\n[project.entry-points."{group}"]\n{name} = "{module}:{value}"\n'
-        page = f"```toml package=pyproject.toml\n{project}```\n\n```python package={module}.py\n{code.strip()}\n```\n"
+        project = (
+            f'[project]\nname = "{package}"\nversion = "1.0"\n[project.entry-points."{group}"]\n'
+            f'{name} = "{module}:{value}"\n'
+        )
+        page = (
+            f"```toml package=pyproject.toml\n{project}```\n\n```python package={module}.py\n"
+            f"{code.strip()}\n```\n"
+        )
         pages.install(page, tmp_path)
         names.append(module)
         forget()
@@ -124,17 +132,20 @@ def test_a_pass_of_a_package_runs(install: Install) -> None:
         (
             "plain",
             PASS,
-            "offers a value of type function where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers a value of type function where a function decorated with @qsync_fx.graph_pass "
+            "is expected",
         ),
         (
             "number",
             PASS,
-            "offers a value of type int where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers a value of type int where a function decorated with @qsync_fx.graph_pass is "
+            "expected",
         ),
         (
             "Loud",
             PASS,
-            "offers the class Loud where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers the class Loud where a function decorated with @qsync_fx.graph_pass is "
+            "expected",
         ),
     ],
 )
@@ -208,7 +219,8 @@ def test_two_rows_for_one_operator(install: Install) -> None:
         (
             "rows",
             LOWERING,
-            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is expected",
+            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is "
+            "expected",
         ),
         (
             "number",
@@ -218,7 +230,8 @@ def test_two_rows_for_one_operator(install: Install) -> None:
         (
             "Quiet",
             LOWERING,
-            "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is expected",
+            "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is "
+            "expected",
         ),
     ],
 )
@@ -244,7 +257,8 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
         lowerings()
     assert (
         caught.value.where
-        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package quiet-package"
+        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package "
+        "quiet-package"
     )
 
 

@@ -1,6 +1,8 @@
-"""Every error as the caller of the compiled model sees it: of our class, with what, where and what to do, and with nothing of torch in it.
+"""Every error as the caller of the compiled model sees it: of our class, with what, where and what
+to do, and with nothing of torch in it.
 
-Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither may reach the user.
+Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither
+may reach the user.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _fresh() -> None:
 
 
 def error_of(model: nn.Module, *inputs: Any, **options: Any) -> QSyncError:
-    """The error that torch.compile or the first call raises, the same one a second time, and from explain."""
+    """The error that torch.compile or the first call raises, the same one a second time, and from
+    explain.
+    """
     with pytest.raises(QSyncError) as first:
         compiled(model, **options)(*inputs)
     with pytest.raises(QSyncError) as second:

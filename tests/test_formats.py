@@ -1,4 +1,6 @@
-"""Formats refer to formats: carrier, output, gradient and what runs elsewhere are rows of the table, also in what is copied."""
+"""Formats refer to formats: carrier, output, gradient and what runs elsewhere are rows of the
+table, also in what is copied.
+"""
 
 import copy
 import dataclasses

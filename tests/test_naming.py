@@ -1,7 +1,7 @@
 """Names of variables, classes, files and folders follow the naming rules of the project.
 
-A name is a noun or a verb that says what the value, the class or the file is. Words such as `found`, `kept` or `at` say
-nothing about their content, so the lists below keep them out.
+A name is a noun or a verb that says what the value, the class or the file is. Words such as
+`found`, `kept` or `at` say nothing about their content, so the lists below keep them out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ SOURCES = python_files(PRODUCT)
 NAMED = {"product": SOURCES, "benchmarks": python_files(BENCHMARKS)}
 
 NO_VARIABLES = frozenset(
-    "found at one own how what which given known taken told kept held seen asked said whole alike beside turned lying "
+    "found at one own how what which given known taken told kept held seen asked said whole alike "
+    "beside turned lying "
     "there here way ways".split()
 )
 """Words that do not name a variable: write `result`, `index`, `item`, `saved`, `requested`."""
 
 NO_CLASSES_OR_FILES = frozenset(
-    "kept held told given asked known found seen taken said planned made played judged learned remembered foreseen "
-    "reckoned carried looking asking keeping telling saving ending taking settling waiting feeding returning norming "
-    "passing following giving finding sending beside during again forced certain alone together unfit unasked "
+    "kept held told given asked known found seen taken said planned made played judged learned "
+    "remembered foreseen "
+    "reckoned carried looking asking keeping telling saving ending taking settling waiting "
+    "feeding returning norming "
+    "passing following giving finding sending beside during again forced certain alone together "
+    "unfit unasked "
     "undisturbed untouched moves idle chance lean".split()
 )
-"""Participles and gerunds that are no terms of the field, as a word of the name of a class or a file."""
+"""Participles and gerunds that are no terms of the field, as a word of the name of a class or a
+file.
+"""
 
 CLASSES = frozenset({"PlannedCast", "SavingOperator"})
 """Exceptions: `planned` and `saving` have a noun behind them that says what the class is."""
@@ -45,11 +51,15 @@ Many of them are keys of files.
 """
 
 MOST_FILES, MOST_FOLDERS, DEEPEST = 360, 50, 3
-"""A codec, an objective or a verb is a file of its own (docs/howto-*.md), so there is room for a few."""
+"""A codec, an objective or a verb is a file of its own (docs/howto-*.md), so there is room for a
+few.
+"""
 
 
 def _bindings(tree: ast.AST, inside: str = "module") -> Iterator[tuple[ast.AST, str, str]]:
-    """Yields every name that is bound, with the kind of scope that binds it: module, class or function."""
+    """Yields every name that is bound, with the kind of scope that binds it: module, class or
+    function.
+    """
     for node in ast.iter_child_nodes(tree):
         scope = inside
         if isinstance(node, ast.ClassDef):

@@ -181,17 +181,20 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "unknown option 'precison'",
-            "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, "
+            "cached_plan, cudagraphs, device_class,",
         ),
         (
             {"zzzzzz": 1},
             "unknown option 'zzzzzz'",
-            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, "
+            "device_class,",
         ),
         (
             {3: 1},
             "unknown option a value of type int",
-            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, "
+            "device_class,",
         ),
         (
             {"precision": "int9"},

@@ -1,4 +1,6 @@
-"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that says them, and notes where they matter."""
+"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that
+says them, and notes where they matter.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +157,9 @@ def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
 @pytest.mark.parametrize("codec", ["qsgd8", "qsgd4"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_variance_of_the_mean_equals_the_added_variance(codec: str, ranks: int) -> None:
-    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points that it is coded to again, so that this
-    adds a little less than coding a gradient does."""
+    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points
+    that it is coded to again, so that this adds a little less than coding a gradient does.
+    """
     parameter = graph_of("mlp").parameters[0]
     own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
     gradients = {p.path: {codec: 0.0} for p in graph_of("mlp").parameters}

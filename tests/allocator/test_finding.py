@@ -1,4 +1,6 @@
-"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors that name what is missing."""
+"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors
+that name what is missing.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> Non
 
 
 def test_result_is_accepted_as_a_plan() -> None:
-    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of gradients."""
+    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of
+    gradients.
+    """
     alone = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
     assert qsync_fx.replay(alone, MLP).seconds == qsync_fx.replay(alone.plan(), MLP).seconds
     fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)

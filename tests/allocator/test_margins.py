@@ -1,4 +1,6 @@
-"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where others would wait for them."""
+"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where
+others would wait for them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FLEET = Cluster(
 
 @functools.cache
 def reckoned() -> Profile:
-    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use what time there is."""
+    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use
+    what time there is.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(20)))
 
@@ -103,7 +107,9 @@ def test_no_margin_by_default() -> None:
 
 
 def test_a_margin_that_no_plan_leaves_is_none() -> None:
-    """Where the slow device is what all wait for as it is, uniform low precision is all that there is time for."""
+    """Where the slow device is what all wait for as it is, uniform low precision is all that there
+    is time for.
+    """
     slower = replace(
         FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)}
     )

@@ -1,4 +1,6 @@
-"""Rounds: a plan is run, the profile corrected, and the plan looked for again, until both agree or there were enough."""
+"""Rounds: a plan is run, the profile corrected, and the plan looked for again, until both agree or
+there were enough.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def solve(known: Mapping[str, Profile]) -> PlanResult:
 
 
 def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0) -> Profile:
-    """Returns the profile as corrected by a run that took so many times what was foreseen, and held so many bytes where any."""
+    """Returns the profile as corrected by a run that took so many times what was foreseen, and held
+    so many bytes where any.
+    """
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
     seconds: dict[str, list[float]] = {op.id: [0.0, 0.0] for op in profile.graph.operators}
@@ -128,7 +132,9 @@ def test_best_measured_plan_is_used_without_agreement() -> None:
 
 
 def test_plan_above_the_memory_limit_is_replaced() -> None:
-    """It takes the time that was foreseen: only what it holds says that another one is to be taken."""
+    """It takes the time that was foreseen: only what it holds says that another one is to
+    be taken.
+    """
     profile = replace(reckoned(), optimizer_memory=SGD)
     limit = 110 * 10**6
 
@@ -181,8 +187,8 @@ def test_a_model_at_hand_is_run() -> None:
             run.passes == trial.measured for run in runs if run.planned
         )
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
-    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three, each round; and of the profile's first
-    # plan, where it is another one.
+    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three,
+    # each round; and of the profile's first plan, where it is another one.
     tried = [
         next(run for run in runs if run.planned and run.passes == trial.measured)
         for (trial,) in answer.trials

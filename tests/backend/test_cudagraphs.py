@@ -1,4 +1,6 @@
-"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a device without them says so."""
+"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a
+device without them says so.
+"""
 
 from __future__ import annotations
 

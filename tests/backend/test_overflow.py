@@ -1,4 +1,6 @@
-"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it, or trains in another format, is not."""
+"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it,
+or trains in another format, is not.
+"""
 
 from __future__ import annotations
 

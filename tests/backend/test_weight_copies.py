@@ -1,4 +1,6 @@
-"""Copies of weights outside of graphs: made anew when torch counts a write, of any size, and no longer there than their weight."""
+"""Copies of weights outside of graphs: made anew when torch counts a write, of any size, and no
+longer there than their weight.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_steps_of_optimizers_are_counted(name: str) -> None:
 
 
 def test_reused_memory_invalidates_the_copy() -> None:
-    """A parameter that is given other memory twice, between two passes, would find itself where it was."""
+    """A parameter that is given other memory twice, between two passes, would find itself where it
+    was.
+    """
     weight, seed = nn.Parameter(torch.ones(1000)), torch.zeros([1], dtype=torch.int64)
     how = CopySpec(0, "int8", "nearest", ())
     copies([(weight, how)], seed)

@@ -1,4 +1,7 @@
-"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32. On an H200 a BERT in BF16 by "aot_eager" found it."""
+"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32.
+
+On an H200 a BERT in BF16 by "aot_eager" found it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Benchmarks of a CPU run: what they ask of the package is still there, and their rows are written. Nothing is said of speed.
+"""Benchmarks of a CPU run: what they ask of the package is still there, and their rows are written.
+Nothing is said of speed.
 
 The tier all has one of each kind, and the tier every all of them.
 """
@@ -47,8 +48,9 @@ MORE_OF_A_KIND = {
     "table4": "table2",
     "table6": "table2",
 }
-"""Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over links, graphs, steps, kernels, replays,
-and tables of trainings."""
+"""Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over
+links, graphs, steps, kernels, replays, and tables of trainings.
+"""
 SCRIPTS = {
     str(path.relative_to(ROOT)): path.stem
     for path in sorted((ROOT / "benchmarks").rglob("*.py"))

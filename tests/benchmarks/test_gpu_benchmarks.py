@@ -1,4 +1,6 @@
-"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine that has none."""
+"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine
+that has none.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,13 @@ def test_smoke_reports_a_missing_gpu_before_installing_packages(
 
 
 def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
-    """It installs them without what they require, as pip would put another numpy in front of the machine's."""
+    """It installs them without what they require, as pip would put another numpy in front of the
+    machine's.
+    """
     site = tmp_path / "site"
     requires = {
-        "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'", "old; python_version < '3'"),
+        "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'",
+        "old; python_version < '3'"),
         "also-brought": ("neither.there",),
         "nvidia-cutlass": ("cuda-python>=11.8",),
     }  # fmt: skip
@@ -60,7 +65,9 @@ def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
         ]
         (folder / "METADATA").write_text("\n".join(lines) + "\n")
     done = ran(
-        sys.executable, "-c", "import pathlib, smoke, sys; print(*sorted(smoke.unmet(pathlib.Path(sys.argv[1]))))", str(site),
+        sys.executable, "-c",
+        "import pathlib, smoke, sys; print(*sorted(smoke.unmet(pathlib.Path(sys.argv[1]))))",
+        str(site),
         PYTHONPATH=str(ROOT / "tests" / "gpu"),
     )  # fmt: skip
     assert done.stdout.split() == ["neither.there", "nowhere-else>=1.5"], done.stderr
@@ -74,7 +81,8 @@ def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     stages = json.loads((out / "smoke.json").read_text())["stages"]
     assert {name: stage["status"] for name, stage in stages.items()} == {
-        "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed", "speed": "passed",
+        "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed",
+        "speed": "passed",
     }  # fmt: skip
     # The notebook's last cell reads the same file.
     shown: dict[str, Any] = {"folder": tmp_path, "pathlib": pathlib}
@@ -130,7 +138,8 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
 def test_benchmarks_judge_by_their_targets() -> None:
     script = (
         "from benchmarks.gpu import linear, measuring, quantize, step\n"
-        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, 1.37), (step.OVERHEAD, 0.05), "
+        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, "
+        "1.37), (step.OVERHEAD, 0.05), "
         "(step.OVERHEAD, 0.06), (quantize.BANDWIDTH, None), (measuring.GATE, 0.98))])"
     )
     assert (

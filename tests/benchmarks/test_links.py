@@ -1,4 +1,6 @@
-"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays, however the process ends."""
+"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays,
+however the process ends.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def test_rates_are_read() -> None:
 
 
 def test_without_a_rate_ranks_speak_over_loopback() -> None:
-    show = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
+    show = (
+        "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', "
+        "'GLOO_SOCKET_IFNAME')))"
+    )
     with links.shaped(2, None) as places:
         ended = links.run(places, [sys.executable, "-c", show], caught=True)
     assert ended.codes == (0, 0)
@@ -85,7 +90,8 @@ def test_ranks_reduce_at_the_requested_bandwidth(ranks: int, rate: str, able: An
         assert left(os.getpid())
     assert ended.codes == (0,) * ranks, ended.printed
     assert not left(os.getpid())
-    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is no fault.
+    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is
+    # no fault.
     least = 2 * (ranks - 1) / ranks * 4 * values * 8 / able.bits_per_second(rate)
     for printed in ended.printed:
         total, seconds = printed.splitlines()[-1].split()  # gloo tells whom it has reached before
@@ -102,7 +108,10 @@ def test_a_rank_that_fails_ends_all(able: Any) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)])
 def test_kill_leaves_no_namespaces(how: signal.Signals, able: Any, tmp_path: Path) -> None:
-    inside = f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(100)"
+    inside = (
+        f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], "
+        "'w').write(str(os.getpid())); time.sleep(100)"
+    )
     command = [
         sys.executable,
         str(LINKS),

@@ -1,4 +1,6 @@
-"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs, goes on, and says where it ran."""
+"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs,
+goes on, and says where it ran.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def test_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounding is stochastic in training alone, and what --train and --eval say goes before what the function returns."""
+    """Rounding is stochastic in training alone, and what --train and --eval say goes before what
+    the function returns.
+    """
     modes = {
         ("models_of_test:small", "--eval"): "nearest",
         ("models_of_test:evaluated", "--train"): "stochastic",
@@ -263,7 +265,9 @@ def _read(handle: int) -> bytes:
 
 @tiers.ALL
 def test_closed_pipe_ends_the_command_without_an_error(folder: Path) -> None:
-    """The other end of the pipe is closed before anything is written; no traceback and no second complaint at exit."""
+    """The other end of the pipe is closed before anything is written; no traceback and no second
+    complaint at exit.
+    """
     command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--json"]
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -1,4 +1,6 @@
-"""Verbs of the command line: found by their files, with one set of arguments for models, and imported when they are asked for."""
+"""Verbs of the command line: found by their files, with one set of arguments for models, and
+imported when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
 
 
 def options_of(command: Command) -> dict[str, str | None]:
-    """Returns the flags of the groups that say what a model is and how it is trained, with their help."""
+    """Returns the flags of the groups that say what a model is and how it is trained, with their
+    help.
+    """
     parser = argparse.ArgumentParser()
     assert command.arguments is not None
     command.arguments(parser)
@@ -111,7 +115,10 @@ def test_options_equal_the_backend_options(here: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
     model_args.add(parser)
-    line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --emulate-unsupported --root a.b"
+    line = (
+        "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling "
+        "channel --emulate-unsupported --root a.b"
+    )
     read = Options.parse(
         model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"]))
     )

@@ -1,4 +1,6 @@
-"""How the command line fails: arguments, references and files that are wrong, and what comes through."""
+"""How the command line fails: arguments, references and files that are wrong, and what comes
+through.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`qsync kernels`: what it prints and keeps, and how it fails. Kernels are compiled by the real nvcc where there is one."""
+"""`qsync kernels`: what it prints and keeps, and how it fails.
+
+Kernels are compiled by the real nvcc where there is one.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,8 @@ def test_build_compiles_kernels_of_a_model_for_another_machine(
         if isinstance(entry, kernel_cache.CacheEntry)
     ]
     assert made
-    # The product is too small for a kernel of its own; what quantizes its operands is needed nevertheless.
+    # The product is too small for a kernel of its own; what quantizes its operands is needed
+    # nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}
     assert all(entry.manifest.name in said.out for entry in made)
     assert f"{len(made)} kernels for sm_80 in {Path('carried').absolute()}" in said.err

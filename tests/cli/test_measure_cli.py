@@ -1,4 +1,6 @@
-"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go together."""
+"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go
+together.
+"""
 
 from __future__ import annotations
 

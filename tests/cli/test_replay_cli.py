@@ -1,4 +1,6 @@
-"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go together."""
+"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go
+together.
+"""
 
 from __future__ import annotations
 

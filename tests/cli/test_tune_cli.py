@@ -94,7 +94,8 @@ def test_tune_rejects_unsupported_options(
 
 def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problems(capsys)
-    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products that INT8 has to beat.
+    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products
+    # that INT8 has to beat.
     assert [p for p in found if p.a == "int8"] == [
         LAYER,
         next(p for p in found if p.a == "int8" and p != LAYER),

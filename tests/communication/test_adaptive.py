@@ -1,4 +1,6 @@
-"""AQGB's controller: the example of its paper (section 3), exactly, and what it makes of a link whose rate changes."""
+"""AQGB's controller: the example of its paper (section 3), exactly, and what it makes of a link
+whose rate changes.
+"""
 
 from __future__ import annotations
 

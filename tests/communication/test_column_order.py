@@ -1,4 +1,6 @@
-"""Values of gradients come into the order that they are coded in, and back, as torch's own copies have it."""
+"""Values of gradients come into the order that they are coded in, and back, as torch's own copies
+have it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ EXTENTS = st.one_of(st.integers(1, 9), st.integers(1, 130))
 
 @given(EXTENTS, EXTENTS, st.integers(0, 3), st.booleans())
 def test_columns_of_matrices(rows: int, columns: int, ahead: int, room: bool) -> None:
-    """At any address, with infinities and NaN, of matrices that lie as they are shaped and of others."""
+    """At any address, with infinities and NaN, of matrices that lie as they are shaped and of
+    others.
+    """
     buffer = torch.randn(ahead + rows * columns)
     buffer[ahead] = float("nan")
     for gradient in (buffer[ahead:].view(rows, columns), buffer[ahead:].view(columns, rows).t()):

@@ -1,4 +1,6 @@
-"""Real processes over gloo: gradients in every codec train equal replicas, from where they were saved, whatever the training does."""
+"""Real processes over gloo: gradients in every codec train equal replicas, from where they were
+saved, whatever the training does.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_codecs_train_replicas_that_are_equal(
 def test_gradients_on_another_device_train_the_same_replicas(
     world: int, codecs: list[str], tmp_path: Path
 ) -> None:
-    """They are coded there by torch operators, and their bytes travel from host to host: here the device is the CPU, told to be another."""
+    """They are coded there by torch operators, and their bytes travel from host to host: here the
+    device is the CPU, told to be another.
+    """
     for found in run(
         "elsewhere",
         world,
@@ -267,7 +271,9 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
     [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)],
 )
 def test_ranks_with_adaptive_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
-    """Decisions are those of the rule for times that are given and messages that are really sent."""
+    """Decisions are those of the rule for times that are given and messages that are really
+    sent.
+    """
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
     found = run(
         "adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback
@@ -287,7 +293,8 @@ def test_ranks_with_adaptive_levels_stay_equal(world: int, feedback: bool, tmp_p
             (world - 1) * sum(size * ratio for _, size, _, ratio in rank["entries"]), rel=0.03
         )
         assert rank["raw"] == (world - 1) * sum(size for _, size, _, _ in rank["entries"])
-        # The first step goes in FP32: what truncation adds is known from the second one, and not after a hundred.
+        # The first step goes in FP32: what truncation adds is known from the second one, and not
+        # after a hundred.
         assert (rank["variance"] == 0) == (rate == 1e9)
         assert rank["checks"] == 2
         assert f"{len(decided)} decisions: " in rank["printed"]
@@ -344,7 +351,10 @@ def test_a_handle_prints_codec_transport_buckets_and_bytes(world: int, tmp_path:
                 assert shown["after"] == f"{start}one rank, no communication"
                 continue
             if name == "uncoded":
-                text = f"qsgd8, rank {rank} of 2: DistributedDataParallel sends all gradients uncompressed"
+                text = (
+                    f"qsgd8, rank {rank} of 2: DistributedDataParallel sends all gradients "
+                    "uncompressed"
+                )
                 assert shown["before"] == shown["after"] == text
                 continue
             assert shown["before"].startswith(f"{start}no step yet, ")

@@ -1,4 +1,6 @@
-"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans differ are told."""
+"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans
+differ are told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""AQGB's controller at work, by a clock that the test turns: it decides as its paper does, and knows what it has been told alone."""
+"""AQGB's controller at work, by a clock that the test turns: it decides as its paper does, and
+knows what it has been told alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Clock:
 
 
 class Link:
-    """Takes what is undelivered away, at its rate and at the controller's ratio, until some time."""
+    """Takes what is undelivered away, at its rate and at the controller's ratio, until some
+    time.
+    """
 
     def __init__(self, controller: Controller, clock: Clock, rate: float = LINK) -> None:
         self.controller, self.clock, self.rate = controller, clock, rate

@@ -1,4 +1,6 @@
-"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits, whatever the training does."""
+"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits,
+whatever the training does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A training with DUO that ends before its last gradients were used in full says so; one that was flushed or saved says nothing."""
+"""A training with DUO that ends before its last gradients were used in full says so; one that was
+flushed or saved says nothing.
+"""
 
 from __future__ import annotations
 

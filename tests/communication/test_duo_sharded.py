@@ -1,4 +1,6 @@
-"""Real processes over gloo: DUO with an optimizer that is sharded over ranks, and parameters that travel as differences in few bits."""
+"""Real processes over gloo: DUO with an optimizer that is sharded over ranks, and parameters that
+travel as differences in few bits.
+"""
 
 from __future__ import annotations
 

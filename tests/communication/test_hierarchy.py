@@ -28,11 +28,15 @@ run = functools.partial(ranks.results, script="hierarchy_rank.py")
 
 
 EXACT = ("fp32", "1bit*")
-"""Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+"""Those that draw no random numbers and code values as they lie: their means are known to
+the bit.
+"""
 
 
 def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
-    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five steps of the training."""
+    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five
+    steps of the training.
+    """
     parameters = [Parameter(name, p.numel()) for name, p in Network().named_parameters()]
     nodes = world // size
     one = coded(parameters, uniform(parameters, codec), world, of_copy(1e9, ""), size=size)

@@ -1,4 +1,6 @@
-"""Real processes over gloo: what codecs leave of gradients under a GradScaler whose scale changes, and which leaves steps out."""
+"""Real processes over gloo: what codecs leave of gradients under a GradScaler whose scale changes,
+and which leaves steps out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
 def test_skipped_steps_leave_no_state(
     how: str, world: int, codecs: list[str], tmp_path: Path
 ) -> None:
-    """A training whose scale changes is that of the steps that were taken, without a scaler, to the last bit."""
+    """A training whose scale changes is that of the steps that were taken, without a scaler, to the
+    last bit.
+    """
     for found in run("without", world, tmp_path, how=how, codecs=codecs):
         assert len(found) == 3 * len(codecs)
         for name, one in found.items():
@@ -59,7 +63,9 @@ def test_residual_is_rescaled(tmp_path: Path) -> None:
     last=st.integers(-60, 60),
 )
 def test_reverted_step_leaves_no_state(steps: list[tuple[int, bool, bool]], last: int) -> None:
-    """Against what is left in a training whose loss is not scaled; steps are (scale, taken, all of it used)."""
+    """Against what is left in a training whose loss is not scaled; steps are (scale, taken, all of
+    it used).
+    """
     kept, plain = Residuals(undone=True), torch.zeros(10)
     for power, taken, whole in steps:
         kept.scale = 2.0**power

@@ -1,4 +1,6 @@
-"""Real processes over gloo that end like a user's script: the threads of a compressed training end before the interpreter does."""
+"""Real processes over gloo that end like a user's script: the threads of a compressed training end
+before the interpreter does.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models that are wrapped, sharded, or compiled block by block: operators have the ids of the whole model, each follows its plan, and a
-pattern that fits nothing is told in each.
+"""Models that are wrapped, sharded, or compiled block by block: operators have the ids of the whole
+model, each follows its plan, and a pattern that fits nothing is told in each.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
         assert "compile the module itself before anything is wrapped around it" in told[0]
         return
     if how == "compile(FSDP2)" and kind == "model":
-        # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs as written, which is FP32 here.
+        # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs
+        # as written, which is FP32 here.
         assert found == {
             name: fmt
             for name, fmt in expected(MAKE[kind], plan).items()
@@ -310,7 +311,9 @@ def test_model_in_a_user_wrapper_follows_its_plan() -> None:
     ],
 )
 def test_blocks_of_torch_classes(block: Callable[[], nn.Module]) -> None:
-    """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks do."""
+    """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks
+    do.
+    """
     for wrap in (lambda model: model, sharded):
         torch._dynamo.reset()
         model = Model(block)

@@ -146,8 +146,8 @@ def test_layers_with_shared_code_and_different_plans_are_reported() -> None:
     texts = told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(x))
     assert len(texts) == 1
     assert (
-        "Dynamo uses one compiled code for 3 equal modules. It runs layers.0/matmul in fp32, and therefore layers.1/matmul too"
-        in texts[0]
+        "Dynamo uses one compiled code for 3 equal modules. It runs layers.0/matmul in fp32, and "
+        "therefore layers.1/matmul too" in texts[0]
     )
     assert "for which the plan has bf16" in texts[0]
     with pytest.raises(PlanError, match="use the module"):

@@ -1,4 +1,6 @@
-"""How long work takes on a device that is not at hand: near what others measured there, and longer for more work."""
+"""How long work takes on a device that is not at hand: near what others measured there, and longer
+for more work.
+"""
 
 from __future__ import annotations
 

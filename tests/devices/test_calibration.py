@@ -1,4 +1,6 @@
-"""Constants are found again from times that were reckoned with them, and say something of shapes that were not looked at."""
+"""Constants are found again from times that were reckoned with them, and say something of shapes
+that were not looked at.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A device is one file of TOML.
 
-What the catalog says is sound, and what anyone wrote is read to the letter or refused with what is wrong.
+What the catalog says is sound, and what anyone wrote is read to the letter or refused with what is
+wrong.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ def test_fuzzed_device_file_is_valid_or_an_error(at: int, line: str) -> None:
 def test_import_of_the_package_reads_no_file_of_a_device() -> None:
     code = (
         "import sys, pathlib; opened = []\n"
-        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
+        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else "
+        "None)\n"
         "import qsync_fx.options; print([name for name in opened if name.endswith('.toml')])"
     )
     assert (
@@ -300,7 +302,8 @@ def test_all_products_together_are_the_mean_over_every_time_that_was_measured() 
 def test_page_equals_the_catalog_benchmark() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "catalog.json").read_text())["rows"]
     lines = [
-        "| work | device | format | measured | held out, mean | held out, median | by the catalog |",
+        "| work | device | format | measured | held out, mean | held out, median | by the catalog "
+        "|",
         "| --- " * 7 + "|",
     ]
     for row in rows:

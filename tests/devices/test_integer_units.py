@@ -1,4 +1,6 @@
-"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong setting where it is judged."""
+"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong
+setting where it is judged.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16 there, and nothing is skipped in silence.
+"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16
+there, and nothing is skipped in silence.
 
-No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made to believe that the CPU is one.
+No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made
+to believe that the CPU is one.
 """
 
 from __future__ import annotations
@@ -141,7 +143,9 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
 def test_models_train_in_int8_where_inductor_compiles_no_bf16(
     make: Any, kernels: bool, built: bool
 ) -> None:
-    """What is not built is compiled as far as to Inductor's text of its kernels, and has no numbers."""
+    """What is not built is compiled as far as to Inductor's text of its kernels, and has no
+    numbers.
+    """
     model, inputs = make()
 
     def train(call: Any) -> dict[str, Tensor]:
@@ -178,7 +182,9 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(
 def test_sums_stay_in_the_range_of_fp16(
     precision: str, layer: str, scaling: str, kernels: bool
 ) -> None:
-    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and larger than what it holds."""
+    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and
+    larger than what it holds.
+    """
     torch.manual_seed(0)
     module = nn.Linear(300, 24) if layer == "linear" else nn.Conv2d(33, 24, 3)
     x = torch.full((40, 300), 0.5) if layer == "linear" else torch.full((2, 33, 7, 5), 0.5)
@@ -260,7 +266,9 @@ def test_skipped_graph_is_an_error_only_with_a_plan() -> None:
 
 
 def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
-    """What a layer asks kernels for is found on tensors without values, which lie on no device of their own."""
+    """What a layer asks kernels for is found on tensors without values, which lie on no device of
+    their own.
+    """
     model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
         explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})

@@ -1,4 +1,6 @@
-"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out, and a training step warns of it."""
+"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out,
+and a training step warns of it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ def test_rnns(rnn: Callable[..., nn.Module]) -> None:
     model = Outer(rnn(16, 4, batch_first=True))
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
     assert (
-        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward"
-        in told
+        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python "
+        "(Outer.forward" in told
     )
     assert "allow_rnn" in told
     assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
@@ -211,8 +213,8 @@ def test_a_sparse_tensor() -> None:
     model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
     assert (
-        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python"
-        in told
+        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor "
+        "to Python" in told
     )
     assert "under @torch.compiler.disable" in told
     assert "fullgraph" not in told

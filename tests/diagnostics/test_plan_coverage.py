@@ -1,6 +1,6 @@
-"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a model, `plan_coverage` names it with the
-reason
-and the way out, a training step warns of it, and with the option "strict" it raises.
+"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a
+model, `plan_coverage` names it with the reason and the way out, a training step warns of it, and
+with the option "strict" it raises.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def test_modules_that_share_compiled_code() -> None:
 
 
 def test_models_of_torch_classes_share_compiled_code() -> None:
-    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one, though the first is gone by then."""
+    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one,
+    though the first is gone by then.
+    """
 
     def trained(width: int) -> list[str]:
         model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))

@@ -1,4 +1,6 @@
-"""A plan is checked after the first training step: entries that decide on nothing, once for each model, raised with "strict"."""
+"""A plan is checked after the first training step: entries that decide on nothing, once for each
+model, raised with "strict".
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_rules_without_effect_are_known_after_a_step(
 
 
 def test_hooks_of_others_on_optimizers_run_too() -> None:
-    """The check takes its hook away after the first step, in the middle of torch going through all hooks."""
+    """The check takes its hook away after the first step, in the middle of torch going through all
+    hooks.
+    """
     calls = []
     model = Plain()
     fast = compiled(model)
@@ -156,7 +160,9 @@ def test_evaluation_may_have_less_than_training() -> None:
 
 
 def test_helper_modules_are_not_the_model() -> None:
-    """What a model calls after a graph break is compiled alone, and has none of the operators that the plan names."""
+    """What a model calls after a graph break is compiled alone, and has none of the operators that
+    the plan names.
+    """
 
     def loss_of(y: Tensor) -> Tensor:
         return (y * 2).square().mean()

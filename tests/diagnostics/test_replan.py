@@ -1,4 +1,6 @@
-"""Another plan without another trace: whatever the plan, all is as if it had been explained afresh."""
+"""Another plan without another trace: whatever the plan, all is as if it had been explained
+afresh.
+"""
 
 from __future__ import annotations
 

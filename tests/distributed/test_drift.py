@@ -1,4 +1,6 @@
-"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and noise alone never is."""
+"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and
+noise alone never is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ANY = st.floats(0.1, 10)
 
 
 def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
-    """Returns the steps after which a rank that is alone would be planned for anew, with a cool-down after each."""
+    """Returns the steps after which a rank that is alone would be planned for anew, with a
+    cool-down after each.
+    """
     seen, decided = StepWindow(), []
     for step, pace in enumerate(paces):
         seen = after_step(seen, pace, rooms[step] if rooms else None, how)
@@ -82,14 +86,16 @@ def test_slower_device_is_detected_once_after_patience(
 ) -> None:
     steps = run([*before, *(slowdown * one for one in noise)])
     assert steps[0] <= len(before) + HOW.patience - 1
-    # What was seen is what is reckoned with from then on, so that the same slowness is not seen again.
+    # What was seen is what is reckoned with from then on, so that the same slowness is not seen
+    # again.
     assert run([*before, *(one for one in noise)]) == []
 
 
 @given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))
 def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) -> None:
     everyones = [
-        Stated(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace, _ in ranks
+        Stated(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace,
+        _ in ranks
     ]  # fmt: skip
     classes = [name for _, name in ranks]
     found = drift(everyones, classes) or Drift()

@@ -1,4 +1,6 @@
-"""Ranks that find their plan, and what may go wrong: an error or the right answer on all of them, and the old plan still there."""
+"""Ranks that find their plan, and what may go wrong: an error or the right answer on all of them,
+and the old plan still there.
+"""
 
 from __future__ import annotations
 

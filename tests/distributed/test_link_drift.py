@@ -1,4 +1,6 @@
-"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow send gradients otherwise."""
+"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow
+send gradients otherwise.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,8 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     for name in ("before", "after", "replanned", "weights", "name", "note"):
         assert first[name] == second[name], name
     assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
-    # What was measured before training may have been off, which is a decision, too, and keeps the plan.
+    # What was measured before training may have been off, which is a decision, too, and keeps the
+    # plan.
     (decided,) = (
         found
         for one in first["replanned"]

@@ -1,6 +1,8 @@
-"""Every way that torch has to train on several ranks, a plan of its own on each: graphs are compiled, and replicas equal to the last bit.
+"""Every way that torch has to train on several ranks, a plan of its own on each: graphs are
+compiled, and replicas equal to the last bit.
 
-A world is started once for all of its ways, and anew behind one that fails. Of DistributedDataParallel the fast tier has test_ddp.py.
+A world is started once for all of its ways, and anew behind one that fails. Of
+DistributedDataParallel the fast tier has test_ddp.py.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ EACH, ALL_OF_THEM = 60, 500
 
 @functools.cache
 def trained(world: int) -> dict[str, list[dict[str, Any]] | str]:
-    """Returns what each rank says of each way, or what went wrong in it: then others train the ways that are left."""
+    """Returns what each rank says of each way, or what went wrong in it: then others train the ways
+    that are left.
+    """
     found: dict[str, list[dict[str, Any]] | str] = {}
     left, until = list(WAYS), time.monotonic() + ALL_OF_THEM
     while left and (seconds := until - time.monotonic()) > 0:

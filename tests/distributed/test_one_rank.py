@@ -1,4 +1,6 @@
-"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it stands on is there."""
+"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it
+stands on is there.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,8 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     saved = ClusterPlan.load(tmp_path / "plan.json")
     assert (plan == saved, saved == plan, hash(plan) == hash(saved)) == (True, True, True)
     assert type(pickle.loads(pickle.dumps(plan))) is ClusterPlan
-    # What it was found from is kept, so that another plan takes no measurement: for a device that is three times as slow.
+    # What it was found from is kept, so that another plan takes no measurement: for a device that
+    # is three times as slow.
     assert plan.survey is not None
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32

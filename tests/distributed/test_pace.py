@@ -1,4 +1,5 @@
-"""What of a step counts as computing: from where the compiled model is called to the last gradient, and the optimizer's step.
+"""What of a step counts as computing: from where the compiled model is called to the last gradient,
+and the optimizer's step.
 
 The clock is one that the model itself advances, so that every part of a step takes what it says.
 """

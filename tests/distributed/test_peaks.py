@@ -20,7 +20,9 @@ SIZE = 256
 
 
 def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, int]:
-    """Returns the check of a short training, what is held throughout, and what a step holds beyond, as `measure` measures it."""
+    """Returns the check of a short training, what is held throughout, and what a step holds beyond,
+    as `measure` measures it.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
     fast = torch.compile(

@@ -1,4 +1,6 @@
-"""Two ranks of which one really changes while they train: another plan is in force once, on both, and nothing else changes."""
+"""Two ranks of which one really changes while they train: another plan is in force once, on both,
+and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ def test_decision_is_reported_with_numbers() -> None:
     )
     decided = ReplanReport(40, causes, before, after)
     assert str(decided).splitlines() == [
-        "a new plan is active from step 41, because rank 1 (t4) computes 30 ms per step instead of the predicted 10 ms (ratio 3.00); "
+        "a new plan is active from step 41, because rank 1 (t4) computes 30 ms per step instead "
+        "of the predicted 10 ms (ratio 3.00); "
         "rank 2 (t4) has 3GB of memory for a step, but its plan needs 4GB",
         "  before: 50 ms per step, variance 1; t4: 4 in fp32",
         "  after:  30 ms per step, variance 2.5; t4: 1 in fp32, 3 in int8",

@@ -1,4 +1,6 @@
-"""A process group that refuses tensors on the CPU, as NCCL's does: what ranks tell one another beside gradients goes over gloo."""
+"""A process group that refuses tensors on the CPU, as NCCL's does: what ranks tell one another
+beside gradients goes over gloo.
+"""
 
 from __future__ import annotations
 

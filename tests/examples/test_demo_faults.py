@@ -1,4 +1,6 @@
-"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or interrupted."""
+"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def gone(pids: list[int]) -> bool:
 
 
 def soon_gone(pids: list[int]) -> bool:
-    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python takes to end."""
+    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python
+    takes to end.
+    """
     until = time.monotonic() + 60
     while not gone(pids) and time.monotonic() < until:
         time.sleep(0.1)
@@ -125,7 +129,11 @@ def soon_gone(pids: list[int]) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs. One that has ended stays in /proc until somebody asks for its status, which init may be slow to do."""
+    """Whether a process runs.
+
+    One that has ended stays in /proc until somebody asks for its status, which init may be slow to
+    do.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,6 @@
-"""Every convolution kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64 on random data."""
+"""Every convolution kernel of this GPU: to the last bit where sums are exact, within its roundings
+of FP64 on random data.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 def test_operator_supports_any_channels_and_layout(
     fmt: str, operation: str, channels: tuple[int, int]
 ) -> None:
-    """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting between two multiples of 16 bytes."""
+    """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting
+    between two multiples of 16 bytes.
+    """
     (c, k), (h, w) = channels, (13, 10)
     x, weight, y = (5, c, h, w), (k, c, 3, 3), (5, k, 7, 5)
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[operation]

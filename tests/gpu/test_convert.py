@@ -1,4 +1,6 @@
-"""Copies and conversions on a GPU: torch's bits, whatever the matrix; streams, CUDA graphs, more than 2^31 elements."""
+"""Copies and conversions on a GPU: torch's bits, whatever the matrix; streams, CUDA graphs, more
+than 2^31 elements.
+"""
 
 from __future__ import annotations
 

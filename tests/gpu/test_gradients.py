@@ -1,4 +1,6 @@
-"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and trainings of two ranks that share the GPU."""
+"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and
+trainings of two ranks that share the GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from tests.gpu import kit
 from tests.support.processes import ranks
 
 CODECS = (
-    *(Qsgd(bits, size, norm, layout) for bits, size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
+    *(Qsgd(bits, size, norm, layout) for bits,
+    size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
       (("max", "sign"), ("two", "endpoints"))),
-    Reshaped(64), Truncated(12), Truncated(28), codec_named("fp16"), codec_named("bf16"), codec_named("fp32"),
+    Reshaped(64), Truncated(12), Truncated(28), codec_named("fp16"), codec_named("bf16"),
+    codec_named("fp32"),
 )  # fmt: skip
 SIZES = (1, 511, 512, 40_000, 1_000_003)
 

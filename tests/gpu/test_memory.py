@@ -1,4 +1,6 @@
-"""What is kept for the backward pass is what was quantized: one byte a value in INT8, two in BF16."""
+"""What is kept for the backward pass is what was quantized: one byte a value in INT8, two
+in BF16.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WIDTH, BATCH, LAYERS = 1024, 8192, 6
 
 
 def stack() -> nn.Module:
-    """Linear layers with nothing between them: an activation would be kept besides, or computed again from what is kept."""
+    """Linear layers with nothing between them: an activation would be kept besides, or computed
+    again from what is kept.
+    """
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
@@ -35,7 +39,9 @@ def asked(precision: str = "int8") -> list[Problem]:
 
 
 def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int]:
-    """Returns the bytes held between forward and backward pass, and the most that are held in a step; parameters left out."""
+    """Returns the bytes held between forward and backward pass, and the most that are held in a
+    step; parameters left out.
+    """
     torch.compiler.reset()
     fast = torch.compile(model, backend="qsync", options={"precision": precision})
 

@@ -1,4 +1,6 @@
-"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes insert."""
+"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes
+insert.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def total(explanation: Explanation) -> Cost:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_casts_are_predicted(name: str, precision: str) -> None:
-    """The casts that costs are charged for are those that the passes insert: as many, between the same formats."""
+    """The casts that costs are charged for are those that the passes insert: as many, between the
+    same formats.
+    """
     *_, explanation = explained(name, precision)
     for part in explanation.graphs:
         assert foreseen(part.graph) == inserted(part.graph)
@@ -161,7 +165,9 @@ def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit"])
 def test_saved_bytes_equal_autograd(name: str, precision: str) -> None:
-    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode, and narrow where they are compiled."""
+    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode,
+    and narrow where they are compiled.
+    """
     model, _, explanation = explained(name, precision, wanted=True)
     (part,) = explanation.graphs
     lowered = part.snapshots.graphs["lower"]
@@ -226,7 +232,9 @@ def test_attention_dropout_saves_weights_without_a_fused_kernel(named: bool) -> 
 
 
 def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
-    """Returns values for an input of a graph: parameters and buffers by their name, else numbers that are valid for both uses."""
+    """Returns values for an input of a graph: parameters and buffers by their name, else numbers
+    that are valid for both uses.
+    """
     named = {
         name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())
     }
@@ -253,7 +261,8 @@ def test_operations_equal_the_flop_counter(name: str) -> None:
         for op in explanation.operators
         if op.id.operator == "scaled_dot_product_attention"
     ]
-    # torch's counter does not know the fused kernel of the CPU, which computes the scores once more.
+    # torch's counter does not know the fused kernel of the CPU, which computes the scores once
+    # more.
     again = sum(part.forward.flops for part in attention if part) // 2
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
@@ -307,7 +316,9 @@ def test_another_batch_needs_no_new_trace() -> None:
 
 
 def test_inference_mode_saves_no_tensors() -> None:
-    """A region of inference mode costs the same as one of no_grad, and recording resumes after it."""
+    """A region of inference mode costs the same as one of no_grad, and recording resumes
+    after it.
+    """
 
     class Model(nn.Module):
         def __init__(self, region: Callable[[], AbstractContextManager[None]]) -> None:

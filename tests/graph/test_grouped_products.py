@@ -1,4 +1,6 @@
-"""Products of groups of rows with a parameter each, as models of experts compute them: formats, gradients, and where there are none."""
+"""Products of groups of rows with a parameter each, as models of experts compute them: formats,
+gradients, and where there are none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is known of a node has one file that names it, and every kernel's time can be charged to an operator of the model."""
+"""What is known of a node has one file that names it, and every kernel's time can be charged to an
+operator of the model.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,9 @@ def attention() -> tuple[nn.Module, dict[str, Any]]:
 def trained(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
 ) -> tuple[tuple[fx.Graph, ...], Any]:
-    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of the model."""
+    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of
+    the model.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, given = make()

@@ -1,4 +1,6 @@
-"""Products of an activation and a parameter, however a model writes them: outputs and gradients are those of a layer in each format."""
+"""Products of an activation and a parameter, however a model writes them: outputs and gradients are
+those of a layer in each format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which products are of a parameter, whatever moves or converts it, and what the others are; plans, reports and costs know the weight."""
+"""Which products are of a parameter, whatever moves or converts it, and what the others are; plans,
+reports and costs know the weight.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +67,26 @@ def test_moved_or_converted_parameter_is_a_weight(
 @pytest.mark.parametrize(
     ("product", "row", "says"),
     [
-        (lambda net, x: x @ x.t(), "a product of two activations", "int8 applies to products with a weight, matmul runs in bf16"),
-        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
+        (lambda net, x: x @ x.t(), "a product of two activations",
+        "int8 applies to products with a weight, matmul runs in bf16"),
+        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters",
+        "both of its factors are parameters"),
         (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
         (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),
-        (lambda net, x: x @ net.vector, "not as a layer's", "its weight is a vector, so its output has no channels"),
-        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's", "only one of its factors has"),
-        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's", "it sums over nothing"),
-        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's", "it takes a diagonal"),
-        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's", "3 tensors at once"),
-        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's", "it weighs its bias"),
-        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's", "something else than a bias"),
+        (lambda net, x: x @ net.vector, "not as a layer's",
+        "its weight is a vector, so its output has no channels"),
+        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's",
+        "only one of its factors has"),
+        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's",
+        "it sums over nothing"),
+        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's",
+        "it takes a diagonal"),
+        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's",
+        "3 tensors at once"),
+        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's",
+        "it weighs its bias"),
+        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's",
+        "something else than a bias"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -125,7 +136,8 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     (operator,) = found.operators
     cost = operator.note.cost
     assert cost is not None
-    # One byte a value of both operands, a product each; the gradient of the weight is one of a parameter.
+    # One byte a value of both operands, a product each; the gradient of the weight is one of a
+    # parameter.
     assert (
         cost.forward.flops
         == cost.weight_gradient.flops

@@ -1,6 +1,8 @@
-"""Compiled autograd: hooks on gradients stay in the compiled graph, and the backward pass is a graph that Dynamo compiles too.
+"""Compiled autograd: hooks on gradients stay in the compiled graph, and the backward pass is a
+graph that Dynamo compiles too.
 
-The plan has had its say when the forward pass was compiled; the backward pass that is recorded is left as it is.
+The plan has had its say when the forward pass was compiled; the backward pass that is recorded is
+left as it is.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def test_hooks_under_compiled_autograd_equal_torch(
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
-    """Recorded or not: to the bit, with a plan that names operators, which none of the backward graph's are."""
+    """Recorded or not: to the bit, with a plan that names operators, which none of the backward
+    graph's are.
+    """
     plan = (
         qsync_fx.Plan.uniform("bf16")
         .with_precision("head", "int8")

@@ -1,7 +1,8 @@
-"""Derivatives of gradients: right where torch has them, and an error that says what to do elsewhere.
+"""Derivatives of gradients: right where torch has them, and an error that says what to do
+elsewhere.
 
-A gradient penalty is what Wasserstein GANs add to a loss; a product of the Hessian with a vector is what second-order optimizers and
-influence functions take.
+A gradient penalty is what Wasserstein GANs add to a loss; a product of the Hessian with a vector is
+what second-order optimizers and influence functions take.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def test_plan_determines_second_derivatives(use: Use) -> None:
 
 
 def test_a_penalty_is_never_left_out() -> None:
-    """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for one: the penalty would do nothing."""
+    """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for
+    one: the penalty would do nothing.
+    """
     layer = nn.Linear(16, 1)
     x = torch.randn(4, 16, requires_grad=True)
     (slope,) = torch.autograd.grad(
@@ -155,7 +158,9 @@ def test_a_penalty_is_never_left_out() -> None:
 
 
 def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
-    """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does not lead to."""
+    """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does
+    not lead to.
+    """
     model = build(Perceptron)
     run = compiled(model, precision="int8", inner_backend="eager")
     (first,) = torch.autograd.grad(

@@ -1,6 +1,8 @@
-"""Models that store values in float8 themselves. It is a format of storage: torch computes in it next to nowhere.
+"""Models that store values in float8 themselves. It is a format of storage: torch computes in it
+next to nowhere.
 
-What the model rounds to float8 stays so under every plan; what it makes of it again is computed as planned.
+What the model rounds to float8 stays so under every plan; what it makes of it again is computed as
+planned.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def in_autocast(model: Storing, x: Tensor) -> Tensor:
 
 
 CALLS = (
-    there_and_back, other_float8, straight_through, rounded_weight, buffer_and_parameter, moved_about, looked_up, written_to, multiplied,
+    there_and_back, other_float8, straight_through, rounded_weight, buffer_and_parameter,
+    moved_about, looked_up, written_to, multiplied,
     in_autocast,
 )  # fmt: skip
 
@@ -132,7 +135,8 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
     # A region of the model's own gives way to a plan.
     fp32 = 0.02 if forward is in_autocast else 0.0
     for precision, inner_backend, bound in (
-        ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05), ("int8", "aot_eager", 0.2),
+        ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05),
+        ("int8", "aot_eager", 0.2),
         ("fp8", "aot_eager", 0.3),
     ):  # fmt: skip
         torch._dynamo.reset()

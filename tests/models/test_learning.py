@@ -1,4 +1,6 @@
-"""Narrow formats learn: a real task reaches what FP32 reaches, and loss scaling does what it is for."""
+"""Narrow formats learn: a real task reaches what FP32 reaches, and loss scaling does what it is
+for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _fresh() -> None:
 
 @functools.cache
 def _digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels, in a fixed order without order."""
+    """The 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels, in a fixed order without
+    order.
+    """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

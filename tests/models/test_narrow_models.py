@@ -1,4 +1,6 @@
-"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says otherwise they stay as they are."""
+"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says
+otherwise they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def test_half_models_stay_half_with_any_compiler(inner_backend: str) -> None:
     ("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64]
 )
 def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Norms compute in another narrow type than their parameters have, and the statistics move on in theirs."""
+    """Norms compute in another narrow type than their parameters have, and the statistics move on
+    in theirs.
+    """
     exact = train(model := kept(make, dtype).float(), model)
     for precision, bound in ("bf16", 0.02), ("int8", 0.15):
         torch._dynamo.reset()
@@ -185,7 +189,8 @@ def test_reports_show_preserved_and_substituted_formats() -> None:
     norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
     assert (
         norm
-        == "fp16: plan: uniform int8; int8 applies to products with a weight, layer_norm runs in fp16"
+        == "fp16: plan: uniform int8; int8 applies to products with a weight, layer_norm runs in "
+        "fp16"
     )
     # A plan for an FP32 model: the CPU has no FP16 unit.
     assert reasons(build(Attending), precision="fp16")["head"].startswith(

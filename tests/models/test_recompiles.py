@@ -1,6 +1,7 @@
 """When compiled code is reused and when it is not: batch sizes, plans, models.
 
-Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused code still computes.
+Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused
+code still computes.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def test_dynamic_batch_equals_static_batch() -> None:
 
 
 def test_equal_plans_share_code_and_others_compile_once() -> None:
-    """Plans are equal by content: which object, what notes and what order they were made in does not matter."""
+    """Plans are equal by content: which object, what notes and what order they were made in does
+    not matter.
+    """
     backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
 
     def run(plan: Plan) -> int:
@@ -195,7 +198,10 @@ class Scaled(nn.Module):
 
 
 def test_ignored_plan_is_reported() -> None:
-    """Beyond its limit Dynamo runs the model as written. That is announced, and then an error each time, until the limit is higher."""
+    """Beyond its limit Dynamo runs the model as written.
+
+    That is announced, and then an error each time, until the limit is higher.
+    """
     model = build(Scaled)
     fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
     with (
@@ -240,7 +246,9 @@ def test_the_limit_of_all_versions_is_an_error_too() -> None:
 
 
 def test_plan_beyond_the_recompile_limit_is_an_error() -> None:
-    """Dynamo counts versions of a function whatever they were compiled with: this plan would run nowhere."""
+    """Dynamo counts versions of a function whatever they were compiled with: this plan would run
+    nowhere.
+    """
     model, x = build(Scaled), torch.randn(2, 4)
     with torch._dynamo.config.patch(recompile_limit=2):
         for precision in ("bf16", "int8"):

@@ -1,4 +1,6 @@
-"""What models and their inputs may have in training: memory formats, tied and frozen weights, norms, empty batches, graph breaks."""
+"""What models and their inputs may have in training: memory formats, tied and frozen weights,
+norms, empty batches, graph breaks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_batch_norm_statistics_are_fp32_and_move_in_training_only() -> None:
 
 
 def test_a_layer_norm_may_have_a_bias_alone() -> None:
-    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the row of layer_norm."""
+    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the
+    row of layer_norm.
+    """
 
     class Shifted(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Optimizers of one pass are torch's to the number: parameters and state, whatever the values, the path and the threads."""
+"""Optimizers of one pass are torch's to the number: parameters and state, whatever the values, the
+path and the threads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers, copies, compiled steps."""
+"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers,
+copies, compiled steps.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_copies_are_of_its_class() -> None:
 
 
 def test_weights_are_cast_where_they_are_read() -> None:
-    """A narrow copy that outlived its forward pass would be stale after a write through `.data`, which no version counts."""
+    """A narrow copy that outlived its forward pass would be stale after a write through `.data`,
+    which no version counts.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32), torch.randn(8, 64)
     options = {"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"}
@@ -182,7 +186,9 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluate
 
 
 def test_micro_batches_round_weights_for_themselves() -> None:
-    """Errors of a weight's rounding differ between two passes without a step between them, so that gradients average them out."""
+    """Errors of a weight's rounding differ between two passes without a step between them, so that
+    gradients average them out.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32, bias=False), torch.eye(64)
     options = {"precision": "int8", "inner_backend": "aot_eager"}
@@ -193,5 +199,6 @@ def test_micro_batches_round_weights_for_themselves() -> None:
     alone = (passes[0] - model.weight.detach().t()).square().mean()
     together = (torch.stack(passes[1:]).mean(0) - model.weight.detach().t()).square().mean()
     assert together < alone / 4, (
-        "64 roundings have a 64th of the variance, and the output's own error is small beside that of one"
+        "64 roundings have a 64th of the variance, and the output's own error is small beside "
+        "that of one"
     )

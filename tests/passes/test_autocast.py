@@ -1,7 +1,8 @@
 """Autocast around and inside the model.
 
-With neither a plan nor a precision the model's own regions decide: the compiled model then computes what torch computes under autocast, to
-the last bit. A plan decides against regions; an island with autocast disabled gives way to an explicit choice alone.
+With neither a plan nor a precision the model's own regions decide: the compiled model then computes
+what torch computes under autocast, to the last bit. A plan decides against regions; an island with
+autocast disabled gives way to an explicit choice alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _fresh() -> None:
 
 
 class Attention(nn.Module):
-    """What autocast has policies for: linear, matmul, softmax, norms, losses, cat, in the orders that models use."""
+    """What autocast has policies for: linear, matmul, softmax, norms, losses, cat, in the orders
+    that models use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +82,9 @@ def _step(model: Any, x: Tensor, ambient: torch.dtype | None) -> Tensor:
 
 
 def _torch(model: Any) -> Any:
-    """The model as torch compiles it; its backward pass outside of autocast, where eager mode runs it."""
+    """The model as torch compiles it; its backward pass outside of autocast, where eager mode runs
+    it.
+    """
     fast = torch.compile(model, backend="aot_eager")
 
     def run(*args: Any) -> Any:
@@ -144,7 +149,9 @@ def test_automatic_precision_follows_the_region() -> None:
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 def test_fp32_runs_in_fp32_under_an_ambient_region(make: type[nn.Module]) -> None:
-    """A plan decides against the region; what comes out has the type that the caller of autocast expects."""
+    """A plan decides against the region; what comes out has the type that the caller of autocast
+    expects.
+    """
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = compiled(model, plan=Plan(patterns=[("**", "fp32")]))(x)

@@ -1,7 +1,8 @@
-"""Conversions that the model itself writes: which of them are a wish for a format, and which only name a place.
+"""Conversions that the model itself writes: which of them are a wish for a format, and which only
+name a place.
 
-A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same: they change nothing. Under a plan they
-differ.
+A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same:
+they change nothing. Under a plan they differ.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def test_requested_dtype_is_preserved_next_to_a_view() -> None:
 
 
 def test_the_residual_stream_of_gpt2_is_narrow() -> None:
-    """Its positions are moved to the device of its tokens before they are added, which begins the stream."""
+    """Its positions are moved to the device of its tokens before they are added, which begins the
+    stream.
+    """
     config = hf.GPT2Config(
         vocab_size=67,
         n_embd=32,

@@ -1,4 +1,6 @@
-"""What nobody asked for: 16 bits where layers are large enough for them to pay, FP32 where not, and what stands between such layers."""
+"""What nobody asked for: 16 bits where layers are large enough for them to pay, FP32 where not, and
+what stands between such layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from qsync_fx.errors import PlanWarning
 
 ROWS = 512
 WIDE = 128
-"""A layer from this many channels to as many pays for 512 rows; one from that to 16, and from 16 to that, does not."""
+"""A layer from this many channels to as many pays for 512 rows; one from that to 16, and from 16 to
+that, does not.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +105,9 @@ def test_single_row_is_in_fp32_at_any_size() -> None:
 
 
 def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
-    """Converting the weight takes longer than the product saves, however much work that is; with more rows, or a smaller weight, not."""
+    """Converting the weight takes longer than the product saves, however much work that is; with
+    more rows, or a smaller weight, not.
+    """
     for rows, width, expected in (
         (16, 4096, "fp32"),
         (cpu_kernels.FEW_ROWS, 4096, "bf16"),
@@ -118,7 +124,9 @@ def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
 
 
 def test_convolutions_count_as_products() -> None:
-    """A convolution of eight channels pays on large images, not on small ones; in groups each sum is shorter."""
+    """A convolution of eight channels pays on large images, not on small ones; in groups each sum
+    is shorter.
+    """
     for image, groups, expected in ((32, 1, "bf16"), (8, 1, "fp32"), (32, 8, "fp32")):
         layer = nn.Conv2d(8, 8, 3, groups=groups, padding=1)
         ((fmt, reason),) = found(layer, torch.randn(8, 8, image, image)).values()
@@ -129,7 +137,9 @@ def test_convolutions_count_as_products() -> None:
 
 
 class Gated(nn.Module):
-    """A large layer whose result is multiplied by what two small ones make of its mean, as squeeze and excitation do; then a small head."""
+    """A large layer whose result is multiplied by what two small ones make of its mean, as squeeze
+    and excitation do; then a small head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +167,10 @@ def test_small_gate_does_not_widen_large_layers() -> None:
         **dict.fromkeys(("body", "norm", "excite", "tail"), "bf16"),
         **dict.fromkeys(("squeeze", "head"), "fp32"),
     }
-    because = "8 x 128 x 16 is too small for bf16 to pay, but its result is used in bf16 by body/linear, so it stays"
+    because = (
+        "8 x 128 x 16 is too small for bf16 to pay, but its result is used in bf16 by "
+        "body/linear, so it stays"
+    )
     assert layers["excite"][1].endswith(because)
     assert layers["/mul@excite"][0] == "bf16"
 

@@ -1,4 +1,6 @@
-"""A rule that a pass of ours breaks stops nobody's training; one that a user's pass breaks is an error."""
+"""A rule that a pass of ours breaks stops nobody's training; one that a user's pass breaks is an
+error.
+"""
 
 from __future__ import annotations
 

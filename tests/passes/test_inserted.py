@@ -1,4 +1,6 @@
-"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is wrong with it is told."""
+"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is
+wrong with it is told.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,8 @@ def test_nodes_inserted_after_the_plan_are_unchanged_with_a_reason(after: str) -
     product = put_in(explanation)["body/adapter.linear"]
     assert (product.kind, str(product.precision)) == ("fixed", "fp32")
     assert product.reason == (
-        "inserted by adapter; it was put in after 'assign' had applied the plan, so it stays in fp32: let the pass run before for the plan "
+        "inserted by adapter; it was put in after 'assign' had applied the plan, so it stays in "
+        "fp32: let the pass run before for the plan "
         "to decide"
     )
 
@@ -242,7 +245,9 @@ def test_in_a_checkpointed_region(after: str) -> None:
 
 @pytest.mark.parametrize("after", ["normalize", "autocast", "classify", "lower"])
 def test_in_a_region_of_autocast(after: str) -> None:
-    """The region that the model writes holds for what stands beside its operators, and gives way to a plan as it does for them."""
+    """The region that the model writes holds for what stands beside its operators, and gives way to
+    a plan as it does for them.
+    """
 
     class Region(Net):
         def forward(self, x: Tensor) -> Tensor:

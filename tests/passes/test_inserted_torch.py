@@ -102,7 +102,9 @@ def test_insertion_without_computation_is_an_error(put: Put, says: str, after: s
 
 
 def test_quantized_placeholders_are_limited_to_products() -> None:
-    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would train nothing."""
+    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would
+    train nothing.
+    """
 
     def run(graph: PrecisionGraph) -> None:
         op = graph.operators(kind="adjustable")[1]

@@ -1,4 +1,6 @@
-"""Where casts stand: one for all readers of a tensor, none past a write, and none where two would cancel."""
+"""Where casts stand: one for all readers of a tensor, none past a write, and none where two would
+cancel.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
 
 
 def test_write_ends_sharing_of_aliased_casts_only() -> None:
-    """A batch norm writes its statistics and counts its batches, between the two readers of the block's input."""
+    """A batch norm writes its statistics and counts its batches, between the two readers of the
+    block's input.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded, whoever wrote it."""
+"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded,
+whoever wrote it.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +83,20 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
         (HEAD + ', "classes": []}', "must be an object, not a list", "classes"),
         (HEAD + ', "classes": {"a": 1}}', "must be an object, not the number 1", 'classes.a'),
         (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "no field 'defalt'", 'classes.a'),
-        (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision", 'classes.a.default'),
-        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice", 'classes.a'),
-        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "must be a printable string", 'classes["\\u001b[2J"]'),
+        (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision",
+        'classes.a.default'),
+        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice",
+        'classes.a'),
+        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "must be a printable string",
+        'classes["\\u001b[2J"]'),
         (HEAD + ', "classes": {"a": {}}, "ranks": ["b"]}', "no class 'b'", "ranks[0]"),
-        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the rank table must be a list, not text", "ranks"),
+        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the rank table must be a list, not text",
+        "ranks"),
         (HEAD + ', "classes": {"a": {}}, "devices": {"b": "x"}}', "no class 'b'", "devices"),
-        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "a device name must be a string", 'devices.a'),
-        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}', "a note must map a string to a string, not to the number 1", 'notes["a"]'),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "a device name must be a string",
+        'devices.a'),
+        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}',
+        "a note must map a string to a string, not to the number 1", 'notes["a"]'),
         (HEAD + ', "class": {}}', "unknown field 'class'", None),
         ('{"format": "qsync-cluster-plan", "version": 2}', "has version 2", "version"),
         ('{"format": "qsync-plan", "version": 1}', "is not marked as a plan", "format"),
@@ -176,8 +184,10 @@ def test_device_class_selects_the_part(
 @pytest.mark.parametrize(
     ("plan", "process", "where"),
     [
-        (PLAN, LocalPlan(None, None, "cpu"), "this process has no rank; the plan has no rank table; the device name is 'cpu'"),
-        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's rank table is for 1 ranks"),
+        (PLAN, LocalPlan(None, None, "cpu"),
+        "this process has no rank; the plan has no rank table; the device name is 'cpu'"),
+        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"),
+        "rank 0 of 2; the plan's rank table is for 1 ranks"),
         (
             ClusterPlan({"a": T4, "b": V100}, {"a": "T4", "b": "Tesla"}),
             LocalPlan(None, None, "Tesla T4"),

@@ -1,4 +1,6 @@
-"""Plans: what they say of operators, how they are written for people, and how they are checked against a model."""
+"""Plans: what they say of operators, how they are written for people, and how they are checked
+against a model.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,8 @@ def test_check_lists_missing_and_extra() -> None:
         plan.check(MODEL, complete=True)
     error = caught.value
     assert error.what == (
-        "the plan has no precision for 5 of the 5 operators and names 4 operators that the model does not have"
+        "the plan has no precision for 5 of the 5 operators and names 4 operators that the model "
+        "does not have"
     )
     assert error.where is not None
     assert f"missing from the plan: {QUERY}, {DENSE}" in error.where
@@ -254,7 +257,8 @@ def test_check_names_operators_that_the_model_does_not_have() -> None:
     assert caught.value.what == "the plan names 1 operator that the model does not have"
     assert caught.value.do is not None
     assert caught.value.do.startswith(
-        "use the plan of this model; nearest to 'pooler.densse/linear' in the model: pooler.dense/linear"
+        "use the plan of this model; nearest to 'pooler.densse/linear' in the model: "
+        "pooler.dense/linear"
     )
 
 
@@ -305,7 +309,9 @@ def test_check_reports_alternatives_without_a_match(pattern: str, idle: str, clo
 
 
 def test_invalid_range_lists_the_valid_values() -> None:
-    """Alternatives are taken one by one: that not every one of these goes with every other is what braces are written for."""
+    """Alternatives are taken one by one: that not every one of these goes with every other is what
+    braces are written for.
+    """
     Plan(
         "int8",
         [

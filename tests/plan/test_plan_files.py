@@ -1,4 +1,6 @@
-"""Plans in files: what is saved is loaded, a write that fails leaves what was there, and where no plan can be is told."""
+"""Plans in files: what is saved is loaded, a write that fails leaves what was there, and where no
+plan can be is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What trains where no plan is asked for, once a profile of the model is in the cache, and what keeps a profile from being taken."""
+"""What trains where no plan is asked for, once a profile of the model is in the cache, and what
+keeps a profile from being taken.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ DEFAULT = dict.fromkeys(PLANNED, "bf16")
 
 
 def under_inductor(found: Profile) -> Profile:
-    """The same for a model that is compiled by another compiler than the one that it was measured with, so that tests are quick."""
+    """The same for a model that is compiled by another compiler than the one that it was measured
+    with, so that tests are quick.
+    """
     assert found.fingerprint is not None
     return replace(found, fingerprint=replace(found.fingerprint, options="inner_backend=eager"))
 

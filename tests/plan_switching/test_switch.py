@@ -1,6 +1,8 @@
-"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the plan says.
+"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the
+plan says.
 
-Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan to the next.
+Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan
+to the next.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tens
 
 
 def test_training_continues_after_a_switch() -> None:
-    """The steps after a switch are those of a model compiled with that plan from the start, given the same state."""
+    """The steps after a switch are those of a model compiled with that plan from the start, given
+    the same state.
+    """
     model = build(lambda: Perceptron(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fast = compiled(model, plan=INT8)

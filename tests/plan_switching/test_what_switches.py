@@ -1,4 +1,6 @@
-"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks, frames behind a graph break, ranks."""
+"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks,
+frames behind a graph break, ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx says that they are isomorphic."""
+"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx
+says that they are isomorphic.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whose time a line of a wrapper takes: all of it is somebody's, or nobody's, and none of it twice."""
+"""Whose time a line of a wrapper takes: all of it is somebody's, or nobody's, and none of
+it twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A single batch in place of a list of batches is refused by all functions that run steps, before the first step."""
+"""A single batch in place of a list of batches is refused by all functions that run steps, before
+the first step.
+"""
 
 from __future__ import annotations
 

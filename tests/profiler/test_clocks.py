@@ -1,4 +1,6 @@
-"""By which clock steps are timed: of the thread that trains, or, where it has others compute for it, of the wall."""
+"""By which clock steps are timed: of the thread that trains, or, where it has others compute for
+it, of the wall.
+"""
 
 from __future__ import annotations
 

@@ -41,12 +41,13 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     assert before.interpolated(Plan.uniform("fp32")) == after.interpolated(NARROW) == []
     found = qsync_fx.replay(NARROW, after).seconds
     own = after.runs[-1]
-    # A layer of some microseconds may take less than what passes take beside their operators in the mean over runs.
+    # A layer of some microseconds may take less than what passes take beside their operators in the
+    # mean over runs.
     beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
     anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
     assert found == pytest.approx(anchor), "the measured step is an anchor"
-    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled two for the peak of memory,
-    # and three in each of two rounds.
+    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled
+    # two for the peak of memory, and three in each of two rounds.
     assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
 
 
@@ -116,7 +117,8 @@ def test_machine_drift_is_removed() -> None:
     )
     # What differs by chance stays as it was measured.
     assert corrected(before, found).runs[-1] == found.runs[0]
-    # A plan that is the profile's own is as fast as it was: else all others, measured then, would seem faster than it.
+    # A plan that is the profile's own is as fast as it was: else all others, measured then, would
+    # seem faster than it.
     assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == taken
     # How much is chance follows from how many steps there are.
     slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)

@@ -112,7 +112,9 @@ def test_nearer_neighbours_count_more() -> None:
 
 
 def test_measured_plan_is_predicted_exactly() -> None:
-    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in the proportion that they had."""
+    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in
+    the proportion that they had.
+    """
     calls = [
         Quantized("0/linear", FP32, INT8, 100, False, 0.2),
         Quantized("0/linear", FP32, INT8, 100, True, 0.1),

@@ -1,4 +1,6 @@
-"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same as when it was compiled."""
+"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same
+as when it was compiled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def caches() -> Iterator[None]:
 
 
 def compiled(files: WatchedLowering) -> dict[str, int]:
-    """Compiles a layer and trains it for a step, as a new process would; returns what torch's caches of graphs had of it."""
+    """Compiles a layer and trains it for a step, as a new process would; returns what torch's
+    caches of graphs had of it.
+    """
     torch._dynamo.reset()
     counters.clear()
     run: Any = torch.compile(layer(), backend="qsync", options={"precision": "bf16"}, dynamic=False)
@@ -90,7 +94,9 @@ def test_unwritable_cache_stores_no_lines(tmp_path: Path) -> None:
 def test_unobserved_compilations_are_found_in_caches(
     caches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
+    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled
+    no graph is ever found.
+    """
     assert compiled(WatchedLowering())["miss"] == 2
     assert compiled(WatchedLowering()) == {"hit": 2, "miss": 0, "bypass": 0}
     monkeypatch.setattr(inductor_config, "_revision", lambda: "of another version")

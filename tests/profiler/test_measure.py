@@ -174,7 +174,9 @@ def test_cost_is_logged_before_the_measurement(capsys: pytest.CaptureFixture[str
 
 
 def test_wrapper_lines_are_mapped_to_nodes() -> None:
-    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where wrappers are loaded."""
+    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where
+    wrappers are loaded.
+    """
     with watching() as files:
         compiled = torch.compile(
             layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False

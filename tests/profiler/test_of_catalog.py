@@ -1,4 +1,6 @@
-"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is another machine's."""
+"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is
+another machine's.
+"""
 
 from __future__ import annotations
 

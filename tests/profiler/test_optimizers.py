@@ -1,4 +1,6 @@
-"""What an optimizer is said to keep and take is what it keeps and takes of parameters of any size."""
+"""What an optimizer is said to keep and take is what it keeps and takes of parameters of
+any size.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def test_memory_of_the_previous_step_is_excluded() -> None:
         torch.empty(1 * KIB)
 
     step()
-    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond them.
+    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond
+    # them.
     assert measured_peak(step) == 1024
 
 
@@ -56,5 +57,6 @@ def test_training_step_counts_gradients_and_saved_tensors_only(
         optimizer.zero_grad()
 
     weight, y = 64 * 32 * 4, 16 * 32 * 4
-    # In the backward pass: what relu gave, the gradient that it was called with, that of the product, and that of the weight.
+    # In the backward pass: what relu gave, the gradient that it was called with, that of the
+    # product, and that of the weight.
     assert measured_peak(step) == weight + 3 * y

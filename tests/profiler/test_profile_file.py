@@ -1,4 +1,6 @@
-"""Files of profiles: what is written comes back, and what is no profile of this model and machine is refused in words."""
+"""Files of profiles: what is written comes back, and what is no profile of this model and machine
+is refused in words.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +104,8 @@ def test_file_without_copies_and_buffers_is_loaded_as_unknown(
 def test_profile_contains_communication_times() -> None:
     said = str(taken())
     assert (
-        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 ms"
-        in said
+        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 "
+        "ms" in said
     )
 
 

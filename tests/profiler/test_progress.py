@@ -1,4 +1,6 @@
-"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a bar on a terminal."""
+"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a
+bar on a terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls what is not there."""
+"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls
+what is not there.
+"""
 
 from __future__ import annotations
 

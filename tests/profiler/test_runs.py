@@ -1,4 +1,6 @@
-"""Runs of plans that took turns: what others on the machine did to some of them is no property of their plans."""
+"""Runs of plans that took turns: what others on the machine did to some of them is no property of
+their plans.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, leve
 
 
 def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
-    """A run whose steps took so many times as long as they would undisturbed, and its operator two thirds of the typical one."""
+    """A run whose steps took so many times as long as they would undisturbed, and its operator two
+    thirds of the typical one.
+    """
     steps = [
         (0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor)
         for factor in longer

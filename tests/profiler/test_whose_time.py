@@ -1,4 +1,6 @@
-"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the kernel does."""
+"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the
+kernel does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ GRADIENTS = "torch.ops.aten.convolution_backward.default:3"
 
 
 def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has given memory."""
+    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has
+    given memory.
+    """
     graph = fx.Graph()
     incoming = graph.placeholder("incoming")
     found = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
@@ -52,7 +56,9 @@ def test_transposition_counts_to_its_consumer() -> None:
 
 @ALL
 def test_convolution_gradients_are_one_call() -> None:
-    """Pins what is used of Inductor: a call with two results is told with all nodes that its operands are made of, itself the last."""
+    """Pins what is used of Inductor: a call with two results is told with all nodes that its
+    operands are made of, itself the last.
+    """
     model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU())
     with watching() as files:
         compiled = torch.compile(

@@ -1,4 +1,6 @@
-"""The stream of roundings goes with the states of torch's generator, and has a state of its own that can be kept and set."""
+"""The stream of roundings goes with the states of torch's generator, and has a state of its own
+that can be kept and set.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_state_that_is_set_back_brings_the_rounding_back(
 
 
 def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
-    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back whenever it compiles."""
+    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back
+    whenever it compiles.
+    """
     step = started()
     manual_seed(3)
     step()

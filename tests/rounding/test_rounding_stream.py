@@ -1,4 +1,5 @@
-"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and state, and can be kept and set.
+"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and
+state, and can be kept and set.
 
 What ranks and restarts make of it is in test_rounding_ranks.py.
 """

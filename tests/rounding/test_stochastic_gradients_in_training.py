@@ -1,4 +1,6 @@
-"""Training with the option `gradient_rounding`: seeds, ranks, checkpointed regions, batch sizes, reports and streams."""
+"""Training with the option `gradient_rounding`: seeds, ranks, checkpointed regions, batch sizes,
+reports and streams.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from tests.support.models.small_models import (
             for fmt in ("bf16", "int8", "fp8", "int8_grad")
             for inner_backend in ("eager", "aot_eager")
         ),
-        # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer say.
+        # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer
+        # say.
         pytest.param("int8_grad", "inductor", marks=tiers.ALL),
         *(pytest.param(fmt, "inductor", marks=tiers.EVERY) for fmt in ("bf16", "int8", "fp8")),
     ],

@@ -1,4 +1,6 @@
-"""Files from anyone: what stands in one is the value that was written, or an error that says what is wrong, where, and what to do."""
+"""Files from anyone: what stands in one is the value that was written, or an error that says what
+is wrong, where, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +271,9 @@ def places(tree: object) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_value_of_another_type_and_every_other_field_is_refused(name: str) -> None:
-    """An object instead of anything; a key that nothing has, in everything that has fields; a key twice."""
+    """An object instead of anything; a key that nothing has, in everything that has fields; a key
+    twice.
+    """
     schema, tree = FILES[name]
     text = json.dumps(tree)
     assert schema.noun == name

@@ -1,4 +1,6 @@
-"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model, and nothing changes where nothing is."""
+"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model,
+and nothing changes where nothing is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is known of a fleet's devices: one by its name is one whose profile is given. For one device alone, files of others are refused."""
+"""What is known of a fleet's devices: one by its name is one whose profile is given.
+
+For one device alone, files of others are refused.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,8 @@ def test_device_without_a_profile_uses_optimizer_and_loss_of_another(
     named = known["named"]
     assert isinstance(named, DeviceTimes)
     assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
-    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as long.
+    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as
+    # long.
     assert named.optimizer() == here.optimizer_seconds
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": here}, cluster=cluster)
     assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0

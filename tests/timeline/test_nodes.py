@@ -1,4 +1,6 @@
-"""Ranks that share nodes: what travels inside and between these, in which time, and which codecs pay there."""
+"""Ranks that share nodes: what travels inside and between these, in which time, and which codecs
+pay there.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_instant_inner_links_make_nodes_a_ring(
 def test_two_level_time_is_the_sum_of_its_messages(
     nodes: int, size: int, across: float, inside: float, latency: float
 ) -> None:
-    """Every rank sends the others of its node its part of theirs, then the others with its part on other nodes, then again its node."""
+    """Every rank sends the others of its node its part of theirs, then the others with its part on
+    other nodes, then again its node.
+    """
     nbytes = 4.2e6
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
@@ -146,7 +150,9 @@ def test_large_bucket_overlaps_encoding_and_transfer() -> None:
 
 
 def test_links_inside_nodes_let_codecs_pay_less() -> None:
-    """In two levels each node sends once what all of its ranks would, so that there is less for a codec to win."""
+    """In two levels each node sends once what all of its ranks would, so that there is less for a
+    codec to win.
+    """
     parameters = (Parameter("first", 300_000), Parameter("second", 100))
     entries = (Entry("linear", Part.BACKWARD, 1e-3),)
     schedules = {"all": Schedule((), entries, 0.0, parameters, {"first": 0, "second": 0})}

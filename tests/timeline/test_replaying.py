@@ -155,7 +155,8 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
     reckoned = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
     path = tmp_path / "cluster.toml"
     path.write_text(
-        "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10"
+        "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = "
+        "1e10"
     )
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)
     alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)

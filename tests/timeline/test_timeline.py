@@ -28,7 +28,9 @@ LAYERS = 6
 
 
 def schedule(seconds: float, seed: int = 0) -> Schedule:
-    """A stack of layers, each with a weight of 1 MiB, a cast in front of every second one, and the framework's own time."""
+    """A stack of layers, each with a weight of 1 MiB, a cast in front of every second one, and the
+    framework's own time.
+    """
     draw = random.Random(seed)
     forward, backward = [Entry("", Part.OUTSIDE, seconds / 10)], []
     for at in range(LAYERS):
@@ -106,7 +108,9 @@ def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float 
 
 
 def test_communication_delays_computation() -> None:
-    """Where a device spends all of the time that buckets travel on them, it is as if nothing travelled beside computing."""
+    """Where a device spends all of the time that buckets travel on them, it is as if nothing
+    travelled beside computing.
+    """
     one = {"here": ClusterDevice(count=2)}
     steps = {
         busy: timeline(
@@ -129,7 +133,8 @@ def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
     )
     fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
     nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
-    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow device would wait for.
+    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow
+    # device would wait for.
     assert fleet.seconds - without.seconds == pytest.approx(2 * 2 * nbytes * 1e-10, rel=1e-6)
     assert fleet.played.after("fast") == FAST.optimizer
     alone = Cluster({"here": ClusterDevice(copies=1e-10)})
@@ -203,7 +208,9 @@ def test_it_prints() -> None:
 
 
 def test_perfetto_file_has_the_required_fields(tmp_path: Path) -> None:
-    """Trace Event Format: complete events with microseconds, metadata that names tracks, arrows that begin and end within slices."""
+    """Trace Event Format: complete events with microseconds, metadata that names tracks, arrows
+    that begin and end within slices.
+    """
     path, fleet = tmp_path / "timeline.json", timeline()
     fleet.save_perfetto(path)
     trace = json.loads(path.read_text())

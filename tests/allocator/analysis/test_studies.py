@@ -1,4 +1,6 @@
-"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time against variance."""
+"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time
+against variance.
+"""
 
 from __future__ import annotations
 

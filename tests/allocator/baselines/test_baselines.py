@@ -1,4 +1,6 @@
-"""What allocators are compared with: each answers as the contract says, and says it where a limit is exceeded."""
+"""What allocators are compared with: each answers as the contract says, and says it where a limit
+is exceeded.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_uniform_is_the_best_that_fits() -> None:
 
 
 def test_order_determines_the_widened_operators() -> None:
-    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is that."""
+    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is
+    that.
+    """
     problem = hybrid("odd")
     part = problem.classes["slow"]
     halving = {

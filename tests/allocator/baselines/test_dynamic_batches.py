@@ -1,4 +1,6 @@
-"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning rate that fit."""
+"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning
+rate that fit.
+"""
 
 from __future__ import annotations
 

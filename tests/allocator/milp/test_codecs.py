@@ -1,4 +1,6 @@
-"""Codecs of gradient buckets chosen with the formats of operators: what brute force over both finds, and the bound."""
+"""Codecs of gradient buckets chosen with the formats of operators: what brute force over both
+finds, and the bound.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def with_gradients(part: DeviceClass, seed: int) -> DeviceClass:
 
 
 def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Problem:
-    """Returns ranks that send about as long as they compute; "kept" has a class that is not open to choice, "two" another that is."""
+    """Returns ranks that send about as long as they compute; "kept" has a class that is not open to
+    choice, "two" another that is.
+    """
     draw = random.Random(f"codecs {seed}")
     slow = with_gradients(device_class("mlp", ("fp32", "bf16"), seed, times), seed)
     parts, devices = (

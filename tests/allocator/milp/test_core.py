@@ -16,7 +16,9 @@ EXAMPLES = chosen([15], [60])[0]
 
 
 def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list[float], float]:
-    """Returns a program of choices that cost and weigh something, within what they may weigh together, and that limit."""
+    """Returns a program of choices that cost and weigh something, within what they may weigh
+    together, and that limit.
+    """
     draw = random.Random(seed)
     program = LinearProgram()
     groups = [
@@ -65,7 +67,8 @@ def test_relaxation_equals_brute_force(seed: int, tight: float, opened: int, gap
         patch.setattr(lagrangian_relaxation, "_OPEN", opened)
         program, groups, weights, limit = drawn(seed, tight)
         best, less = (least(program, groups, weights, limit + by) for by in (1e-6, -1e-6))
-        # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight lets either be right.
+        # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight
+        # lets either be right.
         assume(best == less)
         found = lagrangian_relaxation.solve(program, gap, 60.0, {})
         assert not found.stopped

@@ -80,7 +80,9 @@ def test_least_variance_is_that_of_brute_force(
 
 @ALL
 def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken that does not fit, none bounded away."""
+    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken
+    that does not fit, none bounded away.
+    """
     monkeypatch.setattr(milp_allocator, "MAX_ENUMERATED_PLANS", 0)
     best = 0
     for seed in range(examples(6)):
@@ -243,7 +245,9 @@ def test_interrupted_search_reports_a_valid_bound() -> None:
 def test_lagrangian_prices_lead_to_the_brute_force_optimum(
     seed: int, formats: tuple[str, ...], tight: float
 ) -> None:
-    """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
+    """With several buckets, of which any may be what the step waits for; a choice at a time is made
+    anew.
+    """
     part = device(seed, formats)
     cluster = Cluster(
         {"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)

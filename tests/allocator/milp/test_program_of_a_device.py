@@ -1,4 +1,6 @@
-"""With all choices given, a program has the states of the pipeline and the seconds of the replayer."""
+"""With all choices given, a program has the states of the pipeline and the seconds of the
+replayer.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
 def solved(
     problem: Problem, asked: dict[str, str], held: LowerBoundTerm | None = None
 ) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
-    """Returns the least seconds with all choices given, the judge of them, states, and the most bytes that are held."""
+    """Returns the least seconds with all choices given, the judge of them, states, and the most
+    bytes that are held.
+    """
     name = problem.open[0]
     judge = PlanEvaluator(problem, problem.completed({name: asked}))
     program = LinearProgram()
@@ -181,7 +185,8 @@ def test_lower_bound_of_a_moment_is_valid(name: str, loss: LossMemory | None) ->
             last = certain.backward_peaks.last((at, which))
             own = [place for place, moment in enumerate(backward) if moment.operator in last]
             if which == len(gradients(operator, certain.saved_tensors.passes[0].forward)) > 0:
-                # What converts is one kernel with what lies between it and the next one of a library, and is called after that.
+                # What converts is one kernel with what lies between it and the next one of a
+                # library, and is called after that.
                 own = [*own, min(own[-1] + 1, len(backward) - 1)]
             least = (
                 before
@@ -205,7 +210,9 @@ def test_lower_bound_covers_most_of_the_peak(name: str, formats: tuple[str, ...]
 
 @pytest.mark.parametrize("name", ["prenorm", "postnorm"])
 def test_lower_bound_includes_gradients_next_to_residuals(name: str) -> None:
-    """Results that a stream is computed from till the end of the forward pass; and back, what its gradients are computed from."""
+    """Results that a stream is computed from till the end of the forward pass; and back, what its
+    gradients are computed from.
+    """
     for _, known, part, memory, least in certainties(name, FIVE):
         kept = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         assert least - kept > SHARE * (passes(known, part.training) - kept)
@@ -225,7 +232,9 @@ def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_compute
 
 
 def test_masks_of_gates_are_certain() -> None:
-    """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98% without them."""
+    """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98%
+    without them.
+    """
     least, held = 0, 0
     for certain, known, _, _, _ in certainties("gated", FIVE):
         now, lost = Passes(known), dict[int, bool]()
@@ -259,7 +268,9 @@ def test_lower_bound_includes_operands_of_the_last_product() -> None:
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
 def test_lower_bound_includes_tensors_written_for_the_last_product(fmt: str) -> None:
-    """What it reads, and copies of parameters, in the kernel that computes it: 4.6 MB of a ResNet-50's 5,154 where that is the peak."""
+    """What it reads, and copies of parameters, in the kernel that computes it: 4.6 MB of a
+    ResNet-50's 5,154 where that is the peak.
+    """
     problem = alone("gated", FIVE, 0, OwnedTimes)
     part = problem.classes["device"]
     known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
@@ -342,7 +353,9 @@ def test_moments_above_a_limit_equal_a_full_scan() -> None:
 
 
 def test_lower_bound_includes_saved_tensors_of_attention() -> None:
-    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds: without them a plan's gap was 94%."""
+    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds:
+    without them a plan's gap was 94%.
+    """
     found = 0
     for certain, known, part, _, _ in certainties("bert2", FIVE):
         for at, operator in enumerate(part.graph.operators):

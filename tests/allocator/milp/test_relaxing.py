@@ -1,4 +1,6 @@
-"""Prices of limits are begun at what choices alone would have them, and end where the bound is highest."""
+"""Prices of limits are begun at what choices alone would have them, and end where the bound is
+highest.
+"""
 
 from __future__ import annotations
 

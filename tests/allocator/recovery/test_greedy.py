@@ -1,4 +1,6 @@
-"""The paper's allocator: what it answers keeps the limits, is no worse than a uniform plan, and the same each time."""
+"""The paper's allocator: what it answers keeps the limits, is no worse than a uniform plan, and the
+same each time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.support.planning.allocation_problems import alone, device_class, flee
 
 
 def limited(problem: Problem, seed: int) -> Problem:
-    """Returns a problem with limits that lie somewhere between those of the uniform plans, or just beyond them."""
+    """Returns a problem with limits that lie somewhere between those of the uniform plans, or just
+    beyond them.
+    """
     draw = random.Random(seed)
     known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
 

@@ -1,6 +1,8 @@
-"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices that are not at hand.
+"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices
+that are not at hand.
 
-Only what torch says of a device is put in place; formats, kernels and reasons are those that the tests get.
+Only what torch says of a device is put in place; formats, kernels and reasons are those that the
+tests get.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ TESTS = Path(__file__).parents[2]
 FORMATS = ("fp32", "fp16", "bf16", "tf32", "int8", "int8_grad", "fp8")
 DEVICES = {(7, 0): "sm_70", (7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
 LACKS: dict[tuple[int, int], set[str]] = {
-    (7, 0): {"bf16", "tf32", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
+    (7, 0): {"bf16", "tf32", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"},
+    (8, 9): set(), (9, 0): set(),
 }  # fmt: skip
-"""Formats that nothing multiplies on a GPU. A V100 multiplies INT8 on its ordinary units, by kernels of ours: so do its models."""
+"""Formats that nothing multiplies on a GPU.
+
+A V100 multiplies INT8 on its ordinary units, by kernels of ours: so do its models.
+"""
 
 ASKS = """
 import importlib, json, sys
@@ -105,7 +111,9 @@ def test_gpu_properties_are_queried(
     ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
 )
 def test_kernel_operators_of_models_are_collected(arch: Arch, name: str, precision: str) -> None:
-    """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no convolutions."""
+    """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no
+    convolutions.
+    """
     asked = models.problems(name, precision, arch)
     assert any(problem.a == "int8" for problem in asked)
     convolved = {"qsync::conv2d_product"} if name == "resnet" and arch != "sm_70" else set()

@@ -1,4 +1,6 @@
-"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled before it was wrapped."""
+"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled
+before it was wrapped.
+"""
 
 from __future__ import annotations
 

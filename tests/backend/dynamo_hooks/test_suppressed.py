@@ -1,4 +1,6 @@
-"""With `torch._dynamo.config.suppress_errors` Dynamo runs on as the model is written: not where a plan was given."""
+"""With `torch._dynamo.config.suppress_errors` Dynamo runs on as the model is written: not where a
+plan was given.
+"""
 
 from __future__ import annotations
 

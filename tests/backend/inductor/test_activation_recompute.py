@@ -1,4 +1,6 @@
-"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients are those without it."""
+"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients
+are those without it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class Block(nn.Module):
 def differentiated(
     block: nn.Module, x: Tensor, precision: str, less: bool, fast: bool
 ) -> tuple[int, list[Tensor]]:
-    """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as Inductor does and run as it stands."""
+    """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as
+    Inductor does and run as it stands.
+    """
     kept: dict[int, int] = {}
     lowered = qsync_fx.explain(block, x, options={"precision": precision}).graph_module("lower")
 
@@ -139,7 +143,9 @@ def test_recomputation_saves_memory_with_bit_equal_gradients(
 @tiers.ALL
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=tiers.EVERY), "int8"])
 def test_a_compiled_model_trains_with_it(precision: str) -> None:
-    """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again: gradients stay within the format."""
+    """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again:
+    gradients stay within the format.
+    """
     x = torch.randn(8, 24, 32)
     found = {}
     for less in (False, True):

@@ -1,4 +1,6 @@
-"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as of bytes."""
+"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as
+of bytes.
+"""
 
 from __future__ import annotations
 

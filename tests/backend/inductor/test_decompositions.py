@@ -1,4 +1,6 @@
-"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and what is kept for them."""
+"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and
+what is kept for them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def gradients(
     function: Callable[..., Tensor], x: Tensor, incoming: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the input gradients in eager mode and compiled."""
-    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was written.
+    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was
+    # written.
     torch._dynamo.reset()
     found = []
     for run in (function, torch.compile(function, backend="qsync", options={"precision": "fp32"})):

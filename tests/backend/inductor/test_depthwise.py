@@ -1,4 +1,6 @@
-"""Gradients of depthwise convolutions in BF16 that a CPU computes in FP32, where oneDNN has no fast kernel for BF16."""
+"""Gradients of depthwise convolutions in BF16 that a CPU computes in FP32, where oneDNN has no fast
+kernel for BF16.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -
 
 
 def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool], list[bool], Any]:
-    """What our operator is asked for and what torch's is, nothing where it is not called, and the gradients."""
+    """What our operator is asked for and what torch's is, nothing where it is not called, and the
+    gradients.
+    """
 
     def run(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
         return BACKWARD(gradient, x, weight, *arguments[3:], needed)

@@ -1,4 +1,6 @@
-"""The gradient of an embedding's table under Inductor on the CPU: torch's kernel, with the numbers of eager mode."""
+"""The gradient of an embedding's table under Inductor on the CPU: torch's kernel, with the numbers
+of eager mode.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The option "fast_dropout": what is dropped, how often, where it is dropped again in the backward pass, and who keeps torch's."""
+"""The option "fast_dropout": what is dropped, how often, where it is dropped again in the backward
+pass, and who keeps torch's.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_wrong_probabilities_raise() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_probability_and_the_neighbours(p: float) -> None:
-    """As many are dropped as should be, to five deviations; neighbours, rows and streams have nothing in common."""
+    """As many are dropped as should be, to five deviations; neighbours, rows and streams have
+    nothing in common.
+    """
     n = 1 << 20
     kept = keep((n,), SEED, 3, p).double() - (1 - p)
     bound = 5 * math.sqrt(p * (1 - p) / n)
@@ -67,7 +71,9 @@ class Dropping(nn.Module):
 
 
 def traced(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A backend that traces as Inductor does, with the option's decomposition, and runs what comes of it as it is."""
+    """A backend that traces as Inductor does, with the option's decomposition, and runs what comes
+    of it as it is.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: object) -> Any:

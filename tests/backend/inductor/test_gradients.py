@@ -52,7 +52,9 @@ def test_gradients_have_the_strides_of_their_weights(
 
 
 def joint() -> tuple[fx.Graph, Tensor]:
-    """Returns a joint graph of one result, a gradient of a weight and none of a scale that was given."""
+    """Returns a joint graph of one result, a gradient of a weight and none of a scale that was
+    given.
+    """
     graph, value = fx.Graph(), torch.empty(8, 4, 3, 3)
     weight, scale, tangent = (
         graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1")

@@ -1,4 +1,6 @@
-"""Graphs that torch keeps on disk are taken again only where the same units multiply integers: paths and CPUs may share a cache."""
+"""Graphs that torch keeps on disk are taken again only where the same units multiply integers:
+paths and CPUs may share a cache.
+"""
 
 from __future__ import annotations
 

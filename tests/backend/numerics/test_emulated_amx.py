@@ -1,7 +1,8 @@
-"""AMX's kernels give the scalar path's bits, on machines that have no AMX: its instructions for tiles are written out in plain C++.
+"""AMX's kernels give the scalar path's bits, on machines that have no AMX: its instructions for
+tiles are written out in plain C++.
 
-Those of BF16 do where sums are exact; elsewhere they are near. All else, the packing above all, is compiled as it is for a processor that
-has tiles, and runs by AVX-512.
+Those of BF16 do where sums are exact; elsewhere they are near. All else, the packing above all, is
+compiled as it is for a processor that has tiles, and runs by AVX-512.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def test_products_equal_the_scalar_variant(program: Path) -> None:
 
 
 def test_a_tile_is_not_used_before_it_is_configured(program: Path) -> None:
-    """That the emulation sees it is what makes the products above a test of when tiles are configured."""
+    """That the emulation sees it is what makes the products above a test of when tiles are
+    configured.
+    """
     done = subprocess.run(
         [program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False
     )

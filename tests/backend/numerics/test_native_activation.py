@@ -1,4 +1,6 @@
-"""Activations that products give out: ReLU to the bit, GELU near FP64's, and the same bits on every path."""
+"""Activations that products give out: ReLU to the bit, GELU near FP64's, and the same bits on every
+path.
+"""
 
 from __future__ import annotations
 

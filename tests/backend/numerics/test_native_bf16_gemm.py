@@ -1,4 +1,6 @@
-"""Products of BF16 matrices on the CPU: exact where sums are of whole numbers, near FP64's elsewhere, the same on any number of threads."""
+"""Products of BF16 matrices on the CPU: exact where sums are of whole numbers, near FP64's
+elsewhere, the same on any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def like(layout: Tensor, low: int, high: int) -> Tensor:
-    """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros among them."""
+    """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros
+    among them.
+    """
     numbers = torch.randn(layout.shape) * torch.exp2(
         torch.randint(low, high + 1, layout.shape).float()
     )

@@ -1,4 +1,6 @@
-"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path and with any number of threads."""
+"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path
+and with any number of threads.
+"""
 
 from __future__ import annotations
 

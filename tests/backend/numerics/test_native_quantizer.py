@@ -1,4 +1,6 @@
-"""The native quantizer does what its contract says, to the last bit, on every path; its random numbers are good enough to be unbiased."""
+"""The native quantizer does what its contract says, to the last bit, on every path; its random
+numbers are good enough to be unbiased.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_result_does_not_depend_on_denormal_flushing(isa: str) -> None:
 
 
 def bias(isa: str, rounding: _C.Rounding, x: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Returns z of the mean error over all elements, and z of the sum of squares of each element's own z."""
+    """Returns z of the mean error over all elements, and z of the sum of squares of each element's
+    own z.
+    """
     total = np.zeros(x.shape, np.int64)
     for stream in range(repeats):
         q, scales = run_quantize(
@@ -194,7 +198,8 @@ def test_random_numbers_are_uniform_and_independent(seed: int, stream: int, firs
 
 @every_isa
 def test_no_read_past_the_end(isa: str) -> None:
-    # Memory that ends at a page nobody may touch; a read of it ends the process, so it has one of its own.
+    # Memory that ends at a page nobody may touch; a read of it ends the process, so it has one of
+    # its own.
     code = f"""
 import ctypes, mmap
 from qsync_fx import _C

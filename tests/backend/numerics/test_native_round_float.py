@@ -1,4 +1,6 @@
-"""Rounding to a float grid: against torch's own conversions, and to the last bit against the contract, on every path."""
+"""Rounding to a float grid: against torch's own conversions, and to the last bit against the
+contract, on every path.
+"""
 
 from __future__ import annotations
 

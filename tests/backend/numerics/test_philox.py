@@ -1,4 +1,6 @@
-"""The random numbers of the CUDA kernels: Philox as published, unbiased roundings, streams that know nothing of each other."""
+"""The random numbers of the CUDA kernels: Philox as published, unbiased roundings, streams that
+know nothing of each other.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_correlation_measure_detects_correlation() -> None:
 @settings(max_examples=5)
 @given(seed=SEEDS)
 def test_roundings_are_unbiased(fmt: str, seed: int) -> None:
-    """The mean error over many roundings of one tensor is within six standard errors of what sixteen bits resolve."""
+    """The mean error over many roundings of one tensor is within six standard errors of what
+    sixteen bits resolve.
+    """
     row, repeats = precision(fmt), 200
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
     x = torch.randn(2048, generator=generator)

@@ -1,7 +1,8 @@
-"""The contract of quantizing and rounding to the last bit, for every format, layout and way to round.
+"""The contract of quantizing and rounding to the last bit, for every format, layout and way to
+round.
 
-What is expected comes from two sides: the plain torch reference is held against a search for the neighbours in the list of all values of
-a format, and the native kernels against the reference.
+What is expected comes from two sides: the plain torch reference is held against a search for the
+neighbours in the list of all values of a format, and the native kernels against the reference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SEED = torch.tensor([-7262512093])
 
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype], finite: bool = False) -> Tensor:
-    """Draws tensors of 0 to 4 dimensions with zeros, denormals, huge values and, unless `finite`, NaN and Inf, laid out in any way."""
+    """Draws tensors of 0 to 4 dimensions with zeros, denormals, huge values and, unless `finite`,
+    NaN and Inf, laid out in any way.
+    """
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     dtype = draw(st.sampled_from(dtypes))
     x = draw(vectors(int(np.prod(shape)), dtype, finite)).view(shape)
@@ -53,7 +56,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values of the format below (or at) and above (or at) each of `u`, which lies within its range."""
+    """Returns the values of the format below (or at) and above (or at) each of `u`, which lies
+    within its range.
+    """
     grid = grid_of(row)
     return grid[np.searchsorted(grid, u, side="right") - 1], grid[
         np.searchsorted(grid, u, side="left")
@@ -85,7 +90,8 @@ def test_reference_rounds_to_a_neighbour(row: Precision, data: st.DataObject) ->
             if row.kind == "integer":
                 assert (q == np.rint(u)).all()
         else:
-            # FP32 rounds the fraction of small negative values, so r within 2**-24 of it may go either way.
+            # FP32 rounds the fraction of small negative values, so r within 2**-24 of it may go
+            # either way.
             certain = np.abs(r - fraction) > 2.0**-24
             assert (np.where(r < fraction, above, below) == q)[certain].all()
 

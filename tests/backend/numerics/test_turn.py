@@ -1,4 +1,6 @@
-"""Matrices that the native module turns are torch's transposes, bit for bit, whatever their values are and wherever they lie."""
+"""Matrices that the native module turns are torch's transposes, bit for bit, whatever their values
+are and wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def turned(source: Tensor, threads: int) -> Tensor:
 def test_bits_equal_the_transpose(
     count: int, rows: int, columns: int, dtype: torch.dtype, first: int, threads: int
 ) -> None:
-    """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats have."""
+    """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats
+    have.
+    """
     limits = torch.iinfo(dtype)
     every = torch.randint(
         limits.min, limits.max + 1, (first + count * rows * columns,), dtype=dtype

@@ -1,6 +1,8 @@
-"""Kernels that give wrong results on a processor are found out before they are used, told, and replaced by those of the next path.
+"""Kernels that give wrong results on a processor are found out before they are used, told, and
+replaced by those of the next path.
 
-One bit of one kernel's result is made wrong (`_C.spoil`), in a process of its own where the path is yet to be chosen.
+One bit of one kernel's result is made wrong (`_C.spoil`), in a process of its own where the path is
+yet to be chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen to keep what it keeps."""
+"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen
+to keep what it keeps.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_it_is_products_in_bf16_where_it_trains() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_attention_runs_quantized_products(batch: int) -> None:
-    """Inductor knows attention by its products where a batch is one sequence, and would call the fused kernel for them again."""
+    """Inductor knows attention by its products where a batch is one sequence, and would call the
+    fused kernel for them again.
+    """
     run = torch.compile(Attending().train(), backend="qsync", options={"precision": "bf16"})
     x = rows()[:batch]
     run(x).sum().backward()
@@ -142,7 +146,9 @@ def test_a_step_by_inductor_is_that_of_the_model() -> None:
 
 
 def test_saved_tensors_equal_the_prediction() -> None:
-    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with activation_recompute that is so in both."""
+    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with
+    activation_recompute that is so in both.
+    """
     weights = 3 * HEADS * TOKENS * TOKENS * 2
     for options, products in ({}, True), ({"activation_recompute": True}, False):
         torch._dynamo.reset()

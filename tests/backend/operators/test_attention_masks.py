@@ -1,4 +1,6 @@
-"""Masks that are the same for all keys are written anew where kernels read them along the keys; here the CPU passes for such a device."""
+"""Masks that are the same for all keys are written anew where kernels read them along the keys;
+here the CPU passes for such a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of torch's own operators."""
+"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of
+torch's own operators.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_layers_use_it_where_it_is_faster(
 def test_compiled_models_use_the_kernel_for_any_memory_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the model's own."""
+    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the
+    model's own.
+    """
     monkeypatch.setattr(dispatch, "native_integer_unit", lambda: True)
     torch.manual_seed(0)
     model = nn.Sequential(

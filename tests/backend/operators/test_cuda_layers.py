@@ -1,6 +1,7 @@
 """Layers that go through `qsync::gemm` and `qsync::conv2d_product`, where a device has kernels.
 
-There is no GPU here. The operators' CPU implementation is plain torch and says what kernels compute, so layers that are told that the CPU
+There is no GPU here. The operators' CPU implementation is plain torch and says what kernels
+compute, so layers that are told that the CPU
 has kernels run for real: same decisions, same graph, same operators, same gradients.
 """
 
@@ -65,7 +66,9 @@ def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> li
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
 @pytest.mark.parametrize("channel", [False, True])
 def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
-    """Output and gradients of a layer whose products are kernels are within the bounds of one whose products are torch's."""
+    """Output and gradients of a layer whose products are kernels are within the bounds of one whose
+    products are torch's.
+    """
     x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
     layer = Layer(fmt, channel=channel)
     problems = asked_by(layer, x, weight, bias)
@@ -74,7 +77,8 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     )
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
-    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
+    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as
+    # well.
     units = not (fmt == "fp8" and arch == "sm_80")
     assert calls.count("qsync::gemm") == (3 if units else 0)
     turned = FORMATS[fmt].gradient.scaled and units and not channel
@@ -152,7 +156,9 @@ def test_device_without_kernels_is_unchanged() -> None:
 
 
 def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
-    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch multiplies in BF16."""
+    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch
+    multiplies in BF16.
+    """
     x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
     with assumed("sm_80", on="cpu"), recorded() as calls:
         assert_right(Layer("int8"), x, weight, None)
@@ -280,7 +286,9 @@ def test_int8_gradients_of_large_layers_are_kernels_untuned(
 
 
 def test_explain_names_the_kernel_of_int8_gradients() -> None:
-    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
+    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and
+    why is said.
+    """
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
     problems = problems_of(linears.lowered_graphs)
     assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
@@ -307,7 +315,8 @@ def test_explain_names_the_kernel_of_int8_gradients() -> None:
     with assumed("sm_80", everything("sm_80", problems_of(explained.lowered_graphs))):
         assert str(computed(layer, device)) == (
             "CUTLASS sm_80 kernels for output; "
-            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product of int8"
+            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product "
+            "of int8"
         )
 
 
@@ -316,7 +325,9 @@ def test_explain_names_the_kernel_of_int8_gradients() -> None:
 def test_a_model_trains_through_the_operators(
     inner_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
+    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and
+    computes what it does without.
+    """
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
     # What would be compiled for a GPU is not what computes here.
@@ -350,7 +361,8 @@ def test_a_model_trains_through_the_operators(
         after, calls = train()
     assert calls == 5
     torch.compiler.reset()
-    # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward pass converts it to.
+    # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward
+    # pass converts it to.
     assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner_backend == "inductor" else 2)
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(

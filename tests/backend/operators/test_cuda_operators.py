@@ -1,6 +1,7 @@
 """`qsync::gemm` and `qsync::conv2d_product`: what they compute, and what they refuse.
 
-There is no GPU here: the operators' CPU implementation is plain torch, and says what kernels compute.
+There is no GPU here: the operators' CPU implementation is plain torch, and says what kernels
+compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact, or none."""
+"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact,
+or none.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ for options in ({}, {"precision": "int8"}, {"precision": "int8_grad"}):
 def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
     isa: str, path: str, capability: str
 ) -> None:
-    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of FP32, but for roundings."""
+    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of
+    FP32, but for roundings.
+    """
     env = {
         **os.environ,
         "ONEDNN_MAX_CPU_ISA": isa,

@@ -1,6 +1,8 @@
-"""Taps of a convolution that never meet data: which they are, that their gradients are zero, and that no kernel of oneDNN is given one.
+"""Taps of a convolution that never meet data: which they are, that their gradients are zero, and
+that no kernel of oneDNN is given one.
 
-oneDNN leaves such taps unwritten. Here the kernel's result is spoilt on its way, at these taps, as if memory had infinities.
+oneDNN leaves such taps unwritten. Here the kernel's result is spoilt on its way, at these taps, as
+if memory had infinities.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def test_dead_taps_have_no_gradient(case: tuple[list[int], list[int], Geometry],
 
 
 class Spoilt(TorchDispatchMode):
-    """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight gradients."""
+    """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +146,9 @@ def gradients(
 
 
 def check(model: nn.Module, x: Tensor, **how: Any) -> None:
-    """Asserts that gradients are those of an unspoilt kernel, and zero at the dead taps, of which no kernel is given any."""
+    """Asserts that gradients are those of an unspoilt kernel, and zero at the dead taps, of which
+    no kernel is given any.
+    """
     torch._dynamo.reset()
     torch.manual_seed(1)
     step = torch.compile(model, backend="qsync", **how)

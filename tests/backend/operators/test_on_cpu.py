@@ -1,4 +1,6 @@
-"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers use it, whatever its unit."""
+"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers
+use it, whatever its unit.
+"""
 
 from __future__ import annotations
 

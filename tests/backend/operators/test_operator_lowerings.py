@@ -1,4 +1,6 @@
-"""The lowerings: each ATen operator that takes scaled formats becomes a qsync operator that computes the same."""
+"""The lowerings: each ATen operator that takes scaled formats becomes a qsync operator that
+computes the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SEED = torch.tensor([3])
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
-    """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that takes scaled formats."""
+    """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that
+    takes scaled formats.
+    """
     module = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
     (found,) = [
         node
@@ -68,7 +72,8 @@ def weights(*shape: int) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], list[int]]] = {
-    # name: function, inputs (activation, weight, others), dimensions with scales of activation and weight
+    # name: function, inputs (activation, weight, others), dimensions with scales of activation and
+    # weight
     "linear": (F.linear, (weights(2, 3, 6), weights(4, 6), weights(4)), [0, 1], [0]),
     "linear without bias": (F.linear, (weights(5, 6), weights(4, 6)), [0], [0]),
     "linear of a vector": (F.linear, (weights(6), weights(4, 6), weights(4)), [], [0]),

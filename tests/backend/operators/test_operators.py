@@ -79,7 +79,8 @@ def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
         each(1, 2),
         each(1, 7),
     )
-    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight gradients up in BF16.
+    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight
+    # gradients up in BF16.
     output_padding = [draw(st.integers(0, step - 1)) for step in stride]
     geometry = Geometry(
         stride, padding, dilation, transposed, output_padding if transposed else [0], groups
@@ -187,7 +188,8 @@ def test_sums_beyond_int32_use_the_emulation_dtype(inner: int, unit: bool) -> No
     with recorded() as calls:
         y = Layer("int8", out_dtype=torch.float32)(x, weight)
     assert ("qsync::integer_products" in calls) == unit
-    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal summands.
+    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal
+    # summands.
     torch.testing.assert_close(
         y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0
     )
@@ -213,7 +215,8 @@ def test_nonfinite_values_are_visible(fmt: str, bad: float) -> None:
     for layer in (Layer(fmt), Layer(fmt, channel=True)):
         y = layer(spoilt, weight)
         assert not y[2].isfinite().any()
-        # A row with a scale of its own is spoilt alone, and so is every one where there are no scales.
+        # A row with a scale of its own is spoilt alone, and so is every one where there are no
+        # scales.
         alone = layer.channel or not FORMATS[fmt].scaled
         assert y[[0, 1, 3]].isfinite().all() == alone
         good = layer(x, weight)

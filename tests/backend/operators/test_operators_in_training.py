@@ -1,4 +1,6 @@
-"""`qsync::linear` and `qsync::convolution` as training uses them: what is computed and saved, checkpointing, torch.compile."""
+"""`qsync::linear` and `qsync::convolution` as training uses them: what is computed and saved,
+checkpointing, torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_convolution_gradients_share_one_call() -> None:
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16 holds is not.
+        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16
+        # holds is not.
         twice = FORMATS[fmt].gradient.scaled and channel and all(needed)
         assert calls.count("aten::convolution_backward") == (2 if twice else 1)
 
@@ -132,7 +135,9 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
 @every_format
 @pytest.mark.parametrize("geometry", [None, Geometry([1], [0], [1])])
 def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> None:
-    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a gradient of constants is one too."""
+    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a
+    gradient of constants is one too.
+    """
     x, weight = (
         leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4))
     )
@@ -148,7 +153,8 @@ def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> 
 
 # torch.compile.
 
-# The schema check compares inputs before and after with `allclose`, which torch does not have for FP8. The schema is the same for all.
+# The schema check compares inputs before and after with `allclose`, which torch does not have for
+# FP8. The schema is the same for all.
 CHECKS = (
     "test_autograd_registration",
     "test_faketensor",
@@ -245,7 +251,8 @@ def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_ba
             if inner_backend == "aot_eager":
                 assert torch.equal(one, other)
             else:
-                # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.
+                # Fused code rounds intermediate results less often, and a value near the middle of
+                # two levels may take the other one.
                 torch.testing.assert_close(
                     one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item()
                 )

@@ -1,4 +1,5 @@
-"""Python work of one call of a small operator on the CPU: a compiled model of small layers spends its time there.
+"""Python work of one call of a small operator on the CPU: a compiled model of small layers spends
+its time there.
 
 Counted are calls of functions and methods, in Python and in C, which is the same on every machine.
 """

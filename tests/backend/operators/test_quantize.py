@@ -1,4 +1,5 @@
-"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds and gradients, and what torch demands of operators.
+"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds and gradients, and
+what torch demands of operators.
 
 Their bits are those of the reference (tests/backend/numerics/test_quantizer_reference.py).
 """
@@ -133,7 +134,8 @@ def test_values_are_exact_in_the_carrier_and_gradients_too(fmt: str) -> None:
     values = torch.from_numpy(grid_of(row))
     assert torch.equal(values.to(carrier.dtype).double(), values)
     assert gradient.mantissa <= carrier.mantissa
-    # The smallest gradient is a denormal of its format, which the carrier may hold as one of its own.
+    # The smallest gradient is a denormal of its format, which the carrier may hold as one of its
+    # own.
     assert gradient.e_min - gradient.mantissa >= carrier.e_min - carrier.mantissa
     assert gradient.max <= carrier.max
 

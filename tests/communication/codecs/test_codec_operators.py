@@ -1,4 +1,6 @@
-"""The codecs in torch operators make the bytes of the kernels, and the values, as they are and compiled by Inductor."""
+"""The codecs in torch operators make the bytes of the kernels, and the values, as they are and
+compiled by Inductor.
+"""
 
 from __future__ import annotations
 

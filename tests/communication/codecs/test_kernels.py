@@ -1,4 +1,6 @@
-"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number of threads, in parts or at once."""
+"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number
+of threads, in parts or at once.
+"""
 
 from __future__ import annotations
 

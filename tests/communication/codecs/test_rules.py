@@ -1,4 +1,6 @@
-"""What the papers say of their codecs holds of ours: unbiased, bounded, nothing lost, and as many bytes as they count."""
+"""What the papers say of their codecs holds of ours: unbiased, bounded, nothing lost, and as many
+bytes as they count.
+"""
 
 from __future__ import annotations
 
@@ -274,7 +276,9 @@ def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_every_codec_implements_the_interface(name: str, bad: float) -> None:
-    """Cuts between units change no value, error feedback is what coding leaves, and what is not finite is not hidden."""
+    """Cuts between units change no value, error feedback is what coding leaves, and what is not
+    finite is not hidden.
+    """
     codec = codec_named(name).fitted((96,))
     n, cut = 3 * codec.unit + 5, 2 * codec.unit
     x, before = torch.randn(n), torch.randn(n) if codec.residual else None

@@ -52,7 +52,8 @@ def test_replacement_has_ids_kinds_reasons_and_lines() -> None:
     explanation = explained(rewriting(linear_gelu, addmm_gelu), precision="bf16")
     put_in = {str(op.id): op for op in explanation.operators if op.note.by}
     assert list(put_in) == [
-        "first/linear_gelu.t", "first/linear_gelu.addmm", "/gelu@first", "second/linear_gelu.t", "second/linear_gelu.addmm",
+        "first/linear_gelu.t", "first/linear_gelu.addmm", "/gelu@first", "second/linear_gelu.t",
+        "second/linear_gelu.addmm",
         "/gelu@second",
     ]  # fmt: skip
     product = put_in["first/linear_gelu.addmm"]
@@ -223,7 +224,9 @@ def test_arguments_with_defaults_stand_for_any_value() -> None:
 
 
 def test_numbers_that_sizes_decide() -> None:
-    """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is compared there."""
+    """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is
+    compared there.
+    """
 
     def find(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return (

@@ -1,4 +1,6 @@
-"""`@qsync_fx.rewrite`: which places it leaves alone, and those in bodies, regions and several frames."""
+"""`@qsync_fx.rewrite`: which places it leaves alone, and those in bodies, regions and several
+frames.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and replacements and patterns that cannot be."""
+"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and replacements and patterns that
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,8 @@ _COMPUTED = _GIVEN * 2
         ),
         (
             lambda x: None,
-            "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is expected",
+            "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is "
+            "expected",
         ),
         (lambda x: {"y": x}, "cannot be traced: it returns dict"),
         (

@@ -1,4 +1,6 @@
-"""How long a model's operators take on a device of the catalog: products by their sides, which are found from what they read and make."""
+"""How long a model's operators take on a device of the catalog: products by their sides, which are
+found from what they read and make.
+"""
 
 from __future__ import annotations
 

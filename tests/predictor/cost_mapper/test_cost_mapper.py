@@ -1,4 +1,6 @@
-"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is taken back was never there."""
+"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is
+taken back was never there.
+"""
 
 from __future__ import annotations
 

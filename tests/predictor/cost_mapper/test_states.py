@@ -1,4 +1,6 @@
-"""What a plan makes of a model is foreseen from its graph as the passes decide it: states, casts and costs."""
+"""What a plan makes of a model is foreseen from its graph as the passes decide it: states, casts
+and costs.
+"""
 
 from __future__ import annotations
 

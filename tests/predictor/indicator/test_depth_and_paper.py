@@ -12,7 +12,9 @@ from qsync_fx.predictor.indicator.rounding_variance import noise
 
 
 def test_a_depth_is_the_longest_path() -> None:
-    """A residual block of two layers: breadth first, what adds them up would be as deep as the first."""
+    """A residual block of two layers: breadth first, what adds them up would be as deep as the
+    first.
+    """
     inputs = {"x": [], "a": ["x"], "b": ["a"], "add": ["x", "b"], "c": ["add"]}
     assert depths(inputs, "abc") == {"x": 0, "a": 1, "b": 2, "add": 2, "c": 3}
 

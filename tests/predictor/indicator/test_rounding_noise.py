@@ -1,4 +1,6 @@
-"""The variance and the error of rounding a tensor are those of the reference that every kernel equals."""
+"""The variance and the error of rounding a tensor are those of the reference that every kernel
+equals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def rounded(
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision) -> None:
-    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same scale."""
+    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same
+    scale.
+    """
     x = torch.randn(20, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 1, 20)
     found = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
     wanted = noise(x, fmt)

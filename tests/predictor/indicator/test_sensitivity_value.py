@@ -1,4 +1,6 @@
-"""The value that holds an indicator: lookups, ranks, text, and files that anyone may have written."""
+"""The value that holds an indicator: lookups, ranks, text, and files that anyone may have
+written.
+"""
 
 from __future__ import annotations
 

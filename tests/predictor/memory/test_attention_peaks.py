@@ -1,4 +1,6 @@
-"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of scores, where sequences are long."""
+"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of
+scores, where sequences are long.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ OFF = 0.03
 
 
 class Attending(nn.Module):
-    """Attention, between the product that gives its query, key and value as parts of one tensor and the one that takes its result."""
+    """Attention, between the product that gives its query, key and value as parts of one tensor and
+    the one that takes its result.
+    """
 
     def __init__(self, dropout: float, heads: int = 4, size: int = 128) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""A gradient that is computed from a tanh or a sigmoid which it reads several times: Inductor reckons with that in memory, and has products
-run in another order than around other activations."""
+"""A gradient that is computed from a tanh or a sigmoid which it reads several times: Inductor
+reckons with that in memory, and has products run in another order than around other activations.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_graph_contains_the_gelu_approximation(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
 def test_last_activation_is_live_with_its_gradient(activation: nn.Module) -> None:
-    """The gradient of what the last product reads is computed before that of its weight, which reads the activation."""
+    """The gradient of what the last product reads is computed before that of its weight, which
+    reads the activation.
+    """
 
     def most(activation: nn.Module) -> int:
         return max(

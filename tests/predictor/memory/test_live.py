@@ -1,4 +1,6 @@
-"""What a step holds by buffers, and as terms that are there or not by the states of single operators."""
+"""What a step holds by buffers, and as terms that are there or not by the states of single
+operators.
+"""
 
 from __future__ import annotations
 

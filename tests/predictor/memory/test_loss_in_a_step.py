@@ -1,4 +1,6 @@
-"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins with go where they are read last."""
+"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins
+with go where they are read last.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are the truth."""
+"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are
+the truth.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_batch_sums_are_separate_kernels_with_their_epilogue() -> None:
 
 @contextmanager
 def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[int]]]]:
-    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order that Inductor takes."""
+    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order
+    that Inductor takes.
+    """
     found: list[tuple[list[Task], frozenset[Buffer], list[int]]] = []
     original = torch._inductor.memory.reorder_for_peak_memory
 
@@ -90,7 +94,8 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
 
         tasks = []
         for node in nodes:
-            # A kernel of several results writes no buffer itself; those are taken out by nodes behind it.
+            # A kernel of several results writes no buffer itself; those are taken out by nodes
+            # behind it.
             several = [
                 out
                 for user in node.mpi_node.succ_nodes

@@ -1,4 +1,6 @@
-"""What a step is foreseen to hold: of any plan, against the allocator's own count, and against torch's tracker of memory."""
+"""What a step is foreseen to hold: of any plan, against the allocator's own count, and against
+torch's tracker of memory.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_parameters_and_gradients_are_live_at_the_end(name: str, data: st.DataOb
         >= memory.held_bytes + gradients
     )
     assert all(size >= 0 for moment in memory.moments for size in moment.kinds.values())
-    # With the last task of the backward pass every gradient that a product or a norm has given is there, in its parameter's format.
+    # With the last task of the backward pass every gradient that a product or a norm has given is
+    # there, in its parameter's format.
     read = {
         value.name for value in graph.values if value.source == "parameter" and value.differentiated
     }
@@ -164,7 +167,9 @@ def test_inactive_dropout_saves_no_tensor() -> None:
 
 
 class Added(nn.Module):
-    """A product that is written as what is added to a bias, as GPT-2's are, and attention of torch's own."""
+    """A product that is written as what is added to a bias, as GPT-2's are, and attention of
+    torch's own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +195,8 @@ def test_addmm_weight_is_saved_in_its_format() -> None:
     live = live_of_added("bf16")
     end = next(one for one in reversed(live) if not one.backward)
     assert end.bytes["weight", "bf16"] == 2 * 32 * 96
-    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes: in BF16, widened behind it.
+    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes:
+    # in BF16, widened behind it.
     assert any(one.bytes.get(("gradient of weight", "bf16")) == 2 * 32 * 96 for one in live)
 
 
@@ -309,7 +315,9 @@ def test_inductor_peak_equals_the_prediction(
 
 
 def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> None:
-    """`MemTracker` is private to torch, and follows a model in eager mode: what is saved there is another matter."""
+    """`MemTracker` is private to torch, and follows a model in eager mode: what is saved there is
+    another matter.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     with FakeTensorMode():

@@ -1,4 +1,6 @@
-"""A model as the predictor knows it: what it says of parameters and values, other sizes without another trace, and its file."""
+"""A model as the predictor knows it: what it says of parameters and values, other sizes without
+another trace, and its file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Buckets are those of torch's own Reducer, in the first iteration and after it has built them anew."""
+"""Buckets are those of torch's own Reducer, in the first iteration and after it has built them
+anew.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ LIMITS = st.sampled_from([(2**10, 2**14), (2**12,), (64, 2**12, 2**8)])
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[Tensor], list[int], list[bool]]:
-    """Parameters that take no memory, the order in which their gradients arrive, and which of these are sparse."""
+    """Parameters that take no memory, the order in which their gradients arrive, and which of these
+    are sparse.
+    """
     count = draw(st.integers(1, 40))
     numels = draw(st.lists(st.integers(0, 2**13), min_size=count, max_size=count))
     types = draw(st.lists(st.sampled_from(TYPES), min_size=count, max_size=count))
@@ -167,8 +171,10 @@ def resnet50() -> nn.Module:
 
 
 def test_sizes_that_others_published() -> None:
-    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync (MIT), qsync/Predictor/config.py; of
-    ResNet-50 on two A100, from a trace of Holistic Trace Analysis (MIT), where each all-reduce tells what it sends."""
+    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync
+    (MIT), qsync/Predictor/config.py; of ResNet-50 on two A100, from a trace of Holistic Trace
+    Analysis (MIT), where each all-reduce tells what it sends.
+    """
     import transformers as hf
 
     published = {

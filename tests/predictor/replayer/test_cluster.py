@@ -205,7 +205,8 @@ def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
             "nodes",
         ),
         (
-            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
+            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\n"
+            "bandwidth = 1",
             "does not tell what of it is inside nodes",
             "nodes",
         ),
@@ -277,7 +278,9 @@ def test_nodes_are_read(tmp_path: Path) -> None:
 
 
 def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
-    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured of nodes is for what is coded."""
+    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured
+    of nodes is for what is coded.
+    """
     path = tmp_path / "cluster.toml"
     tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
     path.write_text(

@@ -1,4 +1,6 @@
-"""Steps with compressed gradients: the numbers that a study printed, each network predicted from the others."""
+"""Steps with compressed gradients: the numbers that a study printed, each network predicted from
+the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What sending takes of a device is what has steps that were trained together take as long as they did."""
+"""What sending takes of a device is what has steps that were trained together take as long as they
+did.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def found(
 
 @pytest.mark.parametrize("train", [False, True])
 def test_interrupted_sensitivity_resumes(tmp_path: Path, train: bool) -> None:
-    """Between steps that were looked at the model trains again, so that the others see the weights that they would have seen."""
+    """Between steps that were looked at the model trains again, so that the others see the weights
+    that they would have seen.
+    """
     asked: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5)} if train else {}
     path, whole = tmp_path / "sensitivity.json", Counted()
     wanted = found(whole, None, **asked)

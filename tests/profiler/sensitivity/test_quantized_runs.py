@@ -70,7 +70,10 @@ def test_variances_of_two_operators_add_up() -> None:
 
 @tiers.ALL
 def test_the_error_grows_with_the_square_of_the_step_and_at_gates_with_the_step() -> None:
-    """Formats of one bit less: FP8's mantissas. With GELU four times the error, with ReLU twice as much and more."""
+    """Formats of one bit less: FP8's mantissas.
+
+    With GELU four times the error, with ReLU twice as much and more.
+    """
 
     def growth(activation: Callable[[], nn.Module]) -> float:
         model = small_models.build(lambda: wide(activation))

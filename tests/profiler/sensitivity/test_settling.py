@@ -1,6 +1,7 @@
 """How many steps a sensitivity needs: as many as its mean asks for.
 
-Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is known, or all steps are taken.
+Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is
+    known, or all steps are taken.
 """
 
 import statistics

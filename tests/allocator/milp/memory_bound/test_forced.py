@@ -37,7 +37,9 @@ class Block(nn.Module):
 
 
 def gated() -> DeviceClass:
-    """Gates along a residual stream, each of which is computed again from those before it where these are not kept as they are."""
+    """Gates along a residual stream, each of which is computed again from those before it where
+    these are not kept as they are.
+    """
     torch._dynamo.reset()
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1),

@@ -37,7 +37,9 @@ WIDE = 16
 
 
 class Block(nn.Module):
-    """A branch that is narrow within, so that what a stream is computed from is most of what there is."""
+    """A branch that is narrow within, so that what a stream is computed from is most of what there
+    is.
+    """
 
     def __init__(self, branch: bool) -> None:
         super().__init__()
@@ -116,7 +118,9 @@ def test_gradients_after_norms_are_live_at_once() -> None:
 
 
 def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
-    """Yields norms with the bytes that are said to be written behind them in FP32, gradients written down as a compiler does."""
+    """Yields norms with the bytes that are said to be written behind them in FP32, gradients
+    written down as a compiler does.
+    """
     certain = MemoryLowerBound(part, step_memory(known, part.training))
     norming = NormGradients(certain.saved_tensors, UnreadValues(certain.saved_tensors))
     for at, norm in norming.norms.items():

@@ -1,4 +1,6 @@
-"""Counts of a program are, at whole choices, as large as the numbers that they stand for, and no larger."""
+"""Counts of a program are, at whole choices, as large as the numbers that they stand for, and no
+larger.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as many run as memory holds."""
+"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as
+many run as memory holds.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def builder() -> subprocess.Popen[str]:
 def test_one_of_two_processes_compiles(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
+    # Compilers wait until both processes have looked into the cache, or the second would only find
+    # there what the first has made.
     wanted = tmp_path / "wanted"
     wanted.mkdir()
     monkeypatch.setenv("WANTED", str(wanted))

@@ -53,7 +53,8 @@ def test_unusable_kernels_are_refused() -> None:
     )
     assert "40 bytes of stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
     serialized = (
-        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to "
         "wgmma pipeline crossing function boundary at a function call in the function 'kernel'\n"
     )
     assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))

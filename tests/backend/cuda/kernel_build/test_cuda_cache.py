@@ -49,7 +49,9 @@ def test_a_library_answers(home: Path) -> None:
 
 
 def test_compiled_libraries_stay_loaded(home: Path, tmp_path: Path) -> None:
-    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung when it was started."""
+    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung
+    when it was started.
+    """
     ran = tmp_path / "ran"
     tells = f"""
 #include <cstdio>
@@ -95,7 +97,9 @@ print("answered")
     ],
 )
 def test_a_library_outlives_its_file(home: Path, change: str) -> None:
-    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
+    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on
+    and exits.
+    """
     script = OUTLIVES.format(change=change)
     python = [sys.executable, "-c", script, str(entry_of(home).library)]
     around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
@@ -281,7 +285,9 @@ def test_ahead_of_time_kernels_are_used_without_a_compiler(
 
 
 def test_separate_cache_folder(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
-    """What `qsync kernels build --output` does: the folder holds all of it, whatever the cache has."""
+    """What `qsync kernels build --output` does: the folder holds all of it, whatever the
+    cache has.
+    """
     path = compiler.build([UNIT], folder=tmp_path / "to carry")[UNIT]
     assert path.is_relative_to(tmp_path / "to carry")
     assert calls() == 1

@@ -1,4 +1,6 @@
-"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there, and is built anew."""
+"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there,
+and is built anew.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are scripts that tell a version."""
+"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are
+scripts that tell a version.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Kernels for sm_70 by NVRTC of CUDA 12: compiled, looked at, and asked what they take, on a machine without a GPU.
+"""Kernels for sm_70 by NVRTC of CUDA 12: compiled, looked at, and asked what they take, on a
+machine without a GPU.
 
-Where NVRTC is missing, what needs it is skipped; QSYNC_NVRTC names a folder that `pip install --target` has filled.
+Where NVRTC is missing, what needs it is skipped; QSYNC_NVRTC names a folder that `pip install
+--target` has filled.
 """
 
 from __future__ import annotations
@@ -154,16 +156,20 @@ def told(driver: Path, code: str, **variables: str) -> list[str]:
 
 
 def calls(kernel: Library, config: KernelConfig, *lines: str) -> str:
-    """A program that has the library as `run(**changes)` and `workspace(**changes)`, and then does `lines`."""
+    """A program that has the library as `run(**changes)` and `workspace(**changes)`, and then does
+    `lines`.
+    """
     fields = {name: getattr(arguments(config), name) for name, *_ in GemmArguments._fields_}
     start = (
         "import ctypes, threading",
         "from qsync_fx.backend.cuda.kernel_build.library import GemmArguments",
         f"handle = ctypes.CDLL({str(kernel.path)!r})",
-        "handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p",
+        "handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, "
+        "ctypes.c_char_p",
         "handle.qsync_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)",
         f"given = lambda changes: ctypes.byref(GemmArguments(**{fields!r} | changes))",
-        "run = lambda memory=0, stream=7, **changes: handle.qsync_run(given(changes), memory, stream)",
+        "run = lambda memory=0, stream=7, **changes: handle.qsync_run(given(changes), memory, "
+        "stream)",
         "workspace = lambda **changes: handle.qsync_workspace(given(changes))",
     )
     return "\n".join((*start, *lines))
@@ -174,7 +180,8 @@ def test_code_is_loaded_once_a_device_and_launched_in_its_context(
 ) -> None:
     kernel, config = built["fp32"], SAMPLE["fp32"]
     code = (
-        "threads = [threading.Thread(target=lambda n=n: [run(device=n % 2) for _ in range(20)]) for n in range(4)]",
+        "threads = [threading.Thread(target=lambda n=n: [run(device=n % 2) for _ in range(20)]) "
+        "for n in range(4)]",
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]",
     )
     lines = told(driver, calls(kernel, config, *code))
@@ -186,7 +193,10 @@ def test_code_is_loaded_once_a_device_and_launched_in_its_context(
     for device in (0, 1):
         launched = [line for line in lines if line.startswith(f"launch {device} ")]
         shared = kernel.shared_memory()
-        wanted = f"launch {device} in {device} grid 2 1 1 block 256 1 1 shared {shared} stream 7 sizes 256 128 64 extra 0"
+        wanted = (
+            f"launch {device} in {device} grid 2 1 1 block 256 1 1 shared {shared} stream 7 sizes "
+            "256 128 64 extra 0"
+        )
         assert launched == [wanted] * 40
     assert {line for line in lines if line.startswith("pop")} == {"pop to -1"}
     assert sum(line.startswith("pop") for line in lines) == 2 + 80
@@ -284,7 +294,9 @@ def test_an_error_in_a_source_is_shown_with_the_command(folder: Path) -> None:
 
 
 def test_command_names_the_packages_to_install(tmp_path: Path) -> None:
-    """`qsync kernels build --arch sm_70` where nothing compiles for it: in an interpreter that finds no wheels of NVIDIA's."""
+    """`qsync kernels build --arch sm_70` where nothing compiles for it: in an interpreter that
+    finds no wheels of NVIDIA's.
+    """
     code = (
         "import sys\n"
         "from qsync_fx.backend.cuda import toolchain, toolchain\n"

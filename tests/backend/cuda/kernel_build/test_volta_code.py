@@ -1,4 +1,6 @@
-"""Instructions in machine code for sm_70, which tools of CUDA 13 no longer read: counted in code alone, as a disassembler names them."""
+"""Instructions in machine code for sm_70, which tools of CUDA 13 no longer read: counted in code
+alone, as a disassembler names them.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ __global__ void multiply(const float* x, float* y, const int* a, int* sums) {
 
 
 def test_instructions_equal_the_disassembler(tmp_path: Path) -> None:
-    """On sm_75, which every disassembler knows, and where the two instructions without tensor cores are the same."""
+    """On sm_75, which every disassembler knows, and where the two instructions without tensor cores
+    are the same.
+    """
     try:
         nvcc = toolchain.toolchain("sm_75").nvcc.path
     except ToolchainError as error:

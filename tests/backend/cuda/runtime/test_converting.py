@@ -1,4 +1,5 @@
-"""How tensors reach the kernel that copies matrices: the wrapper and `qsync::convert`, with any strides, and torch where no kernel serves.
+"""How tensors reach the kernel that copies matrices: the wrapper and `qsync::convert`, with any
+strides, and torch where no kernel serves.
 
 The kernels are those of test_cuda_convert.py, on the CPU.
 """

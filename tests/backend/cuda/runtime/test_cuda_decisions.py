@@ -1,4 +1,6 @@
-"""Which way a product goes: a kernel as it is, a kernel after padding, or torch; tuned or not, on a device that need not be here."""
+"""Which way a product goes: a kernel as it is, a kernel after padding, or torch; tuned or not, on a
+device that need not be here.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_missing_tuned_kernel_falls_back_to_the_next_best() -> None:
 
 
 def test_candidates_support_the_layers() -> None:
-    """The real candidates: every product of a large INT8 layer has a kernel, or a reason, on every architecture."""
+    """The real candidates: every product of a large INT8 layer has a kernel, or a reason, on every
+    architecture.
+    """
     backward = replace(BF16, out="fp32", b_major="row")
     for arch in get_args(Arch):
         for problem in (INT8, BF16, backward, replace(backward, a_major="column")):

@@ -1,7 +1,9 @@
-"""The wrapper around kernels: what it tells them, what it pads and copies, and when torch computes instead.
+"""The wrapper around kernels: what it tells them, what it pads and copies, and when torch computes
+instead.
 
-Kernels cannot run without a GPU, but their interface can: `host_kernels.cpp` speaks it for memory of the host, as loops that refuse what a
-kernel would misread. So everything but the choice of the stream is what happens on a device.
+Kernels cannot run without a GPU, but their interface can: `host_kernels.cpp` speaks it for memory
+of the host, as loops that refuse what a kernel would misread. So everything but the choice of
+the stream is what happens on a device.
 """
 
 from __future__ import annotations
@@ -144,7 +146,9 @@ def test_matrices_reach_a_kernel_as_they_are(
     biased: bool,
     data: st.DataObject,
 ) -> None:
-    """Whatever the sizes and strides, in every way that a kernel may take the problem, the result is that of plain torch, bit for bit."""
+    """Whatever the sizes and strides, in every way that a kernel may take the problem, the result
+    is that of plain torch, bit for bit.
+    """
     m, n, k = sizes
     a, b = lying(whole((m, k), fmt), a_lies), lying(whole((k, n), fmt), b_lies)
     how = scales(a_kind, (m, 1)), scales(b_kind, (1, n)), torch.randn(n) if biased else None
@@ -167,7 +171,8 @@ def convolutions(draw: st.DrawFn) -> ConvProblem:
     (n, _), (h, w), (c, k), (r, s) = pair(1, 3), pair(1, 7), pair(1, 18), pair(1, 3)
     found = ConvProblem(
         draw(st.sampled_from(OPERATIONS)), n, h, w, c, k, r, s, pair(0, 2), pair(1, 2), pair(1, 2),
-        *[draw(st.sampled_from(["int8", "fp32"]))] * 2, "fp32", draw(st.sampled_from(["none", "tensor"])),
+        *[draw(st.sampled_from(["int8", "fp32"]))] * 2, "fp32",
+        draw(st.sampled_from(["none", "tensor"])),
     )  # fmt: skip
     assume(min(found.p, found.q) > 0)
     if found.operation == "fprop":
@@ -249,7 +254,9 @@ def test_fallback_reasons_are_recorded() -> None:
 
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is loaded, stored or switched off here is so for no other test, and the other way round."""
+    """What is loaded, stored or switched off here is so for no other test, and the other
+    way round.
+    """
     monkeypatch.setattr(kernel_registry, "_had", {})
     monkeypatch.setattr(kernel_registry, "_refused", set())
     monkeypatch.setattr(kernel_registry, "_prepared", False)
@@ -265,7 +272,9 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
-    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
+    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU,
+    computed by torch with the reason.
+    """
     launch_utils.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):

@@ -1,4 +1,5 @@
-"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the reference, in two kernels.
+"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the
+reference, in two kernels.
 
 Inductor compiles it for the CPU here, from the same loops that Triton gets.
 """
@@ -29,7 +30,9 @@ EDGES = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, 127.5, -0.5]
 
 
 def reference_of(x: Tensor, fmt: str, how: str, keep: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of Philox."""
+    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of
+    Philox.
+    """
     row, mode = precision(fmt), rounding_mode(how)
     q, scale = reference.empty_quantized(x, row.dtype), reference.scales(x, row, keep)
     random = philox.uniform(q, SEED, STREAM) if how == "stochastic" else None
@@ -148,7 +151,9 @@ def test_operators_without_a_kernel_are_decomposed(arch: Any, fmt: str, fuses: b
 
 
 def test_inductor_calls_the_operator_of_a_kernel() -> None:
-    """It makes no fallback by itself of an operator that it was given a formula for, although that may be none."""
+    """It makes no fallback by itself of an operator that it was given a formula for, although that
+    may be none.
+    """
     from torch._inductor.lowering import lowerings
 
     register_with_inductor()

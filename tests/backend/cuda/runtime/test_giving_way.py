@@ -1,5 +1,6 @@
-"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate, what cannot be started is switched off,
-and no step waits for a compiler."""
+"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate,
+what cannot be started is switched off, and no step waits for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_compile_errors_fall_back_but_memory_errors_raise(
 
 
 def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch computes, and nothing is compiled."""
+    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch
+    computes, and nothing is compiled.
+    """
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
     given = builds(monkeypatch, {})
     kernel_registry.prepare_graph([])
@@ -165,7 +168,9 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
 
 
 def test_earlier_cuda_error_is_not_attributed_to_the_kernel() -> None:
-    """CUDA tells a launch of errors that nobody has read since; with the second try they are gone."""
+    """CUDA tells a launch of errors that nobody has read since; with the second try they
+    are gone.
+    """
     handle = loaded(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -209,7 +214,8 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
         gemm._kernel(*right)
     assert len(checked) == 1
     wrong = (
-        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)}, {3: torch.ones(1, 3)}, {4: torch.ones(3)},
+        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)},
+        {3: torch.ones(1, 3)}, {4: torch.ones(3)},
         {1: B.float()}, {1: B[:-1]}, {5: torch.int32},
     )  # fmt: skip
     for change in wrong:

@@ -1,4 +1,6 @@
-"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what is said once."""
+"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what
+is said once.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ NO_CUTLASS = ToolchainError(
 @pytest.mark.parametrize(
     ("capability", "shared", "arch"),
     [
-        ((7, 0), None, "sm_70"), ((7, 2), None, None), ((6, 1), None, None), ((9, 0), None, "sm_90a"),
-        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"), ((12, 1), None, "sm_89"),
+        ((7, 0), None, "sm_70"), ((7, 2), None, None), ((6, 1), None, None),
+        ((9, 0), None, "sm_90a"),
+        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"),
+        ((12, 1), None, "sm_89"),
         ((13, 0), 228 << 10, "sm_80"), ((13, 0), 99 << 10, "sm_89"),
     ],
 )  # fmt: skip
@@ -172,7 +176,9 @@ def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
 def test_unfused_fp8_is_reported(
     machine: Machine, capability: tuple[int, int], eager: bool
 ) -> None:
-    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch, one by one."""
+    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch,
+    one by one.
+    """
     machine.patch.setattr(torch.cuda, "is_available", lambda: True)
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     machine.has(nvcc=False, cutlass=False)

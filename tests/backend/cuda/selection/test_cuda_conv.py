@@ -1,6 +1,7 @@
 """Convolution kernels without a GPU: what is a kernel, what is tried, what is served.
 
-What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in test_cuda_conv_compiled.py.
+What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in
+test_cuda_conv_compiled.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 @st.composite
 def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
-    """Problems in all formats, with channels that are multiples of `unit`; also those whose filter is larger than the image."""
+    """Problems in all formats, with channels that are multiples of `unit`; also those whose filter
+    is larger than the image.
+    """
     fmt = fixed.pop("fmt", None) or draw(st.sampled_from(FORMATS))
     channels = st.integers(1, 1024 // unit).map(lambda value: value * unit)
     operation = draw(st.sampled_from(get_args(ConvOperation)))
@@ -94,7 +97,9 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(
 @settings(max_examples=200)
 @given(problem=problems(unit=16), arch=st.sampled_from(RUNNING))
 def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
-    """Where there is none, it is for a reason that is written down, and of the problem or the architecture."""
+    """Where there is none, it is for a reason that is written down, and of the problem or the
+    architecture.
+    """
     assume(kernel_config.OPERANDS[problem.a, problem.b] <= arch)
     assume(min(problem.p, problem.q) >= 1)
     assume(problem.operation == "fprop" or problem.b_scale != "channel")

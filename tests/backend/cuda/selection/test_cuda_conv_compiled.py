@@ -1,4 +1,5 @@
-"""The host side of a compiled convolution held against the rules: what they let pass, CUTLASS takes.
+"""The host side of a compiled convolution held against the rules: what they let pass, CUTLASS
+takes.
 
 One kernel is compiled, for sm_80; tests/support/cuda/compiled/cuda_compile_all.py compiles all.
 """

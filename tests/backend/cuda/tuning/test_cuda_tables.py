@@ -1,4 +1,7 @@
-"""What the tuner keeps: tables and recordings. Files are hostile until they are read; none is half written, none is lost."""
+"""What the tuner keeps: tables and recordings.
+
+Files are hostile until they are read; none is half written, none is lost.
+"""
 
 from __future__ import annotations
 

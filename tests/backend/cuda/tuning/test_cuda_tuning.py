@@ -88,7 +88,9 @@ def test_missing_timings_select_no_kernel(nonsense: list[float]) -> None:
     st.randoms(use_true_random=False),
 )
 def test_choices_hold_under_noise(medians: list[float], noise: list[float], random: Any) -> None:
-    """Noise around the same medians, in any order, with outliers: the same choice, and never one that is far from the fastest."""
+    """Noise around the same medians, in any order, with outliers: the same choice, and never one
+    that is far from the fastest.
+    """
     around = sorted(noise)
     around = [value - around[4] for value in around]  # the median of nine is where it was
     series = []

@@ -1,11 +1,15 @@
-"""Kernels by the compiler of CUDA 12 beside this machine's nvcc: do they compile, and does either spill registers where the other does not?
+"""Kernels by the compiler of CUDA 12 beside this machine's nvcc: do they compile, and does either
+spill registers where the other does not?
 
-    QSYNC_NVRTC=.cuda12 python tests/support/cuda/cuda_compile_twelve.py --sample 6 --json runs/cuda-12.json
+    QSYNC_NVRTC=.cuda12 python tests/support/cuda/cuda_compile_twelve.py --sample 6 --json
+    runs/cuda-12.json
 
-`make test-cuda-12` brings that compiler, by pip: NVRTC, since no wheel of CUDA 12 holds nvcc. It takes what has no host code, which is the
-matrix products: of each kind (format, layout, order of tiles) of sm_75 and sm_80 the first candidates. The status is 1 where one does not
-compile, spills, keeps values on the stack or lacks its instruction under CUDA 12; where nvcc refuses it as well, the next one would be
-taken under both, and that is told and no failure.
+`make test-cuda-12` brings that compiler, by pip: NVRTC, since no wheel of CUDA 12 holds nvcc. It
+takes what has no host code, which is the
+matrix products: of each kind (format, layout, order of tiles) of sm_75 and sm_80 the first
+    candidates. The status is 1 where one does not compile, spills, keeps values on the stack or
+    lacks its instruction under CUDA 12; where nvcc refuses it as well, the next one would be taken
+    under both, and that is told and no failure.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ class Twelve:
 
 
 def sample(arch: Arch, count: int) -> list[TranslationUnit]:
-    """Returns so many products of an architecture, as different as there are: one of each kind first, then the next of each."""
+    """Returns so many products of an architecture, as different as there are: one of each kind
+    first, then the next of each.
+    """
     kinds: dict[tuple[object, ...], list[TranslationUnit]] = {}
     for config in gemm_configs(arch):
         kind = config.a, config.unit, config.a_major, config.b_major, config.order
@@ -134,7 +140,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if sass.disassembler() is None:
         print(
-            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them",
+            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs "
+            "them",
             file=sys.stderr,
         )
         return 1
@@ -154,7 +161,8 @@ def main() -> int:
     failed = [row for row in rows if row["failed"]]
     more = sum(row["registers, CUDA 12"] > (row["registers, nvcc"] or 255) for row in rows)
     print(
-        f"{len(rows)} kernels, {len(failed)} failed under CUDA 12; {more} take more registers there",
+        f"{len(rows)} kernels, {len(failed)} failed under CUDA 12; {more} take more registers "
+        "there",
         file=sys.stderr,
     )
     return 1 if failed or not rows else 0
