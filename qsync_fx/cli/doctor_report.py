@@ -35,12 +35,10 @@ class Quantizer:
     """Native quantizer.
 
     Attributes:
-        path: active ISA variant; None if it is invalid, with the error in `wrong`.
+        path: active ISA variant; None if QSYNC_CPU_ISA is invalid, with the error in `wrong`.
         available: ISA variants on this CPU.
         openmp: whether it uses threads.
-        wrong: error of an invalid QSYNC_CPU_ISA.
-        refused: available variants that are not used, because their results differ from the scalar
-            variant.
+        refused: available variants whose results differ from the scalar variant.
         products: for each type of values, the instruction that multiplies matrices.
     """
 

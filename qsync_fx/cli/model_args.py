@@ -18,7 +18,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -241,7 +241,7 @@ _METAVARS = {
     "root": "PATH",
     "target": "GPU",
     "passes": "NAME",
-    "scaling": "WHAT",
+    "scaling": "GRANULARITY",
 }
 
 
@@ -251,16 +251,16 @@ def add(
     *,
     inspection: bool = False,
     required: bool = True,
+    used: Collection[str] | None = None,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> None:
-    """Add the arguments.
+    """Add the arguments for a model and the options of the backend.
 
     Args:
-        parser: of a command.
         name: name of the argument for the model; "--model" makes it optional.
-        inspection: also adds --train, --eval and --target, for commands that only inspect a model.
-        required: whether a model is required.
-        refused: errors for options that do not apply to this command. They are raised while
+        inspection: also add --train, --eval and --target, for commands that only inspect a model.
+        used: options of the backend that the command uses; None for all.
+        refused: specific errors for options that the command does not use. They are raised while
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
@@ -284,20 +284,22 @@ def add(
             )
     options = parser.add_argument_group("options of the backend")
     for option, settings in _arguments(inspection).items():
-        if option in refused:
-            settings = {
-                "type": _refusing(refused[option]),
-                "metavar": "",
-                "help": argparse.SUPPRESS,
-            }
+        error = refused.get(option)
+        if error is None and used is not None and option not in used:
+            error = OptionError(
+                f"the command does not use {flag(option)}", where=flag(option), do="remove it"
+            )
+        if error is not None:
+            settings = {"action": _refusing(error), "nargs": "?", "help": argparse.SUPPRESS}
         options.add_argument(flag(option), dest=option, **settings)
 
 
-def _refusing(error: OptionError) -> Callable[[str], NoReturn]:
-    def refuse(_: str) -> NoReturn:
-        raise error
+def _refusing(error: OptionError) -> type[argparse.Action]:
+    class Refusal(argparse.Action):
+        def __call__(self, *_: object) -> NoReturn:
+            raise error
 
-    return refuse
+    return Refusal
 
 
 def flag(option: str) -> str:
@@ -320,7 +322,7 @@ def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
             continue
         text = text.removeprefix("True: ").removesuffix("; False by default")
         help_text = literal(_CLI_HELP.get(name, text))
-        metavar = {"metavar": _METAVARS.get(name, "HOW")}
+        metavar = {"metavar": _METAVARS.get(name, "MODE")}
         if name in _TRISTATE:
             result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
@@ -405,12 +407,7 @@ scalar; otherwise it is the sum of the mean squares of all outputs."""
 class Trained:
     """Model that a command line names, in the form that `measure` and `sensitivity` accept.
 
-    Attributes:
-        given: model arguments.
-        module: in training mode.
-        step: computes the loss from the module and a batch.
-        batches: the single batch that the model's function returns.
-        precisions: names of formats; None for formats with a native unit on the device.
+    `precisions` are names of formats; None for the formats with a native unit on the device.
     """
 
     given: ModelArguments
@@ -429,18 +426,13 @@ def add_training(
     required: bool = True,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> argparse._ArgumentGroup:
-    """Add the model's arguments and a group with --precisions.
+    """Add the model's arguments, and return a new group with --precisions.
 
     Args:
-        parser: of the command.
         title: of the group.
         precisions: help text of --precisions.
         noun: result of the command, such as "a profile", for the error about --precision.
-        required: whether a model is required.
-        refused: errors for further options that the command refuses.
-
-    Returns:
-        The group.
+        required, refused: as for `add`.
     """
     one_precision = OptionError(
         f"{noun} covers several precisions", where="--precision", do="use --precisions instead"

@@ -33,7 +33,6 @@ class PlanInputs:
 
     Attributes:
         profiles: by class of devices; "" for all.
-        cluster: None for one device.
         sensitivity: of the model, or by class; None if the profiles contain it.
         trained: the model; None if only files are given.
     """

@@ -203,6 +203,13 @@ def test_predict_reads_measured_speeds(
             ["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"],
             "qsync comm predict uses one format for all operators",
         ),
+        *(
+            (
+                ["--gpus", "2", "--bandwidth", "1gbit", *option.split()],
+                f"the command does not use {option.split()[0]}",
+            )
+            for option in ("--rounding floor", "--cudagraphs", "--recipe int8_fast")
+        ),
     ],
 )
 def test_predict_rejects_invalid_arguments(

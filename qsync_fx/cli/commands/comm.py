@@ -48,7 +48,7 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         where="--plan",
         do="set the format with --precision; qsync replay accepts a plan and its codecs",
     )
-    model_args.add(parser, required=False, refused={"plan": one_format})
+    model_args.add(parser, required=False, used=("precision",), refused={"plan": one_format})
     requested = parser.add_argument_group(
         "cluster and codecs", "By default all operators compute in fp32."
     )
@@ -101,7 +101,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
     from qsync_fx.timeline.codec_costs import paying, rates
 
-    for name in arguments.codec or ():
+    for name in arguments.codec:
         if name not in CODECS[1:]:
             raise OptionError(
                 f"there is no prediction for the codec {shown(name)}",
@@ -429,7 +429,7 @@ def _bench(arguments: argparse.Namespace) -> None:
                 do="use a number above 0",
             )
     torch.set_num_threads(arguments.threads)
-    for name in arguments.codec or ():
+    for name in arguments.codec:
         if name in DUOS:
             raise OptionError(
                 f"{name} is a DUO optimizer mode, not a codec: it computes lookahead steps "

@@ -179,14 +179,7 @@ def _allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocato
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Plan with the analyses that the command line requests.
-
-    Attributes:
-        arguments: the command line.
-        inputs: profiles, cluster and sensitivities of the plan.
-        answer: result of the planner.
-        changes: formats to try, by operator or pattern.
-    """
+    """Plan with the analyses of a command line; `changes` has formats to try, by operator."""
 
     arguments: argparse.Namespace
     inputs: PlanInputs
@@ -322,15 +315,8 @@ def as_json(
 
 def _answer(answer: PlanResult) -> dict[str, Any]:
     classes = {
-        name: {
-            "computing": figures.computing,
-            "waiting": figures.waiting,
-            "sending": figures.sending,
-            "peak_bytes": figures.peak_bytes,
-            "memory": answer.problem.classes[name].memory,
-            "variance": figures.variance,
-        }
-        for name, figures in answer.judged.classes.items()
+        name: {**dataclasses.asdict(metrics), "memory": answer.problem.classes[name].memory}
+        for name, metrics in answer.judged.classes.items()
     }
     return {
         "allocator": answer.allocator,

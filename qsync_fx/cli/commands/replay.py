@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +140,7 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
 
 
 def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
-    """Return a JSON-compatible description of the timeline.
-
-    Args:
-        shown: number of operators; None for all.
-    """
+    """Return a JSON-compatible description of the timeline; `shown` limits the operators."""
     cluster = timeline.played.cluster
     return {
         "seconds": timeline.seconds,
@@ -178,17 +175,7 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
                 strict=True,
             )
         ],
-        "operators": [
-            {
-                "device": item.device,
-                "operator": item.operator,
-                "forward": item.forward,
-                "backward": item.backward,
-                "casts": item.casts,
-                "other": item.other,
-            }
-            for item in timeline.by_operator()[:shown]
-        ],
+        "operators": [dataclasses.asdict(item) for item in timeline.by_operator()[:shown]],
     }
 
 
