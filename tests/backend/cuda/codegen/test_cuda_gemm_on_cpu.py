@@ -116,7 +116,7 @@ def test_kernels_on_cpu_equal_the_gpu_checks(
     cutlass_cpu.as_a_gpu(libraries, monkeypatch)
     test_gemm.test_exact_sums_are_right_to_the_last_bit(config)
     test_gemm.test_random_data_against_fp64(config)
-    test_gemm.test_what_is_not_finite_stays_in_its_rows(config)
+    test_gemm.test_nonfinite_values_stay_in_their_rows(config)
 
 
 def test_scales_that_are_not_numbers_make_their_rows_so(
