@@ -48,8 +48,8 @@ class Clock:
         ended = _now()
         self.waiting.append(self._reduced[0] - self._handed[0])
         computing, processor = (
-            self._handed[at] - self._started[at] + ended[at] - self._reduced[at]
-            for at in range(len(ended))
+            self._handed[index] - self._started[index] + ended[index] - self._reduced[index]
+            for index in range(len(ended))
         )
         self.computing.append(computing)
         self.processor.append(processor)
@@ -57,18 +57,18 @@ class Clock:
     def medians(self) -> dict[str, float] | None:
         """Return the medians over the steps after the warm-up; None if there are no such steps."""
         computing, waiting, processor = (
-            one[WARM_UP:] for one in (self.computing, self.waiting, self.processor)
+            series[WARM_UP:] for series in (self.computing, self.waiting, self.processor)
         )
         if not computing:
             return None
         seconds = [sum(both) for both in zip(computing, waiting, strict=True)]
-        found = {
+        result = {
             "seconds": seconds,
             "computing": computing,
             "waiting": waiting,
             "processor": processor,
         }
-        return {name: statistics.median(steps) for name, steps in found.items()}
+        return {name: statistics.median(steps) for name, steps in result.items()}
 
 
 def _now() -> tuple[float, float]:

@@ -97,14 +97,14 @@ def load(source: str | None) -> Data:
     """
     if source == "digits" or (source is None and not FASHION_MNIST.is_dir()):
         return _digits()
-    folder = FASHION_MNIST if source is None else Path(source)
-    files = _found(folder)
+    folder = Path(source or FASHION_MNIST)
+    files = _idx_files(folder)
     train, test = _pair(files[0], files[1]), _pair(files[2], files[3])
     if train[0].shape[1:] != test[0].shape[1:]:
         raise DataError(
             "training and test images are of different sizes",
             where=str(folder),
-            do="take files of one set",
+            do="use the files of one data set",
         )
     name = "Fashion-MNIST" if folder.name.lower() == "fashion-mnist" else folder.resolve().name
     return Data(name, train, test, epochs=3, batch=96, samples=20_000)
@@ -119,9 +119,9 @@ def _digits() -> Data:
             where=str(FASHION_MNIST),
             do="apt-get install dataset-fashion-mnist, or make setup, or give --data PATH",
         ) from error
-    found = load_digits()
-    images = torch.from_numpy((found.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    labels = torch.from_numpy(found.target.astype(np.int64))
+    digits = load_digits()
+    images = torch.from_numpy((digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
+    labels = torch.from_numpy(digits.target.astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[len(order) // 5 :], order[: len(order) // 5]
     name = "scikit-learn's digits"
@@ -135,7 +135,7 @@ def _digits() -> Data:
     )
 
 
-def _found(folder: Path) -> list[Path]:
+def _idx_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(
             "there is no such folder", where=str(folder), do="give a folder, or --data digits"
@@ -185,14 +185,14 @@ def _idx(path: Path, dimensions: int) -> np.ndarray[tuple[int, ...], np.dtype[np
     start = 4 + 4 * dimensions
     if content[:4] != bytes((0, 0, 8, dimensions)) or len(content) < start:
         raise DataError(
-            f"the file does not begin as MNIST's format does, with {dimensions} dimensions of bytes",
+            f"the file is not in MNIST's format with {dimensions} dimensions of bytes",
             where=str(path),
             do="fetch it again, or give another folder",
         )
     sizes = [int(size) for size in np.frombuffer(content, ">u4", dimensions, 4)]
     if len(content) - start != math.prod(sizes):
         raise DataError(
-            f"the file holds {len(content) - start} values, and says that it holds {math.prod(sizes)}",
+            f"the file has {len(content) - start} values, but its header says {math.prod(sizes)}",
             where=str(path),
             do="fetch it again: it is cut off or damaged",
         )

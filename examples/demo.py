@@ -80,42 +80,45 @@ def _arguments() -> argparse.Namespace:
         "--batch",
         type=_positive,
         metavar="N",
-        help="images a step on rank 0; default: 96, digits 24; rank 1 has a third more",
+        help="images per step on rank 0; default: 96, digits 24; rank 1 has a third more",
     )
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="a folder with the four files of MNIST's format (.gz or not), or the word digits; default: Fashion-MNIST where "
-        "Debian's dataset-fashion-mnist is installed, else scikit-learn's digits",
+        help='folder with the four files of MNIST\'s format, plain or .gz, or "digits"; default: '
+        "Fashion-MNIST if Debian's dataset-fashion-mnist is installed, else scikit-learn's digits",
     )
     parser.add_argument(
         "--samples",
         type=_positive,
         metavar="N",
-        help="train on so many images, drawn at random; default: 20000",
+        help="number of training images, drawn at random; default: 20000",
     )
     parser.add_argument(
         "--memory",
         type=_positive,
         metavar="MB",
-        help="what a step of rank 1 may hold; default: 80%% of what it holds in FP32",
+        help="limit of rank 1's peak memory; default: 80%% of its peak memory in FP32",
     )
     parser.add_argument(
         "--plan",
         type=Path,
         metavar="PATH",
-        help="train under this plan, of rank 1 or of both as in plan.json of a run before; then nothing is measured or foreseen",
+        help="train with this plan, for rank 1, or for both as in the plan.json of a run; skips "
+        "the "
+        "measurement and the prediction",
     )
     parser.add_argument(
         "--inner-backend",
         choices=("inductor", "aot_eager", "eager"),
         default="inductor",
-        help="what compiles the rewritten graphs; what is measured is inductor's, so that others need --plan",
+        help="backend that compiles the rewritten graphs; only inductor is measured, so the others "
+        "require --plan",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the digits, a smaller network, few rounds: shows how it goes, and measures nothing",
+        help="digits, a smaller network, few rounds: a short run without valid measurements",
     )
     parser.add_argument(
         "--seed",
@@ -153,7 +156,8 @@ def _require_packages() -> None:
         import qsync_fx  # noqa: F401
     except ModuleNotFoundError as error:
         print(
-            f"demo: {error.name} is not installed for {sys.executable}\n  do:    run `make setup`, then `make demo` or "
+            f"demo: {error.name} is not installed for {sys.executable}\n  do:    run `make "
+            "setup`, then `make demo` or "
             "`.venv/bin/python examples/demo.py`",
             file=sys.stderr,
         )
@@ -175,7 +179,9 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     from qsync_fx.serialization.atomic_files import write_text
 
     started = time.perf_counter()
-    images = data.load("digits" if args.quick and args.data is None else args.data)
+    if args.quick:
+        args.data = args.data or "digits"
+    images = data.load(args.data)
     jobs = _jobs(args, images, console.width)
     steps = (jobs[0].samples or len(images.train[1])) // sum(jobs[0].batches)
     _announce(console, images, jobs[0], args)
@@ -186,12 +192,13 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
             screen.Bar(console, jobs[0], steps, len(images.test[1])) as bar,
             processes.Ranks(jobs) as ranks,
         ):
-            for which, message in ranks.messages():
+            for rank, message in ranks.messages():
                 if isinstance(message, messages.Result):
-                    results[which] = message
+                    results[rank] = message
                     continue
-                planned = message if isinstance(message, messages.Planned) else planned
-                bar.show(which, message)
+                if isinstance(message, messages.PlanMessage):
+                    planned = message
+                bar.show(rank, message)
     except processes.RankFailed as failed:
         job = jobs[failed.rank]
         errors.print(
@@ -201,16 +208,16 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
             soft_wrap=True,
         )
         return 1
-    found = outcome.Outcome(jobs[0], planned, results, len(images.test[1]))
-    console.print(outcome.summary(found, time.perf_counter() - started))
+    result = outcome.Outcome(jobs[0], planned, results, len(images.test[1]))
+    console.print(outcome.summary(result, time.perf_counter() - started))
     output = jobs[0].output
-    write_text(output / "outcome.json", json.dumps(found.to_json(), indent=1) + "\n")
+    write_text(output / "outcome.json", json.dumps(result.to_json(), indent=1) + "\n")
     console.print(
         f"Plan, profiles, timelines for ui.perfetto.dev and explanations are in {output}{os.sep}",
         soft_wrap=True,
         markup=False,
     )
-    return 0 if found.right else 1
+    return int(not result.right)
 
 
 def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
@@ -228,32 +235,34 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     if args.plan is not None:
         read_plan(args.plan)
     elif args.inner_backend != "inductor":
-        what = "what is measured, and foreseen, is what inductor compiles"
         raise DataError(
-            what,
+            "only code that inductor compiles can be measured",
             where=f"--inner-backend {args.inner_backend}",
-            do="give a plan too, or leave it out",
+            do="add --plan, or remove --inner-backend",
         )
     batch = args.batch or images.batch
     batches = (batch, round(batch * SLOWER))
     samples = min(args.samples or images.samples, len(images.train[1]))
     if batch < 2 or samples < sum(batches):
         raise DataError(
-            f"{samples} images make no step of {batches[0]} and {batches[1]} images on the two ranks",
+            f"{samples} images are not enough for a step of {batches[0]} and {batches[1]} images",
             where="--samples, --batch",
-            do="a batch norm needs a batch of two, and an epoch a step: give more images or another batch",
+            do="use more images or another batch: an epoch needs one step, and a batch two images",
         )
+    epochs, rounds = args.epochs or images.epochs, _ROUNDS
+    if args.quick:
+        epochs, rounds = args.epochs or 2, 2
     output = _folder(args.output)
     return [
         messages.Job(
             rank,
-            "digits" if args.quick and args.data is None else args.data,
+            args.data,
             samples if samples < len(images.train[1]) else None,
-            args.epochs or (2 if args.quick else images.epochs),
+            epochs,
             batches,
             args.quick,
-            2 if args.quick else _ROUNDS,
-            None if args.memory is None else args.memory * 1e6,
+            rounds,
+            args.memory and args.memory * 1e6,
             args.plan,
             args.inner_backend,
             args.seed,
@@ -265,12 +274,12 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     ]
 
 
-def _folder(given: Path | None) -> Path:
+def _folder(path: Path | None) -> Path:
     from qsync_fx import QSyncError
 
-    named = given or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    named = path or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        named.mkdir(parents=True, exist_ok=given is not None)
+        named.mkdir(parents=True, exist_ok=path is not None)
     except OSError as error:
         raise QSyncError(
             f"the output folder cannot be made: {error.strerror}",
@@ -288,24 +297,31 @@ def _announce(console: Any, images: Any, job: Any, args: argparse.Namespace) -> 
     from qsync_fx.formats import FORMATS
 
     size = "x".join(str(side) for side in images.train[0].shape[2:])
-    count = "all" if job.samples is None else f"{job.samples} of"
+    count = "all"
+    if job.samples is not None:
+        count = f"{job.samples} of"
     native = support(torch.device("cpu"), FORMATS["bf16"])
     console.print(
-        f"[bold]qsync_fx demo[/]: a ResNet on {escape(images.name)}, on a training and an inference device"
+        f"[bold]qsync_fx demo[/]: a ResNet on {escape(images.name)}, on a training and an "
+        "inference device"
     )
     console.print(
-        f"  {count} {len(images.train[1])} training images of {size} pixels, {len(images.test[1])} test images"
+        f"  {count} {len(images.train[1])} training images of {size} pixels, "
+        f"{len(images.test[1])} test images"
     )
     console.print(f"  rank 0, training:   FP32, {job.batches[0]} images a step")
     console.print(
-        f"  rank 1, inference:  BF16 or FP32, {job.batches[1]} images a step, which is what makes it slow; memory is limited"
+        f"  rank 1, inference:  BF16 or FP32, {job.batches[1]} images a step, which make it the "
+        "slower rank; memory is limited"
     )
     console.print(
-        f"  Both are processes on this CPU with one thread each. BF16 is {native.how} here: {escape(native.reason)}.\n"
+        "  Both are processes on this CPU with one thread each. "
+        f"BF16 is {native.how} here: {escape(native.reason)}.\n"
     )
     if args.data is None and images.name.startswith("scikit") and not args.quick:
         console.print(
-            "[dim]Fashion-MNIST is not installed (Debian: apt-get install dataset-fashion-mnist; or --data PATH)."
+            "[dim]Fashion-MNIST is not installed (Debian: apt-get install dataset-fashion-mnist; "
+            "or --data PATH)."
         )
 
 

@@ -37,7 +37,7 @@ class Job:
         small: whether to use a smaller network.
         rounds: runs of each plan in the profile.
         memory: limit of the inference rank's peak memory in bytes; None for a share of FP32's peak.
-        given: file of a plan to use without measuring; None to solve for a plan.
+        plan_path: file of a plan to use without measuring; None to solve for a plan.
         inner_backend: backend that compiles the rewritten graphs.
         seed, output, rendezvous: random seed, output folder, and file of the process group's store.
         width: columns of the terminal.
@@ -51,7 +51,7 @@ class Job:
     small: bool
     rounds: int
     memory: float | None
-    given: Path | None
+    plan_path: Path | None
     inner_backend: str
     seed: int
     output: Path
@@ -86,7 +86,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Prediction:
     """Prediction of a training.
 
     Attributes:
@@ -104,7 +104,7 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanMessage:
     """Plan that the ranks found, with the prediction of each training by name.
 
     Attributes:
@@ -114,7 +114,7 @@ class Planned:
 
     answer: str
     memory: float
-    foreseen: dict[str, Foreseen]
+    foreseen: dict[str, Prediction]
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Failed:
-    """Error of a rank. `at` is time.monotonic(), which all processes of a machine share."""
+    """Error of a rank. `time_s` is time.monotonic(), which all processes of a machine share."""
 
     text: str
     expected: bool
-    at: float
+    time_s: float

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from statistics import fmean
 
-from messages import RUNS, WARM_UP, WORLD, Job, Planned, Ran, Result
+from messages import RUNS, WARM_UP, WORLD, Job, PlanMessage, Ran, Result
 from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -43,7 +44,7 @@ class Outcome:
     """
 
     job: Job
-    planned: Planned | None
+    planned: PlanMessage | None
     results: Sequence[Result]
     tests: int
 
@@ -56,31 +57,35 @@ class Outcome:
 
         A rank that waits at the end of a step does not wait in the next one.
         """
-        found = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
-        return sum(found) / len(found) if found else None
+        values = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
+        return fmean(values) if values else None
 
     @property
     def disturbed(self) -> float:
         """Maximum fraction of computing time lost to other processes, over ranks and runs."""
         took = [ran.took for run in RUNS for ran in self.ran(run) if ran.took is not None]
-        return max((1 - one["processor"] / one["computing"] for one in took), default=0.0)
+        return max((1 - step["processor"] / step["computing"] for step in took), default=0.0)
 
     @property
     def right(self) -> bool:
         """Whether replicas are bit-equal and compiled precisions equal the explained ones."""
         runs = [self.ran(run) for run in RUNS]
         return all(
-            one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran
+            result.digest == ran[0].digest and not result.unexplained
+            for ran in runs
+            for result in ran
         )
 
     def to_json(self) -> dict[str, object]:
         """Return predictions and measurements as plain values."""
+        memory, foreseen = None, {}
+        if self.planned is not None:
+            memory = self.planned.memory
+            foreseen = {run: vars(values) for run, values in self.planned.foreseen.items()}
         return {
             "batches": self.job.batches,
-            "memory": None if self.planned is None else self.planned.memory,
-            "foreseen": {}
-            if self.planned is None
-            else {run: vars(one) for run, one in self.planned.foreseen.items()},
+            "memory": memory,
+            "foreseen": foreseen,
             "measured": {
                 run: {
                     "seconds": self.seconds(run),
@@ -113,20 +118,22 @@ def _table(outcome: Outcome) -> Table:
     def row(name: str, of: Callable[[str, int], str]) -> None:
         table.add_row(name, *(of(run, rank) for rank in range(WORLD) for run in RUNS))
 
-    def measured(name: str, what: str) -> None:
+    def measured(name: str, label: str) -> None:
         took = {run: [ran.took or {} for ran in outcome.ran(run)] for run in RUNS}
-        row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(what)))
+        row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(label)))
 
-    def foreseen(name: str, what: str, text: Callable[[float], str]) -> None:
+    def foreseen(name: str, label: str, text: Callable[[float], str]) -> None:
         if outcome.planned is not None:
-            known = outcome.planned.foreseen
-            row(f"{name}, foreseen", lambda run, rank: text(getattr(known[run], what)[rank]))
+            predictions = outcome.planned.foreseen
+            row(
+                f"{name}, predicted", lambda run, rank: text(getattr(predictions[run], label)[rank])
+            )
 
     row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
     row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
     if outcome.planned is not None:
         steps = outcome.planned.foreseen
-        row("iteration, foreseen", lambda run, _: _milliseconds(steps[run].seconds))
+        row("iteration, predicted", lambda run, _: _milliseconds(steps[run].seconds))
     measured("iteration", "seconds")
     foreseen("own work", "computing", _milliseconds)
     measured("own work", "computing")
@@ -135,9 +142,10 @@ def _table(outcome: Outcome) -> Table:
     foreseen("memory", "peak", _megabytes)
     row("memory, measured", lambda run, rank: _megabytes(outcome.ran(run)[rank].peak))
     if outcome.planned is not None:
-        cap = _megabytes(outcome.planned.memory)
-        row("memory, allowed", lambda _, rank: cap if rank == WORLD - 1 else "any")
-    row("test accuracy", lambda run, rank: f"{_accuracy(outcome, run):.2%}" if rank == 0 else "")
+        caps = ["any"] * (WORLD - 1) + [_megabytes(outcome.planned.memory)]
+        row("memory, allowed", lambda _, rank: caps[rank])
+    accuracies = {run: [f"{_accuracy(outcome, run):.2%}"] + [""] * (WORLD - 1) for run in RUNS}
+    row("test accuracy", lambda run, rank: accuracies[run][rank])
     return table
 
 
@@ -145,27 +153,18 @@ def _notes(outcome: Outcome) -> RenderableType:
     """Return the explanations of the table's rows."""
     timed = outcome.ran(RUNS[0])[0].timed
     notes = [
-        ("operators", "those that a plan decides on, by the precision they were compiled in"),
+        ("operators", "the adjustable operators, by the precision they were compiled in"),
         (
             "graphs",
-            f"how many were compiled, by {outcome.job.inner_backend} after the passes of qsync_fx",
+            f"number of graphs that {outcome.job.inner_backend} compiled after the passes",
         ),
-        (
-            "iteration",
-            f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer",
-        ),
-        (
-            "waiting",
-            "of that, until the other rank's gradients are there, and averaged; own work is the rest",
-        ),
-        (
-            "memory",
-            "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates",
-        ),
+        ("iteration", f"median of {timed} steps: batch, forward, backward, all-reduce, optimizer"),
+        ("waiting", "part of the iteration until gradients are averaged; own work is the rest"),
+        ("memory", "peak bytes: weights, buckets, optimizer state and allocations of a step"),
     ]
     if not timed:
         notes[2:4] = [
-            ("iteration", f"the first {WARM_UP} steps are not measured, and there were no more")
+            ("iteration", f"not measured: the run had at most {WARM_UP} steps, which are warm-up")
         ]
     grid = Table.grid(padding=(0, 2))
     for name, text in notes:
@@ -179,70 +178,67 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     if uniform is None or planned is None:
         return
     more = planned / uniform - 1
-    yield _told(
+    yield _verdict_line(
         more <= SLOWER,
-        f"a step is {abs(more):.1%} {_than(more)} than with uniform low precision",
+        f"a step is {abs(more):.1%} {_change(more)} than with uniform low precision",
         SLOWER,
     )
     (before, other), (after, then) = (
         [ran.took["waiting"] for ran in outcome.ran(run) if ran.took is not None] for run in RUNS
     )
-    waits = f"rank 0 waits {_milliseconds(after)} a step in place of {_milliseconds(before)}"
-    yield _told(after - before <= SLOWER * uniform, waits)
-    yield f"  rank 1 waits {_milliseconds(then)} in place of {_milliseconds(other)}"
+    waits = f"rank 0 waits {_milliseconds(after)} a step instead of {_milliseconds(before)}"
+    yield _verdict_line(after - before <= SLOWER * uniform, waits)
+    yield f"  rank 1 waits {_milliseconds(then)} instead of {_milliseconds(other)}"
     if outcome.planned is None:
         return
-    known, memory = outcome.planned.foreseen, outcome.planned.memory
-    if known["uniform"].variance:
-        less = 1 - known["planned"].variance / known["uniform"].variance
-        yield _told(
+    predictions, memory = outcome.planned.foreseen, outcome.planned.memory
+    if predictions["uniform"].variance:
+        less = 1 - predictions["planned"].variance / predictions["uniform"].variance
+        yield _verdict_line(
             less >= LESS,
-            f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)",
+            f"rounding adds {less:.0%} less variance to the mean gradient (sum of Omega)",
             LESS,
         )
     counts = [ran[-1].operators for ran in (outcome.ran("uniform"), outcome.ran("planned"))]
     recovered = counts[1].get("fp32", 0) - counts[0].get("fp32", 0)
-    yield f"  {recovered} of {sum(counts[1].values())} operators of rank 1 are recovered to FP32"
-    off = known["planned"].seconds / planned - 1
-    yield _told(
+    total = sum(counts[1].values())
+    yield f"  {recovered} of {total} operators of rank 1 are restored to FP32"
+    off = predictions["planned"].seconds / planned - 1
+    yield _verdict_line(
         abs(off) <= OFF,
-        f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}",
+        f"the predicted step is {abs(off):.1%} {_change(off)} than the measured one",
         OFF,
     )
     peak = outcome.ran("planned")[-1].peak
     if peak is not None:
-        yield _told(
+        yield _verdict_line(
             peak <= memory,
-            f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed",
+            f"rank 1 used {_megabytes(peak)} at its peak, of {_megabytes(memory)} allowed",
         )
     if outcome.disturbed > DISTURBED:
         yield (
-            f"  [yellow]Other processes had the cores for {outcome.disturbed:.0%} of a rank's own work: what was measured is theirs, "
-            "too.[/]"
+            f"  [yellow]Other processes used the cores for {outcome.disturbed:.0%} of a rank's "
+            "own work, which the measured times include.[/]"
         )
 
 
-def _told(met: bool, text: str, limit: float | None = None) -> str:
-    color, word = ("green", "met") if met else ("yellow", "missed")
-    wanted = (
-        ""
-        if limit is None
-        else f", {limit:.0%} wanted"
-        if limit == LESS
-        else f", {limit:.0%} allowed"
-    )
-    return f"  {text}{wanted}: [{color}]{word}[/]"
+def _verdict_line(met: bool, text: str, limit: float | None = None) -> str:
+    result = "[green]met[/]" if met else "[yellow]missed[/]"
+    if limit is None:
+        return f"  {text}: {result}"
+    verb = "required" if limit == LESS else "allowed"
+    return f"  {text}, {limit:.0%} {verb}: {result}"
 
 
-def _than(change: float) -> str:
+def _change(change: float) -> str:
     return "longer" if change > 0 else "shorter"
 
 
 def _counts(ran: Ran) -> str:
-    names = sorted(
-        ran.operators, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    names = dict.fromkeys((*_ORDER, *ran.operators))
+    return "\n".join(
+        f"{ran.operators[name]:>2} in {name}" for name in names if name in ran.operators
     )
-    return "\n".join(f"{ran.operators[name]:>2} in {name}" for name in names)
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -260,17 +256,21 @@ def _accuracy(outcome: Outcome, run: str) -> float:
 def _verdict(outcome: Outcome) -> Iterator[str]:
     planned, uniform = (_accuracy(outcome, run) for run in ("planned", "uniform"))
     chance = 2 * sqrt(2 * planned * (1 - planned) / outcome.tests)
-    yield f"[bold]Test accuracy {planned:.2%}[/] under the plan, {uniform:.2%} with uniform low precision, evaluated in FP32."
     yield (
-        f"One run of each: with {outcome.tests} test images a difference below {chance:.2%} is chance, and another seed, or another "
-        "plan as near, moves it by more in a training this short."
+        f"[bold]Test accuracy {planned:.2%}[/] under the plan, "
+        f"{uniform:.2%} with uniform low precision, evaluated in FP32."
+    )
+    yield (
+        f"With {outcome.tests} test images, a difference below {chance:.2%} is not significant. "
+        "In a training this short, another seed changes the accuracy by more."
     )
     for run in RUNS:
         first, second = outcome.ran(run)
         if first.digest == second.digest:
             yield (
-                f"[bold green]The weights of both ranks are equal to the last bit[/] ({TITLES[run]}): "
-                f"{outcome.results[0].parameters} parameters and batch norms' statistics, SHA-256 {first.digest[:16]}"
+                f"[bold green]The weights of both ranks are equal to the last bit[/] "
+                f"({TITLES[run]}): {outcome.results[0].parameters} parameters and batch norms' "
+                f"statistics, SHA-256 {first.digest[:16]}"
             )
         else:
             yield f"[bold red]The weights of the ranks differ[/] ({TITLES[run]}). {_BUG}"
@@ -279,7 +279,10 @@ def _verdict(outcome: Outcome) -> Iterator[str]:
 
 
 def _unexplained(ran: Sequence[Ran]) -> Iterator[str]:
-    for rank, one in enumerate(ran):
-        if one.unexplained:
-            named = escape(", ".join(one.unexplained[:5]))
-            yield f"[bold red]On rank {rank} other precisions were compiled than explained[/]: {named}. {_BUG}"
+    for rank, result in enumerate(ran):
+        if result.unexplained:
+            named = escape(", ".join(result.unexplained[:5]))
+            yield (
+                "[bold red]Compiled precisions differ from the explained ones[/] "
+                f"on rank {rank}: {named}. {_BUG}"
+            )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import data
 import torch
-from messages import FORMATS, ROLES, RUNS, Foreseen, Job, Phase, Planned
+from messages import FORMATS, ROLES, RUNS, Job, Phase, PlanMessage, Prediction
 from training import Batch, batches, fresh, step_of
 
 import qsync_fx
@@ -36,16 +36,16 @@ def uniform() -> qsync_fx.ClusterPlan:
     return qsync_fx.ClusterPlan(dict(zip(ROLES, lowest, strict=True)), ranks=ROLES)
 
 
-def given(job: Job) -> qsync_fx.ClusterPlan:
+def load_plan(job: Job) -> qsync_fx.ClusterPlan:
     """Return the plan that the user provided, which may cover only the inference rank."""
-    assert job.given is not None
-    plan = read_plan(job.given)
+    assert job.plan_path is not None
+    plan = read_plan(job.plan_path)
     if isinstance(plan, qsync_fx.Plan):
         plan = qsync_fx.ClusterPlan({ROLES[0]: qsync_fx.Plan.uniform("fp32"), ROLES[1]: plan})
     return plan.for_ranks(ROLES)
 
 
-def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan:
+def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan:
     """Measure, and return the plan for both ranks; rank 0 reports it to the launcher."""
     model, optimizer = fresh(job, images)
     step, steps = step_of(job, images), 0
@@ -79,7 +79,7 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
             name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name))
             for name, plans in runs.items()
         }
-        pipe.send(Planned(plan.answer.text(job.width), memory, foreseen))
+        pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen))
     return plan
 
 
@@ -88,16 +88,16 @@ def _share(job: Job, images: data.Data) -> float:
     model, optimizer = fresh(job, images)
     x, _ = next(batches(replace(job, rank=1), images, 0))
     graph = build_model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
-    held = TrainingMemory(optimizer_memory(optimizer), buckets=True)
-    return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), held)
+    memory = TrainingMemory(optimizer_memory(optimizer), buckets=True)
+    return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), memory)
 
 
-def _foreseen(judge: PlanEvaluator, timeline: Path) -> Foreseen:
+def _foreseen(judge: PlanEvaluator, timeline: Path) -> Prediction:
     """Return the prediction of a training, and write its timeline."""
     judge.timeline.save_perfetto(timeline)
     judged = judge.evaluate()
     ranks = [judged.classes[role] for role in ROLES]
-    return Foreseen(
+    return Prediction(
         judged.seconds,
         tuple(rank.computing for rank in ranks),
         tuple(rank.waiting + rank.sending for rank in ranks),

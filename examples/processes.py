@@ -42,9 +42,9 @@ class RankFailed(Exception):
         expected: whether the error says what to do; otherwise the log has the details.
     """
 
-    def __init__(self, rank: int, what: str, expected: bool) -> None:
-        self.rank, self.what, self.expected = rank, what, expected
-        super().__init__(what)
+    def __init__(self, rank: int, message: str, expected: bool) -> None:
+        self.rank, self.what, self.expected = rank, message, expected
+        super().__init__(message)
 
 
 class Ranks:
@@ -128,9 +128,8 @@ class Ranks:
                 if message is None or isinstance(message, Failed):
                     failures[others.pop(pipe)] = message
         # A rank that ended without a message was killed, which caused any error of the other rank.
-        first = min(
-            failures, key=lambda rank: failure.at if (failure := failures[rank]) else float("-inf")
-        )
+        times = {rank: getattr(failure, "time_s", 0.0) for rank, failure in failures.items()}
+        first = min(times, key=times.__getitem__)
         failure = failures[first]
         if failure is not None:
             return RankFailed(first, failure.text, failure.expected)
@@ -138,7 +137,8 @@ class Ranks:
             self._processes[first].wait(_GRACE)
         return RankFailed(
             first,
-            f"the process ended without a word ({_how(self._processes[first].returncode)})",
+            "the process ended without an error message "
+            f"({_exit_text(self._processes[first].returncode)})",
             False,
         )
 
@@ -151,9 +151,10 @@ def _environment() -> dict[str, str]:
     training.
     """
     name, _, setting = SWITCH.partition("=")
-    given = os.environ.get(name)
-    asked = {name: f"{setting}:{given}" if given else setting}
-    return {**os.environ, **asked, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if current := os.environ.get(name):
+        setting += f":{current}"
+    requested = {name: setting}
+    return {**os.environ, **requested, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def _receive(pipe: Connection) -> Any:
@@ -163,11 +164,11 @@ def _receive(pipe: Connection) -> Any:
         return None
 
 
-def _how(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
-            out_of_memory = (
-                ", as by a machine that runs out of memory" if code == -signal.SIGKILL else ""
-            )
-            return f"killed by {signal.Signals(-code).name}{out_of_memory}"
+            text = f"killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                text += ", for example because the machine ran out of memory"
+            return text
     return "it closed its pipe" if code is None else f"exit code {code}"

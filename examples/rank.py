@@ -68,12 +68,14 @@ def train(job: Job, pipe: Connection) -> Result:
         images = images.subset(job.samples, job.seed)
     pipe.send(Phase("ready"))
     connect(job)
-    plan = planning.found(job, images, pipe) if job.given is None else planning.given(job)
+    plan = (
+        planning.find_plan(job, images, pipe) if job.plan_path is None else planning.load_plan(job)
+    )
     pipe.send(Phase("explaining"))
     plans = dict(zip(RUNS, (planning.uniform(), plan), strict=True))
-    explained = {name: explain(name, one, job, images) for name, one in plans.items()}
+    explained = {name: explain(name, item, job, images) for name, item in plans.items()}
     pipe.send(Phase("compiling"))
-    runs = [Run(name, job, images, one) for name, one in plans.items()]
+    runs = [Run(name, job, images, item) for name, item in plans.items()]
     for epoch in range(1, job.epochs + 1):
         # Steps of both runs are interleaved, so that load from other processes affects both.
         for _ in zip_longest(*(run.epoch(epoch, pipe) for run in runs)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from messages import FORMATS, RUNS, WORLD, Epoch, Job, Phase, Planned, Step
+from messages import FORMATS, RUNS, WORLD, Epoch, Job, Phase, PlanMessage, Step
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -37,7 +37,7 @@ class Bar:
             "training", total=len(RUNS) * job.epochs * steps, visible=False
         )
         self._shown = self._measuring
-        if job.given is not None:
+        if job.plan_path is not None:
             self._trains()
 
     def __enter__(self) -> Bar:
@@ -47,25 +47,23 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def show(self, rank: int, message: Phase | Planned | Step | Epoch) -> None:
+    def show(self, rank: int, message: Phase | PlanMessage | Step | Epoch) -> None:
         """Show a rank's message."""
         if isinstance(message, Phase):
             self._phases[rank] = message.text
             self.progress.update(self._shown, description=self._phase())
             if message.steps and rank == WORLD - 1:
                 self.progress.update(self._measuring, completed=message.steps)
-        elif isinstance(message, Planned):
+        elif isinstance(message, PlanMessage):
             self._trains()
             self.progress.console.print(Text(message.answer), Text())
         elif isinstance(message, Step):
             if rank == 0 and message.run == RUNS[-1]:
                 steps = (message.epoch - 1) * self.steps + message.step
-                now = (
-                    f"loss {message.loss:.3f} under {TITLES[message.run]}"
-                    if message.step < self.steps
-                    else "evaluating"
-                )
-                text = f"epoch {message.epoch}/{self.epochs}, both runs in turns, {now}"
+                now = "evaluating"
+                if message.step < self.steps:
+                    now = f"loss {message.loss:.3f} under {TITLES[message.run]}"
+                text = f"epoch {message.epoch}/{self.epochs}, both runs interleaved, {now}"
                 self.progress.update(self._training, completed=len(RUNS) * steps, description=text)
         else:
             self._ended[rank] = message

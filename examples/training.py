@@ -58,9 +58,9 @@ def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]
 def batches(job: Job, images: data.Data, epoch: int) -> Iterator[Batch]:
     """Yield this rank's batch for each step of an epoch."""
     shuffle = torch.Generator().manual_seed(job.seed * 1000 + epoch)
-    order, whole = torch.randperm(len(images.train[1]), generator=shuffle), sum(job.batches)
+    order, total = torch.randperm(len(images.train[1]), generator=shuffle), sum(job.batches)
     first = sum(job.batches[: job.rank])
-    for start in range(0, len(order) - whole + 1, whole):
+    for start in range(0, len(order) - total + 1, total):
         chosen = order[start + first : start + first + job.batches[job.rank]]
         yield images.train[0][chosen], images.train[1][chosen]
 
@@ -134,9 +134,12 @@ class Run:
         """Return bytes before a step: parameters, buffers, optimizer state and DDP's buckets."""
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         states = (value for state in self.optimizer.state.values() for value in state.values())
-        kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         return (
-            parameters + sum(buffer.nbytes for buffer in self.model.buffers()) + kept + parameters
+            parameters
+            + sum(buffer.nbytes for buffer in self.model.buffers())
+            + state_bytes
+            + parameters
         )
 
 
@@ -193,11 +196,11 @@ def evaluate(model: nn.Module, images: data.Data) -> int:
 
 def digest(model: nn.Module) -> str:
     """Return the SHA-256 over all parameters and buffers with names, dtypes and shapes."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _rate(job: Job) -> float:

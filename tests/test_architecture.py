@@ -1,4 +1,5 @@
-"""The tree has the shape that the pages rely on: formats stand in one table, operators in theirs, imports run one way.
+"""The tree has the shape that the pages rely on: formats stand in one table, operators in theirs,
+imports run one way.
 
 So that adding a format, an operator or a pass takes no more files than the how-to pages say.
 """
@@ -53,10 +54,14 @@ def imported_names(path: Path) -> set[str]:
     return {alias.name for node in nodes if node.module == "os" for alias in node.names}
 
 
-def test_no_file_but_the_table_names_formats_one_by_one() -> None:
-    """FP32 and FP64 are what models are written in, so much speaks of them. A narrower format is named where nothing else can be."""
+def test_only_the_table_lists_formats() -> None:
+    """FP32 and FP64 are what models are written in, so much speaks of them.
+
+    A narrower format is named where nothing else can be.
+    """
     narrow = {fmt.name for fmt in FORMATS.values() if fmt.bits < 32}
-    # Which units multiply which formats, and by what instruction, is what the files in backend/cuda are about.
+    # Which units multiply which formats, and by what instruction, is what the files in backend/cuda
+    # are about.
     sources = {name: path for name, path in SOURCES.items() if not name.startswith("backend/cuda/")}
     named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
     because = {
@@ -72,7 +77,7 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     assert named["qsync_fx/graph/fx_utils.py"] == {"bf16"}
 
 
-def test_no_file_but_the_table_names_types_one_by_one() -> None:
+def test_only_the_table_lists_dtypes() -> None:
     narrow = {str(fmt.dtype) for fmt in FORMATS.values() if fmt.dtype.itemsize < 4}
     named = {
         name
@@ -85,14 +90,17 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
         "backend/numerics/native.py": "what the kernels of the native module take",
         "backend/operators/gemm/int_mm.py": "what torch's integer product takes",
         "backend/operators/gemm/cpu_kernels.py": "what the native module multiplies, and gives out",
-        "backend/inductor/layouts.py": "the one type of which oneDNN's gradients of some convolutions were measured to be slow",
+        "backend/inductor/layouts.py": "the one type of which oneDNN's gradients of some convolutions were measured to be "
+        "slow",
         "backend/operators/masks.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
 
 
 def test_no_pass_names_an_operator() -> None:
-    """What a pass knows of an operator stands in its row; passes call the conversions that they insert and nothing else."""
+    """What a pass knows of an operator stands in its row; passes call the conversions that they
+    insert and nothing else.
+    """
     names = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE} | set(lowerings())
     called = {
         f"torch.ops.aten.{name}"
@@ -107,16 +115,16 @@ def test_no_pass_names_an_operator() -> None:
             assert not attributes(path) & called, name
 
 
-def test_what_takes_scaled_formats_has_a_row_and_a_lowering() -> None:
+def test_operators_with_scaled_formats_have_a_row_and_a_lowering() -> None:
     assert {row.name for row in table().values() if row.may_scale} == set(lowerings())
 
 
-def test_one_file_a_pass() -> None:
+def test_each_pass_has_one_file() -> None:
     for step in pipeline(Options(), lowerings()):
         assert type(step).__module__ == f"qsync_fx.passes.{step.name}"
 
 
-def test_one_file_reads_environment_variables() -> None:
+def test_single_file_reads_environment_variables() -> None:
     names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
     readers = {
         name
@@ -142,7 +150,10 @@ LAYERS = (
     "allocator",
     "distributed cli",
 )
-"""Packages from the bottom to the top. A package imports packages of earlier lines only, and none of its own line."""
+"""Packages from the bottom to the top.
+
+A package imports packages of earlier lines only, and none of its own line.
+"""
 LONGEST_CYCLE = 5
 
 
@@ -166,9 +177,11 @@ def loaded(tree: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imported_modules(path: Path, deferred: bool = True) -> frozenset[str]:
-    """Return all modules of the project that a file imports; those as it is loaded unless `deferred`.
+    """Return all modules of the project that a file imports; those as it is loaded unless
+    `deferred`.
 
-    Imports inside functions and under TYPE_CHECKING count. In a file that uses importlib every string that is the
+    Imports inside functions and under TYPE_CHECKING count. In a file that uses importlib every
+    string that is the
     name of a module counts, too: importlib takes such strings, directly or by way of a table.
     """
     result: set[str] = set()
@@ -199,7 +212,7 @@ FACADES = ("qsync_fx", "qsync_fx.passes", "qsync_fx.backend")
 """Packages whose __init__ re-exports names of any layer."""
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_follow_the_layers() -> None:
     for module, path in MODULES.items():
         if module in FACADES:
             continue
@@ -239,7 +252,7 @@ def test_siblings_are_loaded_without_cycles() -> None:
         assert nx.is_directed_acyclic_graph(graph), (folder, nx.find_cycle(graph))
 
 
-def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
+def test_imports_of_every_kind_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         "import importlib\n"
@@ -261,7 +274,7 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
     assert imported_modules(path, deferred=False) == set()
 
 
-def test_the_page_on_architecture_tells_the_layers() -> None:
+def test_architecture_page_lists_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     told = [
         re.findall(r"`([\w.]+)`", line)
@@ -274,7 +287,8 @@ def test_no_module_hides_a_name_of_the_package() -> None:
     """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
     modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
     assert not modules & set(qsync_fx.__all__)
-    # A verb is called as the function that it calls; nobody imports its module for the function's name.
+    # A verb is called as the function that it calls; nobody imports its module for the function's
+    # name.
     files = {
         path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")
     }

@@ -1,4 +1,6 @@
-"""The autocast policy against autocast itself: to the last bit on the CPU, by type on CUDA (through fake tensors)."""
+"""The autocast policy against autocast itself: to the last bit on the CPU, by type on CUDA (through
+fake tensors).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ aten = torch.ops.aten
 Place = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 INPUTS = ("fp32", "lower", "mixed")
 
-# Padding by reflection or replication has an FP32 kernel, padding by a constant has none: the arguments decide.
+# Padding by reflection or replication has an FP32 kernel, padding by a constant has none: the
+# arguments decide.
 BY_ARGUMENT = frozenset({"aten::pad"})
 # Results that nobody wrote: they differ from run to run.
 UNWRITTEN = re.compile("empty|resize")
@@ -111,12 +114,15 @@ EXTRA = (
         {},
     ),
 )
-# Kernels that no plain call reaches: of fused CUDA cells, of oneDNN, and of encoder layers in inference.
+# Kernels that no plain call reaches: of fused CUDA cells, of oneDNN, and of encoder layers in
+# inference.
 UNREACHED = frozenset({"aten::mkldnn_rnn_layer", "aten::_native_multi_head_attention"})
 
 
 def may_change(target: torch._ops.OpOverload) -> bool:
-    """Whether autocast on the CPU has a kernel for an operator, or may have one for what the operator calls."""
+    """Whether autocast on the CPU has a kernel for an operator, or may have one for what the
+    operator calls.
+    """
     what = policy(target, "cpu")
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), "CompositeImplicitAutograd"
@@ -125,7 +131,7 @@ def may_change(target: torch._ops.OpOverload) -> bool:
 
 
 @tiers.ALL
-def test_cpu_policy_gives_what_autocast_gives() -> None:
+def test_cpu_policy_equals_autocast() -> None:
     wrong: set[str] = set()
     reached: set[str] = set()
     for call in (*calls(2), *EXTRA):
@@ -148,7 +154,8 @@ def test_cpu_policy_gives_what_autocast_gives() -> None:
                 continue
             if len(found) != len(expected) or not all(map(same, found, expected)):
                 wrong.add(
-                    f"{call.target} {inputs}: {[v.dtype for v in expected]}, by policy {[v.dtype for v in found]}"
+                    f"{call.target} {inputs}: {[v.dtype for v in expected]}, by policy "
+                    f"{[v.dtype for v in found]}"
                 )
     assert not wrong, "\n".join(sorted(wrong))
     declared = (
@@ -157,8 +164,10 @@ def test_cpu_policy_gives_what_autocast_gives() -> None:
     assert declared - reached == UNREACHED
 
 
-def test_inside_is_kept_for_what_no_conversion_of_arguments_gives() -> None:
-    """An operator is "inside" only if converting its arguments fails for some sample, whichever of the ways is taken."""
+def test_inside_policy_is_limited_to_unconvertible_operators() -> None:
+    """An operator is "inside" only if converting its arguments fails for some sample, whichever of
+    the ways is taken.
+    """
     lower, ways = torch.bfloat16, ("lower", "fp32", None)
     cells = (
         Call(
@@ -234,7 +243,7 @@ def test_cuda_policy_gives_the_types_that_autocast_gives() -> None:
     } <= reached
 
 
-def test_cuda_lists_are_those_of_the_header() -> None:
+def test_cuda_lists_equal_the_header() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text().replace("\\\n", " ")
 

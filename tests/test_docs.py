@@ -1,7 +1,8 @@
-"""The documentation is true: its code runs, its outputs are those shown, its tables are those of the code, and adding a format, an
-operator or a pass takes the files that the how-to pages say.
+"""The documentation is true: its code runs, its outputs are those shown, its tables are those of
+the code, and adding a format, an operator or a pass takes the files that the how-to pages say.
 
-`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes the outputs and tables that have changed. Read the difference before you commit it.
+`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes the outputs and tables that have changed.
+Read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -52,11 +53,14 @@ UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 
 
 def parameters(names: Iterable[str]) -> list[Any]:
-    """Pages take half a minute; the one that shows what each pass does compiles nothing, and runs in every tier."""
+    """Pages take half a minute; the one that shows what each pass does compiles nothing, and runs
+    in every tier.
+    """
     return [pytest.param(name, marks=() if name == "architecture" else tiers.ALL) for name in names]
 
 
-# Pages that change the tree run in a copy of it. An editable install would import the tree itself, whatever PYTHONPATH says.
+# Pages that change the tree run in a copy of it. An editable install would import the tree itself,
+# whatever PYTHONPATH says.
 _NOT_THE_INSTALLED = """\
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
@@ -76,7 +80,8 @@ def run(
 ) -> None:
     """Runs a page in a process of its own, and checks that it shows what it prints.
 
-    What its shell starts are forks of one process, too; with `tree` of one that has imported what is found by `pythonpath`.
+    What its shell starts are forks of one process, too; with `tree` of one that has imported what
+    is found by `pythonpath`.
     """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
@@ -147,10 +152,13 @@ def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None
 
 
 def copy_tree(to: Path) -> None:
-    """Copies what a build and a test run need; qsync_fx/passes and qsync_fx/backend stay links to the folders beside it."""
+    """Copies what a build and a test run need; qsync_fx/passes and qsync_fx/backend stay links to
+    the folders beside it.
+    """
     to.mkdir()
     for name in ("qsync_fx", "passes", "backend", "tests"):
-        # What Python has compiled of it goes along, and is good where a file's time is the same; others may be writing more of it just now.
+        # What Python has compiled of it goes along, and is good where a file's time is the same;
+        # others may be writing more of it just now.
         shutil.copytree(
             ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*", "*.so")
         )
@@ -242,7 +250,8 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows
-        # A new format is one row in one file: a page may leave it out, but what a page says of a format is right.
+        # A new format is one row in one file: a page may leave it out, but what a page says of a
+        # format is right.
         shown = set(path.read_text().splitlines())
         return "\n".join(line for line in rows.splitlines() if line in shown)
 

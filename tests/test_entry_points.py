@@ -1,4 +1,6 @@
-"""Packages that offer passes and operators: real ones on sys.path, found by their metadata; broken ones are named."""
+"""Packages that offer passes and operators: real ones on sys.path, found by their metadata; broken
+ones are named.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         code: str = PASS,
     ) -> None:
         module = package.replace("-", "_")
-        project = f'[project]\nname = "{package}"\nversion = "1.0"\n[project.entry-points."{group}"]\n{name} = "{module}:{value}"\n'
-        page = f"```toml package=pyproject.toml\n{project}```\n\n```python package={module}.py\n{code.strip()}\n```\n"
+        project = (
+            f'[project]\nname = "{package}"\nversion = "1.0"\n[project.entry-points."{group}"]\n'
+            f'{name} = "{module}:{value}"\n'
+        )
+        page = (
+            f"```toml package=pyproject.toml\n{project}```\n\n```python package={module}.py\n"
+            f"{code.strip()}\n```\n"
+        )
         pages.install(page, tmp_path)
         names.append(module)
         forget()
@@ -124,17 +132,20 @@ def test_a_pass_of_a_package_runs(install: Install) -> None:
         (
             "plain",
             PASS,
-            "offers a value of type function where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers a value of type function where a function decorated with @qsync_fx.graph_pass "
+            "is expected",
         ),
         (
             "number",
             PASS,
-            "offers a value of type int where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers a value of type int where a function decorated with @qsync_fx.graph_pass is "
+            "expected",
         ),
         (
             "Loud",
             PASS,
-            "offers the class Loud where a function decorated with @qsync_fx.graph_pass is expected",
+            "offers the class Loud where a function decorated with @qsync_fx.graph_pass is "
+            "expected",
         ),
     ],
 )
@@ -208,7 +219,8 @@ def test_two_rows_for_one_operator(install: Install) -> None:
         (
             "rows",
             LOWERING,
-            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is expected",
+            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is "
+            "expected",
         ),
         (
             "number",
@@ -218,7 +230,8 @@ def test_two_rows_for_one_operator(install: Install) -> None:
         (
             "Quiet",
             LOWERING,
-            "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is expected",
+            "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is "
+            "expected",
         ),
     ],
 )
@@ -244,7 +257,8 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
         lowerings()
     assert (
         caught.value.where
-        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package quiet-package"
+        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package "
+        "quiet-package"
     )
 
 
@@ -257,7 +271,7 @@ def test_a_lowering_without_a_row(install: Install) -> None:
     assert caught.value.where == "quiet_package:rowless of the package quiet-package"
 
 
-def test_two_packages_with_a_pass_of_one_name(install: Install) -> None:
+def test_two_packages_with_a_pass_of_equal_name(install: Install) -> None:
     install("qsync_fx.passes", "quiet")
     install("qsync_fx.passes", "quiet", package="other-package")
     with pytest.raises(
@@ -274,7 +288,7 @@ def test_a_pass_that_no_package_offers(install: Install) -> None:
     assert caught.value.do == "did you mean 'quite'? known: quite"
 
 
-def test_the_command_tells_it_in_three_lines(
+def test_command_reports_the_error_in_three_lines(
     install: Install,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +338,7 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
+def test_broken_command_names_its_package_and_does_not_affect_others(
     value: str, code: str, what: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("qsync_fx.commands", value, name="count", code=code)
@@ -347,7 +361,7 @@ def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
     ("name", "where"),
     [("count", "the package other-package"), ("doctor", "qsync_fx.cli.commands.doctor")],
 )
-def test_two_commands_of_one_name(
+def test_two_commands_of_equal_name(
     name: str, where: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("qsync_fx.commands", "counting", name=name, code=COMMAND)

@@ -1,6 +1,8 @@
-"""Every error as the caller of the compiled model sees it: of our class, with what, where and what to do, and with nothing of torch in it.
+"""Every error as the caller of the compiled model sees it: of our class, with what, where and what
+to do, and with nothing of torch in it.
 
-Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither may reach the user.
+Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither
+may reach the user.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _fresh() -> None:
 
 
 def error_of(model: nn.Module, *inputs: Any, **options: Any) -> QSyncError:
-    """The error that torch.compile or the first call raises, the same one a second time, and from explain."""
+    """The error that torch.compile or the first call raises, the same one a second time, and from
+    explain.
+    """
     with pytest.raises(QSyncError) as first:
         compiled(model, **options)(*inputs)
     with pytest.raises(QSyncError) as second:
@@ -86,7 +90,7 @@ class TestOptions:
 
 
 class TestPlans:
-    def test_a_plan_for_another_model_lists_what_is_missing_and_what_is_extra(self) -> None:
+    def test_plan_for_another_model_lists_missing_and_extra_operators(self) -> None:
         x = torch.randn(4, 1, 8, 8)
         plan = qsync_fx.explain(build(Convolutional), x, options={"precision": "int8"}).plan()
         error = error_of_perceptron(plan=plan)
@@ -96,7 +100,7 @@ class TestPlans:
         for extra in ("conv/conv2d", "norm/batch_norm", "hidden/linear"):
             assert extra in str(error.where)
 
-    def test_a_pattern_that_selects_nothing(self) -> None:
+    def test_pattern_without_a_match(self) -> None:
         error = error_of_perceptron(
             plan=Plan("int8", patterns=[("layers.0", "bf16"), ("heads", "bf16")])
         )
@@ -183,7 +187,7 @@ class TestPasses:
             ("lower", _planned_but_lost, "planned precision is present in the lowered graph"),
         ],
     )
-    def test_one_that_breaks_an_invariant_is_named_with_the_node(
+    def test_pass_that_breaks_an_invariant_is_named_with_the_node(
         self, after: str, breaks: Callable[[PrecisionGraph], None], says: str
     ) -> None:
         error = error_of_perceptron(precision="bf16", passes=[graph_pass(after=after)(breaks)])
@@ -193,7 +197,7 @@ class TestPasses:
         assert "node %" in str(error.where)
         assert "%linear" in error.graph
 
-    def test_one_that_raises_is_named_with_its_line(self) -> None:
+    def test_pass_that_raises_is_named_with_its_line(self) -> None:
         def fails(graph: PrecisionGraph) -> None:
             graph.operators("adjustable")[17].assign("fp32", reason="there is none")
 
@@ -203,19 +207,19 @@ class TestPasses:
         assert "IndexError" in error.what
         assert "test_errors.py:" in str(error.where)
 
-    def test_one_without_its_place(self) -> None:
+    def test_pass_without_a_position(self) -> None:
         error = error_of_perceptron(passes=[graph_pass(after="asign")(_without_reason)])
         assert isinstance(error, OptionError)
         assert "'asign'" in error.what
         assert "did you mean 'assign'?" in str(error.do)
 
-    def test_one_that_is_none(self) -> None:
+    def test_pass_that_is_not_a_pass(self) -> None:
         assert isinstance(error_of_perceptron(passes=[len]), OptionError)
         error = error_of_perceptron(passes=["no.such.pass"])
         assert isinstance(error, OptionError)
         assert "no.such.pass" in error.what
 
-    def test_assigning_what_no_pass_decides(self) -> None:
+    def test_assignment_to_a_dependent_operator(self) -> None:
         def tanh_in_int8(graph: PrecisionGraph) -> None:
             next(op for op in graph.operators() if op.id.operator == "tanh").assign(
                 "int8", reason="a test"
@@ -246,7 +250,7 @@ def test_a_device_that_is_not_supported() -> None:
     assert "CPU" in str(error.do)
 
 
-def test_errors_of_the_model_stay_its_own() -> None:
+def test_errors_of_the_model_are_not_wrapped() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x @ torch.ones(3, 3)

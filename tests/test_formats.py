@@ -1,4 +1,6 @@
-"""Formats refer to formats: carrier, output, gradient and what runs elsewhere are rows of the table, also in what is copied."""
+"""Formats refer to formats: carrier, output, gradient and what runs elsewhere are rows of the
+table, also in what is copied.
+"""
 
 import copy
 import dataclasses
@@ -13,7 +15,7 @@ REFERENCES = ("carrier", "output", "gradient", "elsewhere")
 
 
 @pytest.mark.parametrize("row", FORMATS.values(), ids=str)
-def test_what_a_row_names_is_a_row(row: Precision) -> None:
+def test_referenced_formats_have_a_row(row: Precision) -> None:
     for name in REFERENCES:
         other = getattr(row, name)
         assert other is FORMATS[other.name]
@@ -49,7 +51,7 @@ def test_a_row_that_no_table_has_is_equal_to_its_copy_alone(copied) -> None:  # 
     assert dataclasses.replace(FORMATS["int8"], gradient=FORMATS["int8"]) != FORMATS["int8"]
 
 
-def test_a_text_in_place_of_several_formats_is_told() -> None:
+def test_string_instead_of_a_list_of_formats_is_an_error() -> None:
     assert [fmt.name for fmt in precisions(["int8", "fp32", "int8"])] == ["int8", "fp32"]
     with pytest.raises(PrecisionError, match="not the string 'fp32'") as told:
         precisions("fp32")

@@ -1,4 +1,6 @@
-"""The package installs as people install it, from a folder with a space in its name: as a wheel, and editable."""
+"""The package installs as people install it, from a folder with a space in its name: as a wheel,
+and editable.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def python(code: str, target: Path) -> str:
-    # Without `site` nothing of the environment's own installation of qsync_fx is in the way; torch is taken from there.
+    # Without `site` nothing of the environment's own installation of qsync_fx is in the way; torch
+    # is taken from there.
     before = f"import site, sys; sys.path.append({SITE!r}); site.addsitedir({str(target)!r}); "
     before += f"sys.path.insert(0, {str(target)!r}); "
     return run(sys.executable, "-S", "-c", before + code, cwd=target)
@@ -95,7 +98,7 @@ def distribution(target: Path) -> Distribution:
 
 
 @tiers.ALL
-def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path) -> None:
+def test_wheel_contains_only_the_package(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {
         "qsync_fx",
@@ -128,7 +131,7 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
 
 
 @tiers.ALL
-def test_the_wheel_says_what_it_is(installed: Path) -> None:
+def test_wheel_metadata(installed: Path) -> None:
     package = distribution(installed)
     assert package.name == "qsync-fx"
     assert package.version == qsync_fx.__version__
@@ -161,7 +164,8 @@ def test_the_wheel_imports(installed: Path) -> None:
         "import qsync_fx, qsync_fx.passes, qsync_fx.backend, qsync_fx._C as native; "
         "from importlib.metadata import entry_points; "
         "(entry,) = entry_points(group='torch_dynamo_backends', name='qsync'); "
-        "print(qsync_fx.__file__, qsync_fx.passes.__file__, qsync_fx.backend.__file__, native.__file__, sep='\\n'); "
+        "print(qsync_fx.__file__, qsync_fx.passes.__file__, qsync_fx.backend.__file__, "
+        "native.__file__, sep='\\n'); "
         "print(native.isa(), callable(entry.load()))"
     )
     *files, last = python(code, installed).splitlines()
@@ -182,8 +186,10 @@ def test_the_wheel_compiles_cuda_kernels(
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "a cache"))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     code = (
-        f"sys.path.append({str(ROOT)!r}); from tests.support.cuda.compiled.small_units import small_unit; "
-        "from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library; unit = small_unit(); "
+        f"sys.path.append({str(ROOT)!r}); from tests.support.cuda.compiled.small_units import "
+        "small_unit; "
+        "from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library; unit = "
+        "small_unit(); "
         "path = compiler.build([unit])[unit]; "
         "print(kernel_cache.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
     )
@@ -194,13 +200,20 @@ def test_the_wheel_compiles_cuda_kernels(
 
 
 @tiers.ALL
-def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
-    # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After `wheel`, whose build it shares.
+def test_editable_install_finds_new_files(tree: Path, wheel: Path) -> None:
+    # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After
+    # `wheel`, whose build it shares.
     target = tree.parent / "editable place"
-    build = "import sys; from scikit_build_core.build import build_editable; print(build_editable(sys.argv[1]))"
+    build = (
+        "import sys; from scikit_build_core.build import build_editable; "
+        "print(build_editable(sys.argv[1]))"
+    )
     name = run(sys.executable, "-c", build, str(target), cwd=tree).splitlines()[-1]
     zipfile.ZipFile(target / name).extractall(target)
-    files = "import qsync_fx, qsync_fx.passes, qsync_fx._C as native; print(qsync_fx.__file__, native.__file__, sep='\\n'); "
+    files = (
+        "import qsync_fx, qsync_fx.passes, qsync_fx._C as native; print(qsync_fx.__file__, "
+        "native.__file__, sep='\\n'); "
+    )
     ours, native = python(files, target).splitlines()
     assert ours == str(tree / "qsync_fx/__init__.py")
     assert native.startswith(str(target))
@@ -214,7 +227,10 @@ def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import qsync_fx, sys; print(*sorted({name.split('.')[0] for name in sys.modules}), *sys.modules)"
+    code = (
+        "import qsync_fx, sys; print(*sorted({name.split('.')[0] for name in sys.modules}), "
+        "*sys.modules)"
+    )
     loaded = set(run(sys.executable, "-c", code, cwd=ROOT).split())
     assert "qsync_fx" in loaded
     assert not loaded & {

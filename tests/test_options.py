@@ -122,7 +122,7 @@ def test_an_unknown_recipe_is_refused_by_name() -> None:
         assert "int8_fast" in caught.value.do
 
 
-def test_torch_compile_takes_an_options_object() -> None:
+def test_torch_compile_accepts_an_options_object() -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     compiled = torch.compile(
         model, backend="qsync", options=Options(precision="bf16", inner_backend="aot_eager")
@@ -181,17 +181,20 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "unknown option 'precison'",
-            "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, "
+            "cached_plan, cudagraphs, device_class,",
         ),
         (
             {"zzzzzz": 1},
             "unknown option 'zzzzzz'",
-            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, "
+            "device_class,",
         ),
         (
             {3: 1},
             "unknown option a value of type int",
-            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, "
+            "device_class,",
         ),
         (
             {"precision": "int9"},
@@ -261,13 +264,13 @@ def test_errors(mapping: Mapping[str, object], what: str, do: str) -> None:
     assert caught.value.do.startswith(do)
 
 
-def test_a_wrong_value_comes_with_the_text_of_its_option() -> None:
+def test_invalid_value_shows_the_help_of_its_option() -> None:
     with pytest.raises(OptionError) as caught:
         Options.parse({"scaling": "row"})
     assert caught.value.where == f'option "scaling": {DOCUMENTED["scaling"]}'
 
 
-def test_precision_and_plan_say_which_to_drop(tmp_path: Path) -> None:
+def test_precision_with_plan_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     plan = Plan.uniform("bf16")
     plan.save(tmp_path / "plan.json")
     for value in (plan, tmp_path / "plan.json"):

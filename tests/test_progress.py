@@ -1,4 +1,6 @@
-"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a bar on a terminal."""
+"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a
+bar on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_a_log_has_a_line_now_and_then(
     ]
 
 
-def test_nothing_is_shown_of_what_is_quick_or_is_to_be_silent(
+def test_quick_or_silent_work_shows_no_progress(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with shown.progress("measuring", 2) as advance:
@@ -108,5 +110,5 @@ def test_the_first_line_comes_after_the_delay_and_names_what_runs(
         (5000, "1.4 hours"),
     ],
 )
-def test_seconds_are_said_roughly(seconds: float, words: str) -> None:
+def test_remaining_seconds_are_rounded(seconds: float, words: str) -> None:
     assert roughly(seconds) == words

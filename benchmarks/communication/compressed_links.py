@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 SIZE = 26e6
 LATENCY = 1e-4
@@ -59,9 +59,9 @@ def main() -> None:
     rows: list[Row] = []
     for rate in (*(RATES if reason is None else ()), None):
         job = {
-            "codecs": options.codec or (["qsgd8", "aqgb"] if options.quick else list(NAMES)),
-            "values": round((SIZE / 100 if options.quick else SIZE) / 4),
-            "repeats": 2 if options.quick else options.repeats,
+            "codecs": options.codec or (by_size(options.quick, ["qsgd8", "aqgb"], list(NAMES))),
+            "values": round((by_size(options.quick, SIZE / 100, SIZE)) / 4),
+            "repeats": by_size(options.quick, 2, options.repeats),
         }
         rows += measured(options.ranks, rate, job)
     finish(options, rows)
@@ -71,46 +71,49 @@ def rank(job: dict[str, Any]) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = reductions(job["codecs"], job["values"], job["repeats"])
+    results = reductions(job["codecs"], job["values"], job["repeats"])
     if distributed.get_rank() == 0:
-        Path(job["path"]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+        Path(job["path"]).write_text(json.dumps([dataclasses.asdict(item) for item in results]))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 def measured(ranks: int, rate: str | None, job: dict[str, Any]) -> list[Row]:
-    found = [Reduction(**one) for one in found_by(__file__, job, ranks, rate, seconds=1800)]
-    return [row(ranks, rate, one, 4 * job["values"]) for one in found]
+    results = [Reduction(**result) for result in found_by(__file__, job, ranks, rate, seconds=1800)]
+    return [row(ranks, rate, result, 4 * job["values"]) for result in results]
 
 
-def row(ranks: int, rate: str | None, found: Reduction, size: int) -> Row:
-    made: dict[str, Any] = {"rate": rate or "loopback", "ranks": ranks, **dataclasses.asdict(found)}
-    if found.wire is not None and found.theory is not None:
+def row(ranks: int, rate: str | None, reduction: Reduction, size: int) -> Row:
+    made: dict[str, Any] = {
+        "rate": rate or "loopback",
+        "ranks": ranks,
+        **dataclasses.asdict(reduction),
+    }
+    if reduction.wire is not None and reduction.theory is not None:
         made |= {
-            "wire_to_theory": found.wire / found.theory,
-            "bytes reached": found.wire / found.theory <= BYTES,
+            "wire_to_theory": reduction.wire / reduction.theory,
+            "bytes reached": reduction.wire / reduction.theory <= BYTES,
         }
     if rate is None:
         return made
     # Two ranks exchange full messages in one phase; torch's all-reduce has two phases.
-    phases = 1 if ranks == 2 and found.way not in TORCH else 2
-    sent = (
-        found.theory
-        if found.theory is not None
-        else 2 * (ranks - 1) / ranks * size * TORCH[found.way] / 4
-    )
+    phases, sent = 2, reduction.theory
+    if ranks == 2 and reduction.way not in TORCH:
+        phases = 1
+    if sent is None:
+        sent = 2 * (ranks - 1) / ranks * size * TORCH[reduction.way] / 4
     model = (
         phases * (ranks - 1) * LATENCY
         + 8 * sent / links.bits_per_second(rate)
-        + (found.coding or 0.0)
+        + (reduction.coding or 0.0)
     )
     made |= {
         "model": model,
-        "to_model": found.seconds / model,
-        "model reached": found.seconds / model <= RATES[rate],
+        "to_model": reduction.seconds / model,
+        "model reached": reduction.seconds / model <= RATES[rate],
     }
-    if ranks == 2 and (goal := GOALS.get((rate, found.way))):
-        made |= {"goal": goal, "reached": found.to_half >= goal}
+    if ranks == 2 and (goal := GOALS.get((rate, reduction.way))):
+        made |= {"goal": goal, "reached": reduction.to_half >= goal}
     return made
 
 

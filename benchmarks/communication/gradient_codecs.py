@@ -27,7 +27,7 @@ from qsync_fx.communication.codecs.onebit import Reshaped
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.piquant_peer import encoders
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 GOALS = {"encode_to_copy": 0.85, "read_to_copy": 1.5, "decode_to_copy": 1.5}
 OF_OURS = ("qsgd", "1bit")
@@ -35,12 +35,12 @@ TO_PIQUANT = 10
 
 
 def rows(quick: bool) -> list[Row]:
-    values, repeats = (2**18, 3) if quick else (26 * 2**18, 15)
+    values, repeats = by_size(quick, (2**18, 3), (26 * 2**18, 15))
     # "1bit" encodes columns of a matrix shape, and "aqgb" depends on its levels.
     codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [
         Reshaped(512, "1bit* of 512")
     ]
-    found, peers = measured(codecs, values, repeats), to_piquant(values, repeats)
+    result, peers = measured(codecs, values, repeats), to_piquant(values, repeats)
     return [
         {
             "isa": _C.isa(),
@@ -52,13 +52,13 @@ def rows(quick: bool) -> list[Row]:
             },
             **peers.get(speed.codec, {}),
         }
-        for speed in found
+        for speed in result
     ]
 
 
 def to_piquant(values: int, repeats: int) -> dict[str, Row]:
     """Return the encoding speedup over piquant at equal bits, by codec; empty if not installed."""
-    source, found = (
+    source, quantization = (
         torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3,
         dict[str, Row](),
     )
@@ -68,8 +68,11 @@ def to_piquant(values: int, repeats: int) -> dict[str, Row]:
         ours = {"ours": lambda codec=codec, wire=wire: codec.encode(source, wire, Draw(1, 2))}
         times = measure({**ours, **peers}, repeats, clock=time.process_time)
         faster = {f"times {name}": times.ratio(name, "ours") for name in peers}
-        found[codec.name] = {**faster, "piquant reached": faster["times piquant"] >= TO_PIQUANT}
-    return found
+        quantization[codec.name] = {
+            **faster,
+            "piquant reached": faster["times piquant"] >= TO_PIQUANT,
+        }
+    return quantization
 
 
 def main() -> None:
@@ -79,7 +82,7 @@ def main() -> None:
     if options.isa:
         print(json.dumps(rows(options.quick)))
         return
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for isa in _C.available_isas():
         # The ISA variant is selected once per process.
         command = [
@@ -91,12 +94,12 @@ def main() -> None:
             *["--quick"] * options.quick,
         ]
         environment = {**os.environ, "QSYNC_CPU_ISA": isa}
-        found += json.loads(
+        all_rows += json.loads(
             subprocess.run(
                 command, env=environment, check=True, capture_output=True, text=True
             ).stdout
         )
-    finish(options, found)
+    finish(options, all_rows)
 
 
 if __name__ == "__main__":

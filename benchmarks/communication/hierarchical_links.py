@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 RATES = ("1gbit", "100mbit")
 NODES = NodeGroups(((0, 1), (2, 3)))
@@ -53,14 +53,14 @@ def main() -> None:
     ranks = len(NODES.ranks) * NODES.size
     for rate in RATES if links.told_missing("loopback") is None else (None,):
         job = {
-            "codecs": CODECS[:1] if options.quick else CODECS,
-            "values": VALUES // 100 if options.quick else VALUES,
-            "repeats": 2 if options.quick else options.repeats,
+            "codecs": by_size(options.quick, CODECS[:1], CODECS),
+            "values": by_size(options.quick, VALUES // 100, VALUES),
+            "repeats": by_size(options.quick, 2, options.repeats),
         }
-        found = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
+        result = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
         rows += [
             {"rate": rate or "loopback", "nodes": len(NODES.ranks), "ranks": ranks, **row}
-            for row in found
+            for row in result
         ]
     finish(options, rows)
 
@@ -73,36 +73,46 @@ def rank(job: dict[str, Any]) -> None:
     distributed.barrier()
     codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
     speeds = codec_benchmarks.measured(codecs, job["values"], job["repeats"])
-    found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
+    results = reductions(job["codecs"], job["values"], job["repeats"], NODES)
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
         fleet = Cluster({"all": cluster.ClusterDevice(world)}, nodes=measured)
-        rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]
+        rows = [
+            row(result, fleet, speeds, job["values"])
+            for result in results
+            if result.coding is not None
+        ]
         Path(job["path"]).write_text(json.dumps(rows))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def row(found: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int) -> Row:
+def row(
+    reduction: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int
+) -> Row:
     parameter = Parameter("gradient", values)
-    how = coded(
+    transfer = coded(
         [parameter],
-        {"gradient": found.way},
+        {"gradient": reduction.way},
         fleet.ranks,
         of_speeds(speeds, "here"),
         size=NODES.size,
     )
-    ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}
-    taken = {
-        name: float(travel(fleet, [SimulatedBucket(("gradient",), 4 * values, one.nbytes, one)])[0])
-        for name, one in ways.items()
+    models = {"model": transfer, "in turns": dataclasses.replace(transfer, stretches=1)}
+    seconds_by_model = {
+        name: float(
+            travel(fleet, [SimulatedBucket(("gradient",), 4 * values, model.nbytes, model)])[0]
+        )
+        for name, model in models.items()
     }
-    ratios = {f"to_{name}": found.seconds / seconds for name, seconds in taken.items()}
+    ratios = {
+        f"to_{name}": reduction.seconds / seconds for name, seconds in seconds_by_model.items()
+    }
     return {
-        **dataclasses.asdict(found),
-        "foreseen coding": how.coding,
-        "stretches": how.stretches,
-        **taken,
+        **dataclasses.asdict(reduction),
+        "foreseen coding": transfer.coding,
+        "stretches": transfer.stretches,
+        **seconds_by_model,
         **ratios,
     }
 

@@ -39,7 +39,10 @@ from typing import IO
 _PREFIX = "qsync-links-"
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NAMESPACES = Path("/run/netns")
-_REMOVE = 'cat; for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; ip netns del "$name"; done 2>/dev/null'
+_REMOVE = (
+    'cat; for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; '
+    'ip netns del "$name"; done 2>/dev/null'
+)
 """Command of the helper process. Its standard input ends when the creating process ends."""
 
 
@@ -74,10 +77,10 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ValueError: the rate is invalid.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
+    if match is None or not float(match[1]):
         raise ValueError(f"{rate!r} is no rate: write 1gbit, 100mbit")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 @functools.cache
@@ -120,8 +123,8 @@ def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[l
         yield [Place("127.0.0.1", "lo") for _ in range(ranks)]
         return
     sweep()
-    own = f"{_PREFIX}{os.getpid()}-{_born(os.getpid())}"
-    switch, names = f"{own}-switch", [f"{own}-{rank}" for rank in range(ranks)]
+    prefix = f"{_PREFIX}{os.getpid()}-{_born(os.getpid())}"
+    switch, names = f"{prefix}-switch", [f"{prefix}-{rank}" for rank in range(ranks)]
     # Its own session protects it from Ctrl-C, which ends this process's group.
     helper = subprocess.Popen(
         ["sh", "-c", _REMOVE, "sh", *names, switch],
@@ -209,7 +212,7 @@ def run(
         ]
         try:
             for rank, (place, log) in enumerate(zip(places, logs, strict=True)):
-                own = {
+                variables = {
                     **os.environ,
                     **(environment or {}),
                     **shared,
@@ -219,7 +222,7 @@ def run(
                 line = [*place.prefix, *command]
                 started.append(
                     subprocess.Popen(
-                        line, env=own, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                        line, env=variables, stdout=log, stderr=log, preexec_fn=_die_with_parent
                     )
                 )
             while True:
@@ -241,7 +244,7 @@ def run(
 
 def sweep() -> None:
     """Remove namespaces of processes that no longer run."""
-    names = [path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")] if _NAMESPACES.is_dir() else []
+    names = [path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")]
     for name in names:
         pid, born = name.removeprefix(_PREFIX).split("-")[:2]
         if _born(int(pid)) != int(born):
@@ -277,9 +280,9 @@ def _all_of(log: IO[str]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 
@@ -293,11 +296,9 @@ def main() -> int:
         "--rate",
         help="of each link in each direction, as 1gbit or 100mbit; none for loopback as it is",
     )
-    parser.add_argument(
-        "--burst", help="what a link lets through at once; by default what suits the rate"
-    )
+    parser.add_argument("--burst", help="burst size of a link; by default chosen for the rate")
     parser.add_argument("--ranks", type=int, default=2, help="how many (%(default)s)")
-    parser.add_argument("command", nargs="+", help="what each of them runs, behind --")
+    parser.add_argument("command", nargs="+", help="command of each rank, after --")
     options = parser.parse_args()
     if options.rate is not None:
         try:

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.predictor.ddp_accuracy import Called, timed, training as planned
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
-from benchmarks.support.harness import Row, arguments, finish, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected
 
 RANKS = 2
 CODECS = ("fp16", "qsgd8", "qsgd4", "1bit*")
@@ -54,11 +54,11 @@ def main() -> None:
         rounds={"type": int, "default": 15, "help": "turns (%(default)s)"},
     )
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
         job = {
             "case": name,
             "quick": options.quick,
-            "rounds": 2 if options.quick else options.rounds,
+            "rounds": by_size(options.quick, 2, options.rounds),
         }
         rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
     finish(options, rows, cases=True)
@@ -69,7 +69,7 @@ def rank(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    case = (by_size(job["quick"], QUICK, CASES))[job["case"]]()
     case = replace(case, model=Called(case.model))
     profile = qsync_fx.measure(
         case.model,
@@ -80,59 +80,62 @@ def rank(job: dict[str, Any]) -> None:
         sensitivity=None,
         progress=False,
     )
-    steps = {way: training(case, way) for way in (NONE, *CODECS)}
-    turns: dict[str, list[float]] = {way: [] for way in steps}
+    steps = {codec: training(case, codec) for codec in (NONE, *CODECS)}
+    turns: dict[str, list[float]] = {codec: [] for codec in steps}
     for _ in range(job["rounds"]):
-        for way, step in steps.items():
-            turns[way].append(timed(step))
+        for codec, step in steps.items():
+            turns[codec].append(timed(step))
     first = dist.get_rank() == 0
-    found: list[Any] = [None] * RANKS
-    dist.gather_object({"profile": profile.to_json(), "turns": turns}, found if first else None)
+    results: list[Any] = [None] * RANKS
+    dist.gather_object({"profile": profile.to_json(), "turns": turns}, results if first else None)
     if first:
-        Path(job["path"]).write_text(json.dumps(found))
+        Path(job["path"]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def training(case: Case, way: str) -> Callable[[], None]:
+def training(case: Case, codec: str) -> Callable[[], None]:
     """Return a step of a copy of the model whose gradients use a codec."""
 
     def sends(wrapped: DistributedDataParallel) -> None:
-        if way != NONE:
-            qsync_fx.distributed.compress(wrapped, way, check_every=0)
+        if codec != NONE:
+            qsync_fx.distributed.compress(wrapped, codec, check_every=0)
 
     return planned(case, Plan.uniform(FORMAT), bucket_mib=None, sends=sends)
 
 
-def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
+def judged(name: str, results: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return rows with the predicted and measured step of each codec."""
-    profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
-    fleet, known = load_device_profiles(
-        profiles, Cluster({one: ClusterDevice() for one in profiles})
+    profiles = {
+        f"rank {rank_index}": PROFILE.decode(result["profile"])
+        for rank_index, result in enumerate(results)
+    }
+    fleet, speeds = load_device_profiles(
+        profiles, Cluster({device: ClusterDevice() for device in profiles})
     )
     plan = Plan.uniform(FORMAT)
     schedules = {
-        one: CostMapper(found.graph, found.times(), plan).schedule()
-        for one, found in profiles.items()
+        device: CostMapper(profile.graph, profile.times(), plan).schedule()
+        for device, profile in profiles.items()
     }
-    without, found = paying(schedules, fleet, CODECS, rates(fleet, known))
-    turns = [one["turns"] for one in seen]
-    took = {way: seconds(turns, way) for way in turns[0]}
-    halves = [{way: seconds(turns, way, first) for way in took} for first in (0, 1)]
-    floor = statistics.median(abs(halves[0][way] / halves[1][way] - 1) for way in took)
-    chosen, quickest = best(without, found).codec, min(took, key=lambda way: took[way])
+    without, candidates = paying(schedules, fleet, CODECS, rates(fleet, speeds))
+    turns = [result["turns"] for result in results]
+    took = {codec: seconds(turns, codec) for codec in turns[0]}
+    halves = [{codec: seconds(turns, codec, first) for codec in took} for first in (0, 1)]
+    floor = statistics.median(abs(halves[0][codec] / halves[1][codec] - 1) for codec in took)
+    chosen, quickest = best(without, candidates).codec, min(took, key=lambda codec: took[codec])
     rows: list[Row] = [
         {
             "case": name,
-            "gradients": one.codec,
-            "step_ms": 1e3 * took[one.codec],
-            "foreseen_ms": 1e3 * one.seconds,
-            "error_%": 100 * (one.seconds / took[one.codec] - 1),
-            "faster": took[NONE] / took[one.codec],
-            "foreseen_faster": without.seconds / one.seconds,
-            "hidden": one.hidden,
+            "gradients": result.codec,
+            "step_ms": 1e3 * took[result.codec],
+            "foreseen_ms": 1e3 * result.seconds,
+            "error_%": 100 * (result.seconds / took[result.codec] - 1),
+            "faster": took[NONE] / took[result.codec],
+            "foreseen_faster": without.seconds / result.seconds,
+            "hidden": result.hidden,
         }
-        for one in (without, *found)
+        for result in (without, *candidates)
     ]
     verdict = {
         "chosen": chosen,
@@ -144,10 +147,10 @@ def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def seconds(
-    seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None
+    results: Sequence[Mapping[str, Sequence[float]]], codec: str, first: int | None = None
 ) -> float:
     """Return the seconds of a step of both ranks, of every second round from `first` if given."""
-    both = [statistics.mean(turn) for turn in zip(*(rank[way] for rank in seen), strict=True)]
+    both = [statistics.mean(turn) for turn in zip(*(rank[codec] for rank in results), strict=True)]
     return faster_half(both if first is None else both[first::2])
 
 

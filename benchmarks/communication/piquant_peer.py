@@ -36,14 +36,17 @@ def _encoder(piquant: Any, context: Any, values: Tensor, bits: int) -> Calls:
     made = torch.zeros(-(-count * bits // 8), dtype=torch.uint8)
 
     def scale() -> tuple[float, int]:
-        found: tuple[float, int] = context.compute_quant_params_ptr_float32(
+        parameters: tuple[float, int] = context.compute_quant_params_ptr_float32(
             values.data_ptr(), to, count
         )
-        return found
+        return parameters
 
-    def quantize(given: tuple[float, int]) -> None:
+    def quantize(parameters: tuple[float, int]) -> None:
         given_to = values.data_ptr(), kinds.F32, made.data_ptr(), to, count
-        context.quantize_ptr(*given_to, *given, modes.STOCHASTIC)
+        context.quantize_ptr(*given_to, *parameters, modes.STOCHASTIC)
 
-    known = scale()
-    return {"piquant": lambda: quantize(known), "piquant, scale found": lambda: quantize(scale())}
+    parameters = scale()
+    return {
+        "piquant": lambda: quantize(parameters),
+        "piquant, scale found": lambda: quantize(scale()),
+    }

@@ -17,9 +17,9 @@ from benchmarks.communication import links
 
 def told() -> dict[str, Any] | None:
     """Return the job of this process if `found_by` started it as a rank, else None."""
-    job: dict[str, Any] | None = (
-        json.loads(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == "--rank" else None
-    )
+    job: dict[str, Any] | None = None
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        job = json.loads(sys.argv[2])
     return job
 
 

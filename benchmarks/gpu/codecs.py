@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, errors, measure, read
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 from qsync_fx.communication.codecs import buffers, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
@@ -31,7 +31,7 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
     x = torch.randn(n, device=device) * 1e-3
     left = torch.zeros_like(x) if codec.residual else None
     wire = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
-    sent, found, other, draw = (
+    sent, decoded, other, draw = (
         buffers.host(wire.numel(), device),
         torch.empty_like(x),
         torch.empty_like(x),
@@ -43,7 +43,7 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         codec.encode(x, wire, draw, left)
 
     def decode() -> None:
-        codec.decode(wire, found)
+        codec.decode(wire, decoded)
 
     def by_operators(call: Call) -> Call:
         def called() -> None:
@@ -58,8 +58,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         sent.copy_(wire)
 
     def from_host() -> None:
-        codec.decode(buffers.on_device_of(sent, found), found)
-        buffers.synchronize(found)
+        codec.decode(buffers.on_device_of(sent, decoded), decoded)
+        buffers.synchronize(decoded)
 
     calls: dict[str, Call] = {
         "copy": lambda: other.copy_(x),
@@ -70,8 +70,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         "to the host": to_host,
         "from the host": from_host,
     }
-    once = x.nbytes + wire.numel()
-    return calls, {name: 2 * x.nbytes if name == "copy" else once for name in calls}
+    moved = dict.fromkeys(calls, x.nbytes + wire.numel())
+    return calls, moved | {"copy": 2 * x.nbytes}
 
 
 def rows_of(case: str, codec: Codec, n: int, options: argparse.Namespace) -> list[Row]:
@@ -91,12 +91,12 @@ def rows_of(case: str, codec: Codec, n: int, options: argparse.Namespace) -> lis
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
-    sizes = {"0.1 MB": 25_088} if options.quick else VALUES
-    found = {
+    sizes = by_size(options.quick, {"0.1 MB": 25_088}, VALUES)
+    results = {
         f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES
     }
-    for case in rows.wanted(list(found)):
-        rows.add(*rows_of(case, *found[case], options))
+    for case in rows.wanted(list(results)):
+        rows.add(*rows_of(case, *results[case], options))
     rows.finish()
 
 

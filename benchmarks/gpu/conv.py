@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
@@ -29,7 +30,7 @@ from qsync_fx.diagnostics import explain
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import GATE, Call, Rows, by_kernel, errors, measure, read, tuned
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 BF16 = torch.bfloat16
 
@@ -41,10 +42,10 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     model, args = resnet50()
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
-    found = problems_of(
+    result = problems_of(
         explain(model, *args, options={"precision": options.precision}).lowered_graphs
     )
-    chosen = {p for p in found if isinstance(p, ConvProblem)}
+    chosen = {p for p in result if isinstance(p, ConvProblem)}
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 
 
@@ -59,25 +60,27 @@ def cudnn(p: ConvProblem, o: ConvProduct) -> Call:
     geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
     if p.operation == "fprop":
         return lambda: torch.ops.aten.convolution.default(a, b, None, *geometry)
-    shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
-    like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
-    given, wanted = (
-        ((a, like, b), [True, False, False])
-        if p.operation == "dgrad"
-        else ((a, b, like), [False, True, False])
-    )
-    return lambda: torch.ops.aten.convolution_backward.default(*given, None, *geometry, wanted)
+
+    def like(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
+
+    backward = torch.ops.aten.convolution_backward.default
+    if p.operation == "dgrad":
+        x = like(p.n, p.c, p.h, p.w)
+        return lambda: backward(a, x, b, None, *geometry, [True, False, False])
+    weight = like(p.k, p.c, p.r, p.s)
+    return lambda: backward(a, b, weight, None, *geometry, [False, True, False])
 
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
-    given = operands(p, options.device)
-    assert isinstance(given, ConvProduct)
+    inputs = operands(p, options.device)
+    assert isinstance(inputs, ConvProduct)
     cases = {
-        "cuDNN bf16": cudnn(p, given),
-        "torch": peer(p, given),
-        "qsync::conv2d_product": operator(given),
+        "cuDNN bf16": cudnn(p, inputs),
+        "torch": peer(p, inputs),
+        "qsync::conv2d_product": operator(inputs),
     }
-    kernel = by_kernel(p, given, options.device)
+    kernel = by_kernel(p, inputs, options.device)
     if kernel is not None:
         cases["CUTLASS"] = kernel
     times, failed = measure(cases, options)
@@ -100,10 +103,10 @@ def main() -> None:
     options = read(__doc__, precision={"default": "int8", "help": "of the model (%(default)s)"})
     torch.backends.cudnn.benchmark = True
     rows = Rows(options)
-    found = {shown(p): p for p in problems(options)}
-    names = list(found)[:3] if options.quick else list(found)
+    problems_by_name = {shown(p): p for p in problems(options)}
+    names = by_size(options.quick, list(problems_by_name)[:3], list(problems_by_name))
     for case in rows.wanted(names):
-        rows.add(*rows_of(found[case], options))
+        rows.add(*rows_of(problems_by_name[case], options))
     rows.finish()
 
 

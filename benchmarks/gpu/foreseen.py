@@ -26,7 +26,7 @@ from qsync_fx import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.measuring import Call, Rows, read, synchronize
+from benchmarks.gpu.measuring import Call, Rows, inner_backend, read, synchronize
 from benchmarks.predictor.replay_accuracy import (
     Case,
     ResNet18,
@@ -35,6 +35,7 @@ from benchmarks.predictor.replay_accuracy import (
     mixed_plans,
     vgg11_bn,
 )
+from benchmarks.support.harness import by_size
 
 PRECISIONS = ("fp32", "bf16", "int8")
 MIXED = 2
@@ -96,21 +97,21 @@ def peak(run: Call, device: torch.device, model: nn.Module) -> float | None:
     before = torch.cuda.memory_allocated(device)
     run()
     synchronize(device)
-    kept = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    return float(torch.cuda.max_memory_allocated(device) - before + kept)
+    state_bytes = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    return float(torch.cuda.max_memory_allocated(device) - before + state_bytes)
 
 
 def timed(steps: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
     """Return the median seconds of each step, measured interleaved."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, run in steps.items():
             synchronize(device)
             since = time.perf_counter()
             run()
             synchronize(device)
-            found[name].append(time.perf_counter() - since)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+            times[name].append(time.perf_counter() - since)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def error(foreseen: float, real: float) -> float:
@@ -118,7 +119,7 @@ def error(foreseen: float, real: float) -> float:
 
 
 def main() -> None:
-    measure = {"action": "store_true", "help": "foresee from a profile that is measured, too"}
+    measure = {"action": "store_true", "help": "also predict from a measured profile"}
     options = read(__doc__, measure=measure)
     rows, device = Rows(options), options.device
     gpu = device.type == "cuda"
@@ -131,7 +132,7 @@ def main() -> None:
         ),
         "h100",
     )
-    cases = QUICK if options.quick else CASES
+    cases = by_size(options.quick, QUICK, CASES)
     for case_name in rows.wanted(list(cases)):
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -148,29 +149,31 @@ def main() -> None:
         plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)
         case = on(case, device)
         if options.measure:
-            how: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "optimizer": case.optimizer,
                 "repeats": 5,
                 "sensitivity": None,
                 "all_reduce": False,
             }
             sources["measured"] = qsync_fx.measure(
-                case.model, case.step, [case.batch], PRECISIONS, **how
+                case.model, case.step, [case.batch], PRECISIONS, **settings
             )
         timelines = {
-            source: {plan: qsync_fx.replay(one, found) for plan, one in plans.items()}
-            for source, found in sources.items()
+            source: {
+                plan: qsync_fx.replay(plan_value, profile) for plan, plan_value in plans.items()
+            }
+            for source, profile in sources.items()
         }
         steps: dict[str, Call] = {}
-        for plan, one in plans.items():
+        for plan, plan_value in plans.items():
             torch._dynamo.reset()
-            run = stepping(case, one, "inductor" if gpu else "aot_eager")
+            run = stepping(case, plan_value, inner_backend(device))
             for _ in range(3):
                 run()
             steps[plan] = run
-        seconds = timed(steps, device, 3 if options.quick else 15)
+        seconds = timed(steps, device, by_size(options.quick, 3, 15))
         for plan, run in steps.items():
-            held = peak(run, device, case.model)
+            peak_bytes = peak(run, device, case.model)
             for source, each in timelines.items():
                 timeline, base = each[plan], each[PRECISIONS[0]]
                 row: dict[str, Any] = {
@@ -187,12 +190,12 @@ def main() -> None:
                     "faster": seconds[PRECISIONS[0]] / seconds[plan],
                     "foreseen_faster": base.seconds / timeline.seconds,
                 }
-                if held is not None and timeline.peak_bytes:
+                if peak_bytes is not None and timeline.peak_bytes:
                     (foreseen,) = timeline.peak_bytes.values()
                     row |= {
-                        "peak_mb": held / 1e6,
+                        "peak_mb": peak_bytes / 1e6,
                         "foreseen_mb": foreseen / 1e6,
-                        "peak_error": error(foreseen, held),
+                        "peak_error": error(foreseen, peak_bytes),
                     }
                 rows.add(row)
     rows.finish()

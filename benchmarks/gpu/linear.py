@@ -35,6 +35,7 @@ from benchmarks.gpu.measuring import (
     best,
     by_kernel,
     errors,
+    inner_backend,
     measure,
     read,
     tuned,
@@ -72,10 +73,10 @@ def product_cases(
     """Return the calls to compare, and the native kernels' operands by format."""
     (m, n, k), device = shape, options.device
     bias = torch.randn(n, device=device)
-    one = (torch.rand((), device=device) + 0.5, torch.rand((), device=device) + 0.5)
+    unit_scales = (torch.rand((), device=device) + 0.5, torch.rand((), device=device) + 0.5)
     ours = {}
     for fmt, dtype in FORMATS.items():
-        a_scale, b_scale = (None, None) if fmt == "bf16" else one
+        a_scale, b_scale = {"bf16": (None, None)}.get(fmt, unit_scales)
         a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
         ours[fmt] = GemmProduct(a, b, a_scale, b_scale, bias, BF16)
     x, w, half = (
@@ -86,8 +87,10 @@ def product_cases(
     x16, w16, bias16 = (t.to(device).half() for t in half)
     i8, f8 = ours["int8"], ours["fp8"]
     by_rows = i8.b.contiguous()
-    epilogue = dequantized if device.type == "cpu" else torch.compile(dequantized, dynamic=False)
-    thin, scales = bias.to(BF16), one
+    epilogue = dequantized
+    if device.type != "cpu":
+        epilogue = torch.compile(dequantized, dynamic=False)
+    thin, scales = bias.to(BF16), unit_scales
 
     def scaled(fast: bool) -> Call:
         return lambda: torch._scaled_mm(
@@ -102,9 +105,9 @@ def product_cases(
         "_scaled_mm": scaled(False),
         "_scaled_mm fast": scaled(True),
     }
-    for fmt, given in ours.items():
-        cases[f"qsync::gemm {fmt}"] = operator(given)
-        kernel = by_kernel(gemm_problem(given), given, device)
+    for fmt, product in ours.items():
+        cases[f"qsync::gemm {fmt}"] = operator(product)
+        kernel = by_kernel(gemm_problem(product), product, device)
         if kernel is not None:
             cases[f"CUTLASS {fmt}"] = kernel
     return cases, ours
@@ -131,10 +134,10 @@ def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[R
         row |= {"tflops": tflops, "to_bf16": faster} | judged_product(case, name, tflops, times)
         fmt = name.split()[-1]
         if name.startswith(("qsync", "CUTLASS")):
-            found = best(gemm_problem(ours[fmt]), options.device)
+            selected = best(gemm_problem(ours[fmt]), options.device)
             row["tuned"] = tuned(gemm_problem(ours[fmt]), options.device)
-            if found is not None and name.startswith("CUTLASS"):
-                row["kernel"] = found[0].name
+            if selected is not None and name.startswith("CUTLASS"):
+                row["kernel"] = selected[0].name
         rows.append(row)
     return rows + errors(f"{case}, product", failed)
 
@@ -163,27 +166,27 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
         torch.manual_seed(0)
         return nn.Linear(k, n, dtype=torch.bfloat16, device=options.device)
 
-    inner = "aot_eager" if options.device.type == "cpu" else "inductor"
-    found: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
+    inner = inner_backend(options.device)
+    result: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
     for precision in ("bf16", "int8", "int8_grad", "fp8"):
-        how: dict[str, Any] = {"precision": precision, "inner_backend": inner}
-        found[f"qsync {precision}"] = torch.compile(
-            plain(), backend="qsync", options=how, dynamic=False
+        settings: dict[str, Any] = {"precision": precision, "inner_backend": inner}
+        result[f"qsync {precision}"] = torch.compile(
+            plain(), backend="qsync", options=settings, dynamic=False
         )
     if options.device.type == "cuda":
-        found["Inductor bf16"] = torch.compile(plain(), dynamic=False)
-        found |= {
+        result["Inductor bf16"] = torch.compile(plain(), dynamic=False)
+        result |= {
             name: torch.compile(layer, dynamic=False)
             for name, layer in torchao_layers(plain).items()
         }
-    return found
+    return result
 
 
 def torchao_layers(plain: Callable[[], nn.Module]) -> dict[str, nn.Module]:
     """Return torchao's layers for training in INT8 and FP8, as far as they can be imported."""
-    found: dict[str, nn.Module] = {}
+    result: dict[str, nn.Module] = {}
     with contextlib.suppress(ImportError, AttributeError):
-        found["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(
+        result["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(
             nn.Sequential(plain())
         )
     with contextlib.suppress(ImportError, AttributeError):
@@ -194,28 +197,28 @@ def torchao_layers(plain: Callable[[], nn.Module]) -> dict[str, nn.Module]:
         )
         model = nn.Sequential(plain())
         import_module("torchao").quantize_(model, make())
-        found["torchao int8"] = model
-    return found
+        result["torchao int8"] = model
+    return result
 
 
 def layer_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
     m, n, k = shape
     x = torch.randn(m, k, device=options.device, dtype=BF16, requires_grad=True)
     g = torch.randn(m, n, device=options.device, dtype=BF16)
-    found = layers(shape, options)
+    result = layers(shape, options)
     rows: list[Row] = []
     torch.compiler.reset()
-    for what, products in (("forward", 1), ("forward + backward", 3)):
+    for pass_name, products in (("forward", 1), ("forward + backward", 3)):
         cases = {
             name: forward(layer, x) if products == 1 else both(layer, x, g)
-            for name, layer in found.items()
+            for name, layer in result.items()
         }
         times, failed = measure(cases, options)
         for name in times:
             seconds, faster = times.median(name), 1 / times.ratio(name, "F.linear bf16")
             row: dict[str, Any] = {
                 "case": case,
-                "what": what,
+                "what": pass_name,
                 "name": name,
                 "microseconds": seconds * 1e6,
             }
@@ -225,7 +228,7 @@ def layer_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row
             elif name in ("qsync int8", "qsync int8_grad", "qsync fp8"):
                 row |= GATE.judged(faster)
             rows.append(row)
-        rows += errors(f"{case}, {what}", failed)
+        rows += errors(f"{case}, {pass_name}", failed)
     return rows
 
 

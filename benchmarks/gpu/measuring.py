@@ -23,6 +23,7 @@ from benchmarks.support.harness import (
     Row,
     Times,
     arguments,
+    by_size,
     measure as measure_on_cpu,
     show,
     write_json,
@@ -62,6 +63,11 @@ class Target:
         return {"target": self.text, "met": met}
 
 
+def inner_backend(device: torch.device) -> str:
+    """Return Inductor for a GPU; a dry run on the CPU compiles no kernels."""
+    return "aot_eager" if device.type == "cpu" else "inductor"
+
+
 GATE = Target("never slower than BF16 (within 3 %)", least=0.97)
 
 
@@ -76,7 +82,7 @@ def read(
         description,
         argv,
         device={"default": "cuda", "help": "cpu: a dry run (%(default)s)"},
-        only={"default": "", "metavar": "TEXT", "help": "only cases whose name holds this"},
+        only={"default": "", "metavar": "TEXT", "help": "only cases whose name contains this"},
         seconds={
             "type": float,
             "default": 420.0,
@@ -87,7 +93,7 @@ def read(
     options.device = torch.device(options.device)
     if options.device.type == "cuda":
         if not torch.cuda.is_available():
-            raise SystemExit("no GPU: nothing was measured")
+            raise SystemExit("no GPU, so no case was measured")
         options.device = torch.device("cuda", options.device.index or 0)
         torch.cuda.set_device(options.device)
     if options.quick:
@@ -111,22 +117,20 @@ class Rows:
         self.rows += [dict(row) | {"met": None} if dry and "met" in row else row for row in rows]
         if self.options.json:
             device = self.options.device
-            where = (
-                asdict(environment(device))
-                if device.type == "cuda"
-                else {"gpu": "none: a dry run on the CPU"}
-            )
+            where: dict[str, Any] = {"gpu": "none: a dry run on the CPU"}
+            if device.type == "cuda":
+                where = asdict(environment(device))
             write_json(self.options.json, self.rows, quick=self.options.quick, environment=where)
 
     def wanted(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the selected cases until the time is over; add a row for each that is left out."""
         chosen = [name for name in names if self.options.only in name]
-        for at, name in enumerate(chosen):
+        for index, name in enumerate(chosen):
             if time.monotonic() > self.options.until:
                 self.add(
                     *(
                         {"case": left, "error": "left out: the time was over"}
-                        for left in chosen[at:]
+                        for left in chosen[index:]
                     )
                 )
                 return
@@ -151,13 +155,14 @@ def measure(
     running, failed = dict(cases), {}
     for name, case in cases.items():
         try:
-            for _ in range(1 if options.quick else 3):
+            for _ in range(by_size(options.quick, 1, 3)):
                 case()
             synchronize(options.device)
-        except Exception as error:  # noqa: BLE001  a peer may refuse a shape, a type, a device, each in its own way
+        # Each peer rejects a shape, dtype or device with its own exception.
+        except Exception as error:  # noqa: BLE001
             failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             del running[name]
-    rounds = 3 if options.quick else rounds
+    rounds = by_size(options.quick, 3, rounds)
     if options.device.type == "cpu":
         return measure_on_cpu(running, rounds, warmup=1), failed
     return _measure_on_gpu(running, rounds), failed
@@ -216,16 +221,19 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     Return the first candidate if the problem is not tuned, and None if no kernel applies or the
     device supports none.
     """
-    found = known_of(device)
-    if found.arch is None:
+    profile = known_of(device)
+    if profile.arch is None:
         return None
-    how = way(problem, found.arch, known)
-    if isinstance(how, str):
+    configuration = way(problem, profile.arch, known)
+    if isinstance(configuration, str):
         return None
-    choice = found.table.choice(problem) if found.table is not None else None
-    seconds = {} if choice is None else choice.seconds
-    by_time = sorted(how.configs, key=lambda config: seconds.get(config.name, float("inf")))
-    return by_time[0], how.taken
+    seconds: Mapping[str, float] = {}
+    if profile.table is not None and (choice := profile.table.choice(problem)) is not None:
+        seconds = choice.seconds
+    by_time = sorted(
+        configuration.configs, key=lambda config: seconds.get(config.name, float("inf"))
+    )
+    return by_time[0], configuration.taken
 
 
 def tuned(problem: Problem, device: torch.device) -> bool:
@@ -235,11 +243,11 @@ def tuned(problem: Problem, device: torch.device) -> bool:
 
 
 def by_kernel(
-    problem: Problem, given: GemmProduct | ConvProduct, device: torch.device
+    problem: Problem, product: GemmProduct | ConvProduct, device: torch.device
 ) -> Call | None:
     """Return a call of the fastest kernel without dispatch; None if no kernel applies."""
-    found = best(problem, device)
-    if found is None:
+    selected = best(problem, device)
+    if selected is None:
         return None
-    config, taken = found
-    return call_of(config, problem, taken, given)
+    config, reason = selected
+    return call_of(config, problem, reason, product)

@@ -74,15 +74,19 @@ def resnet50(batch: int = 256) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Return ResNet-50 (He et al., 2016), 224 x 224, channels-last; small in dry runs."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    how: dict[str, Any] = {"depths": [3, 4, 6, 3], "layer_type": "bottleneck", "num_labels": 1000}
+    settings: dict[str, Any] = {
+        "depths": [3, 4, 6, 3],
+        "layer_type": "bottleneck",
+        "num_labels": 1000,
+    }
     size = 224
     if quick():
-        how, batch, size = (
+        settings, batch, size = (
             {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16, "num_labels": 10},
             2,
             32,
         )
-    model = ResNetForImageClassification(ResNetConfig(**how)).train()
+    model = ResNetForImageClassification(ResNetConfig(**settings)).train()
     images = torch.randn(batch, 3, size, size).contiguous(memory_format=torch.channels_last)
     return model.to(memory_format=torch.channels_last), (images,)
 
@@ -91,14 +95,14 @@ def bert_base(batch: int = 64, length: int = 128) -> tuple[nn.Module, tuple[Tens
     """Return BERT-base (Devlin et al., 2019); small in dry runs."""
     from transformers import BertConfig, BertModel
 
-    how: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if quick():
-        how = {
+        settings = {
             "hidden_size": 64,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "intermediate_size": 128,
         }
         batch, length = 2, 16
-    model = BertModel(BertConfig(**how), add_pooling_layer=False).train()
+    model = BertModel(BertConfig(**settings), add_pooling_layer=False).train()
     return model, (torch.randint(30000, (batch, length)),)

@@ -103,7 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     dry = "cpu" in options.rest
     if not torch.cuda.is_available() and not dry:
-        print("no GPU: nothing was measured", file=sys.stderr)
+        print("no GPU, so no case was measured", file=sys.stderr)
         return 1
     environment = dict(os.environ)
     if "--quick" in options.rest:
@@ -121,10 +121,12 @@ def main() -> int:
             took = round(time.monotonic() - begun, 1)
             done.append({"part": name, "status": status, "seconds": took, "late": status is None})
             write_text(results / "gpu_parts.json", json.dumps(done, indent=1) + "\n")
-    for found in done:
-        how = "ok" if found["status"] == 0 else "OUT OF TIME" if found["late"] else "FAILED"
-        print(f"{found['part']:45} {how:12} {found['seconds']:6.0f} s")
-    return 0 if all(found["status"] == 0 for found in done) else 1
+    for entry in done:
+        outcome = "ok"
+        if entry["status"] != 0:
+            outcome = "OUT OF TIME" if entry["late"] else "FAILED"
+        print(f"{entry['part']:45} {outcome:12} {entry['seconds']:6.0f} s")
+    return int(any(entry["status"] != 0 for entry in done))
 
 
 if __name__ == "__main__":

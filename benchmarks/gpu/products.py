@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import CYCLES, Call, Rows, read, synchronize
 from benchmarks.published import catalog
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 GEMM = ("fp32", "tf32", "bf16", "fp16", "int8", "fp8")
 CONVOLUTIONS = ("bf16", "fp16", "fp32", "tf32")
@@ -84,25 +84,22 @@ def product(shape: Gemm, precision: str, device: torch.device) -> Call:
     BLAS is column-major: its first operand is the second one here.
     """
     m, n, k, layout = shape
-    right = (
-        values((k, m), precision, device)
-        if layout[0] == "n"
-        else values((m, k), precision, device).t()
-    )
-    left = (
-        values((n, k), precision, device)
-        if layout[1] == "n"
-        else values((k, n), precision, device).t()
-    )
+
+    def operand(rows: int, columns: int, order: str) -> Tensor:
+        if order == "n":
+            return values((rows, columns), precision, device)
+        return values((columns, rows), precision, device).t()
+
+    right, left = operand(k, m, layout[0]), operand(n, k, layout[1])
     if precision == "int8":
         return lambda: torch._int_mm(left, right)
     if precision == "fp8":
-        one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16)
     return lambda: torch.mm(left, right)
 
 
-def convolved(sizes: tuple[int, ...], which: str, precision: str, device: torch.device) -> Call:
+def convolved(sizes: tuple[int, ...], kind: str, precision: str, device: torch.device) -> Call:
     n, c, h, w, k, r, s, *rest = sizes
     stride, padding = rest[:2], rest[2:]
     p, q = (h + 2 * padding[0] - r) // stride[0] + 1, (w + 2 * padding[1] - s) // stride[1] + 1
@@ -111,7 +108,7 @@ def convolved(sizes: tuple[int, ...], which: str, precision: str, device: torch.
         for shape in ((n, c, h, w), (k, c, r, s), (n, k, p, q))
     )
     geometry = stride, padding, [1, 1], False, [0, 0], 1
-    wanted = PRODUCTS[which]
+    wanted = PRODUCTS[kind]
     if wanted is None:
         return lambda: torch.ops.aten.convolution.default(x, weight, None, *geometry)
     return lambda: torch.ops.aten.convolution_backward.default(
@@ -130,7 +127,7 @@ def seconds(call: Call, device: torch.device) -> float:
     calls = max(2, min(CALLS, round(ENOUGH / max(alone, 1e-6))))
     if device.type == "cpu":
         return alone
-    found = []
+    times = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(int(min(0.002, 20e-6 * calls) * CYCLES))  # type: ignore[no-untyped-call]
@@ -139,66 +136,66 @@ def seconds(call: Call, device: torch.device) -> float:
             call()
         end.record()
         torch.cuda.synchronize()
-        found.append(float(start.elapsed_time(end)) / 1e3 / calls)
-    return statistics.median(found)
+        times.append(float(start.elapsed_time(end)) / 1e3 / calls)
+    return statistics.median(times)
 
 
-def row_of(make: Callable[[], Call], device: torch.device, **what: Any) -> Row:
+def row_of(make: Callable[[], Call], device: torch.device, **fields: Any) -> Row:
     """Return a row with the seconds of a call, or with its error."""
     try:
-        return {**what, "seconds": seconds(make(), device)}
+        return {**fields, "seconds": seconds(make(), device)}
     except (
         RuntimeError,
         ValueError,
     ) as error:  # libraries do not support every size in every format
-        return {**what, "error": (str(error).splitlines() or [""])[0][:120]}
+        return {**fields, "error": (str(error).splitlines() or [""])[0][:120]}
 
 
 def copies(device: torch.device, quick: bool) -> Iterator[Row]:
-    for power in range(10, 20 if quick else 33):
+    for power in range(10, by_size(quick, 20, 33)):
         size = 2**power
-        one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-        yield row_of(partial(partial, other.copy_, one), device, case="copy", bytes=size)
+        source, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        yield row_of(partial(partial, other.copy_, source), device, case="copy", bytes=size)
     number = torch.zeros(1, device=device)
     yield row_of(partial(partial, number.add_, 1), device, case="launch")
 
 
 def gemm_rows(precision: str, device: torch.device, shapes: Sequence[Gemm]) -> Iterator[Row]:
     for shape in shapes:
-        what = {
+        fields = {
             "case": "gemm",
             "precision": precision,
             "shape": list(shape[:3]),
             "layout": shape[3],
         }
-        yield row_of(partial(product, shape, precision, device), device, **what)
+        yield row_of(partial(product, shape, precision, device), device, **fields)
 
 
 def convolution_rows(
-    which: str, precision: str, device: torch.device, shapes: Sequence[tuple[int, ...]]
+    kind: str, precision: str, device: torch.device, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[Row]:
     for sizes in shapes:
-        what = {"case": which, "precision": precision, "shape": list(sizes)}
-        yield row_of(partial(convolved, sizes, which, precision, device), device, **what)
+        fields = {"case": kind, "precision": precision, "shape": list(sizes)}
+        yield row_of(partial(convolved, sizes, kind, precision, device), device, **fields)
 
 
 def measured(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """Return a function that measures each case."""
-    device, few = options.device, 2 if options.quick else None
-    found: dict[str, Callable[[], Iterator[Row]]] = {
+    device, few = options.device, by_size(options.quick, 2, None)
+    result: dict[str, Callable[[], Iterator[Row]]] = {
         "copies": partial(copies, device, options.quick)
     }
     for precision in GEMM:
-        found[f"gemm {precision}"] = partial(
+        result[f"gemm {precision}"] = partial(
             gemm_rows, precision, device, gemms(options.shapes)[:few]
         )
     for precision in CONVOLUTIONS:
-        for which in PRODUCTS:
+        for kind in PRODUCTS:
             shapes = convolutions(options.shapes)[:few]
-            found[f"{which} {precision}"] = partial(
-                convolution_rows, which, precision, device, shapes
+            result[f"{kind} {precision}"] = partial(
+                convolution_rows, kind, precision, device, shapes
             )
-    return found
+    return result
 
 
 def main() -> None:

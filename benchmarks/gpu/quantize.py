@@ -26,7 +26,7 @@ from qsync_fx.formats import precision
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read
-from benchmarks.support.harness import Row
+from benchmarks.support.harness import Row, by_size
 
 BANDWIDTH = Target(">= 0.85 of copy bandwidth", least=0.85)
 SEQUENCE = Target(">= 1.2 x the plain PyTorch sequence", least=1.2)
@@ -61,7 +61,7 @@ def cases(
         torch.empty_like(x),
     )
     per_row = band == "row"
-    found: dict[str, Call] = {
+    result: dict[str, Call] = {
         "copy": lambda: other.copy_(x),
         "qsync::quantize": lambda: quantize(x, seed, 0, fmt, "stochastic", keep),
         "qsync::quantize nearest": lambda: quantize(x, seed, 0, fmt, "nearest", keep),
@@ -71,14 +71,14 @@ def cases(
         ("qsync::quantize", "qsync::quantize nearest"), 2 * x.nbytes + x.numel()
     )
     if not per_row:
-        found["qsync::quantize_transposed"] = lambda: quantize_transposed(
+        result["qsync::quantize_transposed"] = lambda: quantize_transposed(
             x, seed, 0, fmt, "stochastic"
         )
         moved["qsync::quantize_transposed"] = 2 * x.nbytes + 2 * x.numel()
     if options.device.type == "cuda":
         compiled = torch.compile(by_torch, dynamic=False)
-        found["Inductor"] = lambda: compiled(x, fmt, per_row)
-    return found, moved
+        result["Inductor"] = lambda: compiled(x, fmt, per_row)
+    return result, moved
 
 
 def rows_of(case: str, x: Tensor, fmt: str, band: str, options: argparse.Namespace) -> list[Row]:
@@ -121,35 +121,44 @@ COPIES = (
 )
 
 
-def copies(what: str, side: int, device: torch.device) -> Copied:
+def copies(kind: str, side: int, device: torch.device) -> Copied:
     """Return one of `COPIES`, for INT8 values."""
     x = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
-    if "odd" in what:
+    if "odd" in kind:
         x = x[: side - 2, : side - 1].contiguous()
-    other, scale, turned = torch.empty_like(x), torch.tensor(0.01, device=device), "turned" in what
+    other, scale, transposed = (
+        torch.empty_like(x),
+        torch.tensor(0.01, device=device),
+        "turned" in kind,
+    )
 
     def plain() -> Tensor:
         return other.copy_(x)
 
-    if "bf16" in what:
+    if "bf16" in kind:
         return Copied(
             x.nbytes, 2 * x.nbytes, plain,
-            lambda: convert(x, torch.bfloat16, scale, turned),
+            lambda: convert(x, torch.bfloat16, scale, transposed),
             lambda: (x.t().float() * scale).bfloat16().contiguous(),
         )  # fmt: skip
-    if "odd" not in what:
+    if "odd" not in kind:
         return Copied(
             x.nbytes,
             x.nbytes,
             plain,
-            lambda: convert(x, transposed=turned),
+            lambda: convert(x, transposed=transposed),
             lambda: x.t().contiguous(),
         )
-    straight = x.t() if turned else x
+    straight = x
+    if transposed:
+        straight = x.t()
     return Copied(
-        x.nbytes, side * side, plain,
-        lambda: convert(x, transposed=turned, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
-    )  # fmt: skip
+        x.nbytes,
+        side * side,
+        plain,
+        lambda: convert(x, transposed=transposed, shape=(side, side)),
+        lambda: laid_out(straight, side, side, "row"),
+    )
 
 
 def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> list[Row]:
@@ -163,28 +172,30 @@ def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> li
         row["of_copy"] = moved / (2 * copied.read) / times.ratio(name, "copy")
         if "PyTorch" not in failed:
             row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
-        rows.append(row | BANDWIDTH.judged(row["of_copy"]) if name == "qsync::convert" else row)
+        if name == "qsync::convert":
+            row |= BANDWIDTH.judged(row["of_copy"])
+        rows.append(row)
     return rows + errors(case, failed)
 
 
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
-    shapes = {"33 x 64": (33, 64)} if options.quick else SHAPES
-    found = {
+    shapes = by_size(options.quick, {"33 x 64": (33, 64)}, SHAPES)
+    cases_by_name = {
         f"{shape} {source} -> {fmt}, a scale for each {band}": (size, dtype, fmt, band)
         for shape, size in shapes.items()
         for source, dtype in TYPES.items()
         for fmt in FORMATS
         for band in BANDS
     }
-    side = 64 if options.quick else 8192
-    copied = {f"{side} x {side} int8, {what}": what for what in COPIES}
-    for case in rows.wanted([*copied, *found]):
+    side = by_size(options.quick, 64, 8192)
+    copied = {f"{side} x {side} int8, {kind}": kind for kind in COPIES}
+    for case in rows.wanted([*copied, *cases_by_name]):
         if case in copied:
             rows.add(*rows_of_copies(case, copies(copied[case], side, options.device), options))
             continue
-        size, dtype, fmt, band = found[case]
+        size, dtype, fmt, band = cases_by_name[case]
         torch.compiler.reset()
         x = torch.randn(size, device=options.device).to(dtype)
         rows.add(*rows_of(case, x, fmt, band, options))

@@ -26,7 +26,17 @@ from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read, synchronize
+from benchmarks.gpu.measuring import (
+    Call,
+    Rows,
+    Target,
+    errors,
+    inner_backend,
+    measure,
+    read,
+    synchronize,
+)
+from benchmarks.support.harness import by_size
 
 OVERHEAD = Target("<= 5 % of the FP16 step (LP-PyTorch, Fig. 7b)", most=0.05)
 LESS_MEMORY = Target("less peak memory than BF16", most=1.0)
@@ -86,7 +96,7 @@ def models() -> dict[
     }
 
 
-def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
+def step(case: str, variant: Variant, options: argparse.Namespace) -> Call:
     """Return a training step, which compiles in its first call."""
     make, loss_of = models()[case]
     torch.manual_seed(0)
@@ -94,16 +104,18 @@ def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    settings: dict[str, Any] = {"backend": how.backend}
-    if how.precision is not None:
-        inner = "aot_eager" if options.device.type == "cpu" else "inductor"
-        settings["options"] = {"precision": how.precision, "inner_backend": inner}
+    settings: dict[str, Any] = {"backend": variant.backend}
+    if variant.precision is not None:
+        inner = inner_backend(options.device)
+        settings["options"] = {"precision": variant.precision, "inner_backend": inner}
     elif options.device.type == "cpu":
         settings["backend"] = "aot_eager"
     trained = torch.compile(model, dynamic=False, **settings)
 
     def run() -> None:
-        with torch.autocast(options.device.type, how.autocast, enabled=how.autocast is not None):
+        with torch.autocast(
+            options.device.type, variant.autocast, enabled=variant.autocast is not None
+        ):
             loss = loss_of(trained(*args))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -128,7 +140,7 @@ def peak(run: Call, options: argparse.Namespace) -> float | None:
 def wall(run: Call, options: argparse.Namespace) -> float:
     """Return the median wall time of a step in seconds."""
     seconds = []
-    for _ in range(2 if options.quick else 10):
+    for _ in range(by_size(options.quick, 2, 10)):
         synchronize(options.device)
         since = time.perf_counter()
         run()
@@ -154,10 +166,10 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
     for name in rows.wanted([f"{case}: {variant}" for variant in VARIANTS]):
         variant = name.removeprefix(f"{case}: ")
         run = step(case, VARIANTS[variant], options)
-        beside = {
+        comparisons = {
             other: steps[other] for other in (BASE, "autocast bf16 compiled") if other in steps
         }
-        times, failed = measure({**beside, variant: run}, options, rounds=7)
+        times, failed = measure({**comparisons, variant: run}, options, rounds=7)
         rows.add(*errors(case, failed))
         if variant in failed:
             continue
@@ -172,11 +184,14 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
         for other, column in ((BASE, "to_fp32"), ("autocast bf16 compiled", "to_autocast_bf16")):
             if other in times:
                 row[column] = 1 / times.ratio(variant, other)
-        held, bf16 = peaks[variant], peaks.get("autocast bf16 compiled")
-        if held is not None:
-            row["peak_mb"] = held / 1e6
+        peak_bytes, bf16 = peaks[variant], peaks.get("autocast bf16 compiled")
+        if peak_bytes is not None:
+            row["peak_mb"] = peak_bytes / 1e6
         if variant == "qsync int8":
-            row |= LESS_MEMORY.judged(None if held is None or bf16 is None else held / bf16)
+            share = None
+            if peak_bytes is not None and bf16 is not None:
+                share = peak_bytes / bf16
+            row |= LESS_MEMORY.judged(share)
         rows.add(row)
     if "qsync int8" in steps and "qsync fp16" in seconds and options.device.type == "cuda":
         try:

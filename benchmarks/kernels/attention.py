@@ -9,7 +9,6 @@ counts CPU time of the process.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, clock_for, finish, measure
 from qsync_fx.graph.saved_tensors import products
 
 SHAPES = (
@@ -53,25 +52,25 @@ def step(
         rows = torch.randn(batch, tokens, heads * width).bfloat16()
         return rows.view(batch, tokens, heads, width).transpose(1, 2).requires_grad_(gradient)
 
-    given, back = [lying(True) for _ in range(3)], lying(False)
-    return lambda: torch.autograd.grad(function(*given), given, back)
+    operands, back = [lying(True) for _ in range(3)], lying(False)
+    return lambda: torch.autograd.grad(function(*operands), operands, back)
 
 
 def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-    ways: dict[str, Attention] = {
+    clock = clock_for(options.threads)
+    kernels: dict[str, Attention] = {
         FUSED: fused,
         "fused fp32": torch.compile(wide),
         "products bf16": torch.compile(products),
     }
     rows: list[Row] = []
-    for shape in SHAPES[:1] if options.quick else SHAPES:
+    for shape in by_size(options.quick, SHAPES[:1], SHAPES):
         torch.compiler.reset()
         times = measure(
-            {name: step(way, *shape) for name, way in ways.items()},
-            3 if options.quick else 9,
+            {name: step(kernel, *shape) for name, kernel in kernels.items()},
+            by_size(options.quick, 3, 9),
             clock=clock,
         )
         for name in times:

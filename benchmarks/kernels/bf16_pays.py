@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure, show, standing, write_json
+from benchmarks.support.harness import (
+    Row,
+    arguments,
+    by_size,
+    clock_for,
+    finish,
+    measure,
+    show,
+    standing,
+    write_json,
+)
 
 LAST = torch.channels_last
 WIDTHS = (32, 64, 128, 256, 512, 1024)
@@ -40,8 +49,8 @@ ONE_ROW = tuple(
     for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
 )
 FEW_ROWS = tuple(
-    (rows, width, width if width != 1024 else 4096)
-    for width in (1024, 2048, 3072, 4096)
+    (rows, inputs, outputs)
+    for inputs, outputs in ((1024, 4096), (2048, 2048), (3072, 3072), (4096, 4096))
     for rows in (2, 8, 16, 32, 48, 64)
 )
 CONVOLUTIONS = tuple(
@@ -62,8 +71,8 @@ def layer(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Step:
 
     def step() -> tuple[Tensor, ...]:
         w, b = weight.to(dtype), bias.to(dtype)
-        found = torch.addmm(b, x, w.t()), gradient @ w, (gradient.t() @ x).float()
-        return *found, gradient.sum(0, dtype=torch.float32)
+        outputs = torch.addmm(b, x, w.t()), gradient @ w, (gradient.t() @ x).float()
+        return *outputs, gradient.sum(0, dtype=torch.float32)
 
     return step
 
@@ -76,13 +85,13 @@ def convolution(
         for n in (inputs, outputs)
     )
     weight = torch.randn(outputs, inputs, kernel, kernel).contiguous(memory_format=LAST)
-    how = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+    settings = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
 
     def step() -> tuple[Tensor, ...]:
         w = weight.to(dtype)
-        out = torch.ops.aten.convolution.default(x, w, None, *how)
+        out = torch.ops.aten.convolution.default(x, w, None, *settings)
         back = torch.ops.aten.convolution_backward.default(
-            gradient, x, w, None, *how, [True, True, False]
+            gradient, x, w, None, *settings, [True, True, False]
         )
         return out, back[0], back[1].float()
 
@@ -91,7 +100,7 @@ def convolution(
 
 def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
     """Yield kind, name, multiplications, and the steps in BF16 and FP32."""
-    for shape in (*LAYERS[:2], ONE_ROW[0]) if quick else (*LAYERS, *ONE_ROW):
+    for shape in by_size(quick, (*LAYERS[:2], ONE_ROW[0]), (*LAYERS, *ONE_ROW)):
         kind, name = "layer" if shape[0] > 1 else "one row", "x".join(map(str, shape))
         yield (
             kind,
@@ -100,7 +109,7 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
             layer(*shape, torch.bfloat16),
             layer(*shape, torch.float32),
         )
-    for shape in () if quick else FEW_ROWS:
+    for shape in by_size(quick, (), FEW_ROWS):
         name = "x".join(map(str, shape))
         yield (
             "few rows",
@@ -109,7 +118,7 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
             layer(*shape, torch.bfloat16),
             layer(*shape, torch.float32),
         )
-    for geometry in CONVOLUTIONS[:2] if quick else CONVOLUTIONS:
+    for geometry in by_size(quick, CONVOLUTIONS[:2], CONVOLUTIONS):
         batch, side, inputs, outputs, kernel = geometry
         name = f"{batch}x{side}x{side}, {inputs} to {outputs}, {kernel}x{kernel}"
         both = convolution(*geometry, torch.bfloat16), convolution(*geometry, torch.float32)
@@ -119,16 +128,20 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
 def main() -> None:
     options = arguments(
         __doc__,
-        only={"help": "kinds that begin so, others' rows are kept: layer, one row, few rows"},
+        only={
+            "help": "prefix of kinds to measure: layer, one row, few rows; rows of other kinds stay"
+        },
     )
     torch.manual_seed(0)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    clock = clock_for(options.threads)
     rows: list[Row] = []
     with torch.no_grad():
         for kind, name, work, bf16, fp32 in steps(options.quick):
             if not kind.startswith(options.only or ""):
                 continue
-            times = measure({"bf16": bf16, "fp32": fp32}, 3 if options.quick else 11, clock=clock)
+            times = measure(
+                {"bf16": bf16, "fp32": fp32}, by_size(options.quick, 3, 11), clock=clock
+            )
             microseconds = {f"{fmt}_us": times.median(fmt) * 1e6 for fmt in times}
             ratio = times.ratio("bf16", "fp32")
             rows.append(
@@ -142,8 +155,10 @@ def main() -> None:
             )
     if options.only and options.json:
         done = {row["kind"] for row in rows}
-        kept = [row for row in standing(options.json, options.quick) if row["kind"] not in done]
-        write_json(options.json, [*kept, *rows], quick=options.quick)
+        other_rows = [
+            row for row in standing(options.json, options.quick) if row["kind"] not in done
+        ]
+        write_json(options.json, [*other_rows, *rows], quick=options.quick)
     else:
         finish(options, rows)
     by_work: dict[tuple[str, int], list[float]] = {}
@@ -154,11 +169,11 @@ def main() -> None:
             {
                 "kind": kind,
                 "work": work,
-                "least": min(found),
-                "median": statistics.median(found),
-                "most": max(found),
+                "least": min(ratios),
+                "median": statistics.median(ratios),
+                "most": max(ratios),
             }
-            for (kind, work), found in sorted(by_work.items())
+            for (kind, work), ratios in sorted(by_work.items())
         ]
     )
 

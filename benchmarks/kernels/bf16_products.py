@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.support.harness import Row, measure
+from benchmarks.support.harness import Row, by_size, measure
 from qsync_fx import _C
 
 PEER: Final = "oneDNN bf16"
@@ -161,25 +161,25 @@ def activations(
         "gelu_tanh": torch.compile(lambda y: F.gelu(y, approximate="tanh")),
     }
     return {
-        how: {
+        name: {
             "behind": lambda kernel=kernel: kernel(ours(x, w.t(), BF16, bias)),  # type: ignore[misc]
-            "in the epilogue": lambda how=how: ours(x, w.t(), BF16, bias, how),  # type: ignore[misc]
+            "in the epilogue": lambda name=name: ours(x, w.t(), BF16, bias, name),  # type: ignore[misc]
         }
-        for how, kernel in kernels.items()
+        for name, kernel in kernels.items()
     }
 
 
 def product_rows(repeats: int, threads: int, quick: bool, clock: Callable[[], float]) -> list[Row]:
     rows: list[Row] = []
-    for m, n, k in ((32, 64, 64),) if quick else SHAPES:
+    for m, n, k in by_size(quick, ((32, 64, 64),), SHAPES):
         work = 2 * m * n * k
-        for what, compared in cases(m, n, k).items():
+        for label, compared in cases(m, n, k).items():
             times = measure(compared, repeats, clock=clock)
             peaks = [_C.gemm_peak() * threads, _C.gemm_peak(operands="bfloat16") * threads]
             rows += [
                 {
                     "case": f"bf16 {m}x{n}x{k}",
-                    "what": what,
+                    "what": label,
                     "name": name,
                     "milliseconds": times.median(name) * 1e3,
                     "gops": work / times.median(name) / 1e9,
@@ -196,12 +196,12 @@ def product_rows(repeats: int, threads: int, quick: bool, clock: Callable[[], fl
 def activation_rows(m: int, n: int, k: int, repeats: int, clock: Callable[[], float]) -> list[Row]:
     rows: list[Row] = []
     for dtype, name in ((torch.int8, "int8"), (BF16, "bf16")):
-        for what, compared in activations(m, n, k, dtype).items():
+        for label, compared in activations(m, n, k, dtype).items():
             times = measure(compared, repeats, clock=clock)
             rows += [
                 {
                     "case": f"bf16 {m}x{n}x{k}",
-                    "what": f"forward with {what}",
+                    "what": f"forward with {label}",
                     "name": f"{name} kernel, activation {where}",
                     "milliseconds": times.median(where) * 1e3,
                     "of_behind": times.ratio(where, "behind"),

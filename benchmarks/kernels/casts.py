@@ -24,7 +24,7 @@ import qsync_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 Model = tuple[nn.Module, dict[str, Tensor]]
 
@@ -49,9 +49,8 @@ def tokens() -> dict[str, Tensor]:
 
 
 def resnet(depths: tuple[int, ...], kind: str) -> Model:
-    widths = (
-        [8, 16, 24, 32] if kind == "basic" else [32, 64, 96, 128]
-    )  # chosen so that the same blocks have shortcut convolutions as in the full model
+    # The same blocks have shortcut convolutions as in the full model.
+    widths = {"basic": [8, 16, 24, 32], "bottleneck": [32, 64, 96, 128]}[kind]
     config = hf.ResNetConfig(
         embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2
     )
@@ -139,9 +138,9 @@ def vit() -> Model:
 
 def whisper() -> Model:
     sizes: dict[str, Any] = {
-        f"{part}_{what}": count
+        f"{part}_{component}": count
         for part in ("encoder", "decoder")
-        for what, count in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 64))
+        for component, count in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 64))
     }
     positions: dict[str, Any] = {
         "max_source_positions": 11,
@@ -183,7 +182,7 @@ def count(build: Callable[[], Model], precision: str) -> dict[str, int]:
     torch.manual_seed(0)
     model, inputs = build()
     explanation = qsync_fx.explain(model.train(), **inputs, options={"precision": precision})
-    graphs = [explanation.graph_module("lower", at) for at in range(len(explanation.graphs))]
+    graphs = [explanation.graph_module("lower", index) for index in range(len(explanation.graphs))]
     nodes = [node for graph in graphs for node in graph.graph.nodes]
     quantizes = sum(node.target is torch.ops.qsync.quantize.default for node in nodes)
     return {"casts": sum(map(converts, nodes)), "quantizes": quantizes}
@@ -201,15 +200,15 @@ def converts(node: fx.Node) -> bool:
 def earlier(options: Any) -> dict[str, Any]:
     """Return the counts of --before, else the earlier counts in the file of --json."""
     if options.before:
-        found = json.loads(options.before.read_text())
+        previous = json.loads(options.before.read_text())
         rows = [
             {**row, "casts_before": row["casts"], "quantizes_before": row["quantizes"]}
-            for row in found["rows"]
+            for row in previous["rows"]
         ]
-        return {"commit": found["commit"], "rows": rows}
+        return {"commit": previous["commit"], "rows": rows}
     if options.json and options.json.exists():
-        found = json.loads(options.json.read_text())
-        return {"commit": found.get("before"), "rows": found["rows"]}
+        previous = json.loads(options.json.read_text())
+        return {"commit": previous.get("before"), "rows": previous["rows"]}
     return {"commit": None, "rows": []}
 
 
@@ -229,18 +228,23 @@ def main() -> None:
         __doc__, before={"type": Path, "metavar": "PATH", "help": "counts of an earlier commit"}
     )
     before = earlier(options)
-    known = {(row["case"], row["precision"]): row for row in before["rows"]}
+    rows_before = {(row["case"], row["precision"]): row for row in before["rows"]}
     rows: list[Row] = []
-    for name in list(MODELS)[:1] if options.quick else MODELS:
+    for name in by_size(options.quick, list(MODELS)[:1], MODELS):
         for precision in ("bf16", "int8"):
             print(f"{name}: {precision}", flush=True)
-            kept = {
+            unchanged = {
                 key: value
-                for key, value in known.get((name, precision), {}).items()
+                for key, value in rows_before.get((name, precision), {}).items()
                 if key.endswith("_before")
             }
             rows.append(
-                {"case": name, "precision": precision, **count(MODELS[name], precision), **kept}
+                {
+                    "case": name,
+                    "precision": precision,
+                    **count(MODELS[name], precision),
+                    **unchanged,
+                }
             )
     show(rows)
     if options.json:

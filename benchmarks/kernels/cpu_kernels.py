@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -32,7 +31,17 @@ from qsync_fx.backend.operators.quantize import quantize
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels import bf16_products, grouped_convolutions
-from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, write_cases
+from benchmarks.support.harness import (
+    Row,
+    Times,
+    arguments,
+    by_size,
+    clock_for,
+    finish,
+    measure,
+    show,
+    write_cases,
+)
 
 BF16 = torch.bfloat16
 PEER = bf16_products.PEER
@@ -159,20 +168,20 @@ def convolution_cases(
     )
     xb, wb, gb = (t.to(BF16) for t in (x, weight, gradient))
     xq, wq, gq = (t.mul(30).clamp(-127, 127).to(torch.int8) for t in (x, weight, gradient))
-    scale, how = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
-    rest = *how, False, [0, 0], 1
+    scale, settings = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
+    rest = *settings, False, [0, 0], 1
 
     def backward(of_input: bool) -> Tensor:
         mask = [of_input, not of_input, False]
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(
             gb, xb, wb, None, *rest, mask
         )
-        return found[0] if of_input else found[1].float()
+        return gradients[0] if of_input else gradients[1].float()
 
     def ours(
         a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype
     ) -> Callable[[], Tensor]:
-        return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, dtype)
+        return lambda: conv2d_product(a, b, scale, scale, None, size, *settings, operation, dtype)
 
     return {
         "forward": {
@@ -193,16 +202,19 @@ def convolution_cases(
 def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for model, layers in CONVOLUTIONS.items():
-        for layer in layers[:1] if quick else layers:
+        for layer in by_size(quick, layers[:1], layers):
             inner, side, channels, kernel, stride = layer
             peak = _C.gemm_peak() * threads
-            for what, compared in convolution_cases(*layer).items():
-                if what == "input gradient" and stride > 1:
+            for name, compared in convolution_cases(*layer).items():
+                if name == "input gradient" and stride > 1:
                     continue  # the backend computes this in oneDNN for every format
                 work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
-                case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
+                case = (
+                    f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride "
+                    f"{stride}"
+                )
                 rows += told(
-                    case, what, measure(compared, repeats, clock=clock(threads)), work, peak
+                    case, name, measure(compared, repeats, clock=clock(threads)), work, peak
                 )
     return rows
 
@@ -210,20 +222,20 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
 def grouped_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for case, work, compared in grouped_convolutions.layers(quick):
-        for what, ways in compared.items():
-            rows += told(case, what, measure(ways, repeats, clock=clock(threads)), work, 1.0)
+        for name, variants in compared.items():
+            rows += told(case, name, measure(variants, repeats, clock=clock(threads)), work, 1.0)
     return rows
 
 
 def clock(threads: int) -> Callable[[], float]:
-    return time.process_time if threads == 1 else time.perf_counter
+    return clock_for(threads)
 
 
-def told(case: str, what: str, times: Times, work: float, peak: float) -> list[Row]:
+def told(case: str, label: str, times: Times, work: float, peak: float) -> list[Row]:
     return [
         {
             "case": case,
-            "what": what,
+            "what": label,
             "name": name,
             "milliseconds": times.median(name) * 1e3,
             "gops": work / times.median(name) / 1e9,
@@ -236,19 +248,19 @@ def told(case: str, what: str, times: Times, work: float, peak: float) -> list[R
 
 def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for count in (32,) if quick else ROWS:
-        for channels, inner in ((48, 64),) if quick else LAYERS:
+    for count in by_size(quick, (32,), ROWS):
+        for channels, inner in by_size(quick, ((48, 64),), LAYERS):
             peak = _C.gemm_peak() * threads
-            for what, compared in cases(count, channels, inner).items():
-                work = 2 * count * channels * inner * (3 if what == "layer" else 1)
+            for name, compared in cases(count, channels, inner).items():
+                work = 2 * count * channels * inner * (3 if name == "layer" else 1)
                 times = measure(compared, repeats, clock=clock(threads))
-                rows += told(f"{count}x{channels}x{inner}", what, times, work, peak)
+                rows += told(f"{count}x{channels}x{inner}", name, times, work, peak)
     return rows
 
 
 def small_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for shape in SMALL[:1] if quick else SMALL:
+    for shape in by_size(quick, SMALL[:1], SMALL):
         layer = measure(cases(*shape)["layer"], repeats, clock=clock(threads))
         rows += told(
             "x".join(map(str, shape)),
@@ -277,7 +289,7 @@ def main() -> None:
     options = arguments(
         __doc__, only={"choices": tuple(PARTS), "help": "measure these alone, and keep other rows"}
     )
-    repeats = 3 if options.quick else 15
+    repeats = by_size(options.quick, 3, 15)
     if options.only:
         rows = PARTS[options.only](repeats, options.threads, options.quick)
         if options.json:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.bf16_products import PEER
+from benchmarks.support.harness import by_size
 from qsync_fx.backend.inductor import layouts
 
 BF16 = torch.bfloat16
@@ -46,10 +47,13 @@ def layers(quick: bool) -> Iterator[tuple[str, float, dict[str, Cases]]]:
     With `quick`, only the first layer of each model.
     """
     for model, of_model in GROUPED.items():
-        for layer in of_model[:1] if quick else of_model:
+        for layer in by_size(quick, of_model[:1], of_model):
             inner, side, channels, kernel, stride, groups = layer
             work = 2 * BATCH * (side // stride) ** 2 * (inner // groups) * channels * kernel**2
-            name = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}, {groups} groups"
+            name = (
+                f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride "
+                f"{stride}, {groups} groups"
+            )
             yield name, work, cases(*layer)
 
 
@@ -88,11 +92,9 @@ def cases(
         mask = [of_input, not of_input, False]
         arguments = gradient, x, weight, None, *rest, mask
         slow = layouts.slow(weight, [stride] * 2, False, groups)[not of_input]
-        return (
-            {"bf16 by way of fp32": lambda: layouts.convolution_backward(*arguments)}
-            if slow
-            else {}
-        )
+        if not slow:
+            return {}
+        return {"bf16 by way of fp32": lambda: layouts.convolution_backward(*arguments)}
 
     return {
         "forward": {PEER: forward(narrow), "fp32": forward(wide), **copy},

@@ -29,7 +29,7 @@ from qsync_fx.errors import QSyncError
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Target
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 ARCHITECTURES: tuple[Arch, ...] = ("sm_80", "sm_90a")
 TOKENS = (128, 128)
@@ -84,9 +84,11 @@ def rows_of(arch: Arch, units: list[TranslationUnit], repeats: int) -> list[Row]
 def main() -> None:
     options = arguments(__doc__)
     rows: list[Row] = []
-    for arch in ARCHITECTURES[:1] if options.quick else ARCHITECTURES:
+    for arch in by_size(options.quick, ARCHITECTURES[:1], ARCHITECTURES):
         units = units_of_layer(arch)
-        rows += rows_of(arch, units[:1] if options.quick else units, 1 if options.quick else 7)
+        rows += rows_of(
+            arch, by_size(options.quick, units[:1], units), by_size(options.quick, 1, 7)
+        )
     finish(options, rows)
 
 

@@ -39,7 +39,7 @@ from qsync_fx.backend.operators.gemm import gemm, implicit_gemm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Target
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 ARCH: Arch = "sm_75"
 CPU = torch.device("cpu")
@@ -111,14 +111,13 @@ def anew(call: Callable[[], object]) -> Callable[[], object]:
 
     def run() -> object:
         before = len(call_cache.cached_call)
-        found = call()
+        result = call()
         # `popitem` removes the entry that was added last, which is this call's.
-        (
-            call_cache.cached_call
-            if len(call_cache.cached_call) > before
-            else call_cache.cached_quantizer_call
-        ).popitem()
-        return found
+        if len(call_cache.cached_call) > before:
+            call_cache.cached_call.popitem()
+        else:
+            call_cache.cached_quantizer_call.popitem()
+        return result
 
     return run
 
@@ -147,25 +146,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, assumed(ARCH, on="cpu"):
         folder = Path(name)
         for case, made in CASES.items():
-            ways = {
+            paths = {
                 "a call": made(folder, 2),
                 "decided anew": anew(made(folder, 3)),
                 "torch.mm": lambda: torch.mm(small, small),
             }
             times = measure(
-                {name: often(way) for name, way in ways.items()},
-                5 if options.quick else 101,
+                {name: often(path) for name, path in paths.items()},
+                by_size(options.quick, 5, 101),
                 clock=time.process_time,
             )
-            for way in times:
-                took = times.median(way) * 1e6 / CALLS
+            for path in times:
+                took = times.median(path) * 1e6 / CALLS
                 row = {
                     "case": case,
-                    "name": way,
+                    "name": path,
                     "microseconds": took,
-                    "to_mm": times.ratio(way, "torch.mm"),
+                    "to_mm": times.ratio(path, "torch.mm"),
                 }
-                rows.append(row | (MOST.judged(took) if way == "a call" else {}))
+                if path == "a call":
+                    row |= MOST.judged(took)
+                rows.append(row)
     finish(options, rows)
 
 

@@ -21,7 +21,7 @@ from qsync_fx import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 SHAPES = [(1536, 768), (1536, 3072), (4096, 4096)]
 DTYPES: dict[Literal["float32", "bfloat16"], torch.dtype] = {
@@ -78,16 +78,18 @@ def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
 def main() -> None:
     options = arguments(__doc__)
     rows: list[Row] = []
-    for shape in SHAPES[:1] if options.quick else SHAPES:
+    for shape in by_size(options.quick, SHAPES[:1], SHAPES):
         for dtype_name, dtype in DTYPES.items():
             for per_row in (False, True):
                 torch.compiler.reset()
                 times = measure(
-                    cases(torch.randn(shape).to(dtype), per_row), repeats=3 if options.quick else 31
+                    cases(torch.randn(shape).to(dtype), per_row),
+                    repeats=by_size(options.quick, 3, 31),
                 )
                 rows += [
                     {
-                        "case": f"{shape[0]}x{shape[1]} {dtype_name} per {'row' if per_row else 'tensor'}",
+                        "case": f"{shape[0]}x{shape[1]} {dtype_name} per "
+                        f"{'row' if per_row else 'tensor'}",
                         "name": name,
                         "milliseconds": times.median(name) * 1e3,
                         "to_copy": times.ratio(name, "copy"),

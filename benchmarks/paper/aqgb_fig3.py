@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.paper.support.aqgb_simulation import Block, Broadcast, broadcast
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
 DEADLINE = 0.765
@@ -77,24 +77,24 @@ def main() -> None:
         __doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"}
     )
     reason = links.told_missing("the rule")
-    steps, scale = (3, 0.1) if options.quick else (options.steps, 1.0)
+    steps, scale = by_size(options.quick, (3, 0.1), (options.steps, 1.0))
     rows: list[Row] = []
     for name, rates in LINKS.items():
-        for way in WAYS:
-            ideal = foreseen(way, rates)
-            row: dict[str, Any] = {"link": name, "way": way, "by the rule": ideal.overlap(DEADLINE)}
+        for variant in WAYS:
+            ideal = foreseen(variant, rates)
+            row: dict[str, Any] = {
+                "link": name,
+                "way": variant,
+                "by the rule": ideal.overlap(DEADLINE),
+            }
             row["rule_last"] = ideal.overlap(BLOCKS[-1][1])
-            row |= {"paper": PAPER.get(way) if len(rates) > 1 else None}
+            row |= {"paper": PAPER.get(variant) if len(rates) > 1 else None}
             if reason is None:
-                row |= measured(way, rates, {"steps": steps, "scale": scale})
-            rows.append(
-                row
-                | {
-                    "ratios by the rule": [d.ratio for d in ideal.decisions]
-                    if way != "fp32"
-                    else None
-                }
-            )
+                row |= measured(variant, rates, {"steps": steps, "scale": scale})
+            row["ratios by the rule"] = None
+            if variant != "fp32":
+                row["ratios by the rule"] = [d.ratio for d in ideal.decisions]
+            rows.append(row)
     show(rows)
     if options.json:
         write_json(
@@ -106,7 +106,7 @@ def main() -> None:
         )
 
 
-def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
+def foreseen(variant: str, rates: tuple[str, ...]) -> Broadcast:
     """Return the paper's rule on an ideal link, where its rate estimate has little effect."""
     blocks = [Block(size, ready) for size, ready in BLOCKS]
     bits = [links.bits_per_second(rate) for rate in rates]
@@ -115,16 +115,16 @@ def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
         return bits[int(now / TURN + 1e-9) % len(bits)] / 8
 
     changes = [TURN * turn for turn in range(1, 60)] if len(bits) > 1 else ()
-    return broadcast(blocks, DEADLINE, rate, changes, adaptive=way != "fp32")
+    return broadcast(blocks, DEADLINE, rate, changes, adaptive=variant != "fp32")
 
 
-def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str, Any]:
+def measured(variant: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str, Any]:
     """Return medians over the steps of both ranks."""
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
-        turning = (
-            threading.Thread(target=turn, args=(places, rates, stop)) if len(rates) > 1 else None
-        )
+        turning = None
+        if len(rates) > 1:
+            turning = threading.Thread(target=turn, args=(places, rates, stop))
         if turning is not None:
             turning.start()
         try:
@@ -132,7 +132,7 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
                 sys.executable,
                 __file__,
                 "--rank",
-                json.dumps({**job, "way": way, "folder": folder}),
+                json.dumps({**job, "way": variant, "folder": folder}),
             ]
             ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=600)
         finally:
@@ -140,14 +140,16 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
             if turning is not None:
                 turning.join()
         if any(ended.codes):
-            raise SystemExit(f"{way}: ranks ended with {ended.codes}")
-        found = [json.loads((Path(folder) / f"{own}.json").read_text()) for own in range(2)]
-    every = [step for one in found for step in one]
+            raise SystemExit(f"{variant}: ranks ended with {ended.codes}")
+        steps_by_rank = [
+            json.loads((Path(folder) / f"{rank_index}.json").read_text()) for rank_index in range(2)
+        ]
+    every = [step for item in steps_by_rank for step in item]
 
     def overlap(until: float) -> float:
-        at = until * job["scale"]
+        start = until * job["scale"]
         shares: list[float] = [
-            sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"])
+            sum(max(0.0, min(end, start) - begin) for begin, end in step["busy"])
             / sum(e - b for b, e in step["busy"])
             for step in every
         ]
@@ -166,31 +168,31 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
 
 def turn(places: list[links.Place], rates: tuple[str, ...], stop: threading.Event) -> None:
     """Switch the link rate every `TURN` seconds."""
-    at = 0
+    start = 0
     while not stop.wait(TURN):
-        at += 1
-        links.reshape(places, rates[at % len(rates)])
+        start += 1
+        links.reshape(places, rates[start % len(rates)])
 
 
 def rank(job: dict[str, Any]) -> None:
     """Run one rank: steps whose blocks are ready at the scheduled times."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    own, scale = distributed.get_rank(), job["scale"]
+    rank_index, scale = distributed.get_rank(), job["scale"]
     parameters = [nn.Parameter(torch.zeros(round(size * scale / 4))) for size, _ in BLOCKS]
     values = [torch.randn(p.numel()) * 1e-3 for p in parameters]
     buckets = [
-        Bucket(at, p, v, at == len(BLOCKS) - 1)
-        for at, (p, v) in enumerate(zip(parameters, values, strict=True))
+        Bucket(index, p, v, index == len(BLOCKS) - 1)
+        for index, (p, v) in enumerate(zip(parameters, values, strict=True))
     ]
     adaptive = Adaptive(
         segment=max(2**12, round(2**20 * scale)), elapsed=job["way"] == "paper's rate"
     )
     codec = codec_named("fp32") if job["way"] == "fp32" else adaptive
-    named = [(str(at), p) for at, p in enumerate(parameters)]
+    named = [(str(index), p) for index, p in enumerate(parameters)]
     assigned = to_all(codec, [1] * len(BLOCKS), 0)
     handle = DdpCompressor(
-        distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0
+        distributed.new_group(backend="gloo"), rank_index, 2, named, assigned, seed=0, check_every=0
     )
     busy: list[tuple[float, float]] = []
     began = 0.0
@@ -215,7 +217,7 @@ def rank(job: dict[str, Any]) -> None:
 
     for module in (aqgb, allreduce):
         vars(module)["PendingTransfers"] = Recorded
-    found = []
+    steps = []
     for step in range(job["steps"]):
         distributed.barrier()
         began = time.perf_counter()
@@ -227,8 +229,8 @@ def rank(job: dict[str, Any]) -> None:
         handle.wait()
         if step > 0:
             ratios = [entry.ratio for entry in handle.decisions()[-len(BLOCKS) :]]
-            found.append({"busy": list(busy), "ratios": ratios})
-    Path(job["folder"], f"{own}.json").write_text(json.dumps(found))
+            steps.append({"busy": list(busy), "ratios": ratios})
+    Path(job["folder"], f"{rank_index}.json").write_text(json.dumps(steps))
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -30,10 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.paper.support.curves import picture
-from benchmarks.paper.support.experiment import OPTIONS, beside
-from benchmarks.paper.support.kept import Kept
+from benchmarks.paper.support.experiment import OPTIONS, beside, deviation
+from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
-from benchmarks.support.harness import arguments, selected, show, standing, to_write, write_json
+from benchmarks.support.harness import (
+    arguments,
+    by_size,
+    selected,
+    show,
+    standing,
+    to_write,
+    write_json,
+)
 
 RANKS = 2
 WHOLE = "fp32"
@@ -64,46 +72,49 @@ def main() -> None:
             "action": "append",
             "choices": WAYS[1:],
             "metavar": "NAME",
-            "help": "a way beside FP32, once or more; by default all",
+            "help": "method to compare with FP32; repeatable; by default all",
         },
         picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)
-    kept = Kept(None if options.quick else options.partial / "codec_accuracy.json")
+    partial = RunCache(by_size(options.quick, None, options.partial / "codec_accuracy.json"))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    asked = selected(options, TASKS)
+    tasks = selected(options, TASKS)
     before = standing(options.json, options.quick) if options.json else []
-    ways = [way for way in WAYS if way == WHOLE or way in (options.way or WAYS)]
+    methods = [method for method in WAYS if method == WHOLE or method in (options.way or WAYS)]
     rows = [
-        one
-        for one in before
-        if one["task"] in TASKS and (one["task"] not in asked or one["way"] not in ways)
+        entry
+        for entry in before
+        if entry["task"] in TASKS and (entry["task"] not in tasks or entry["way"] not in methods)
     ]
-    for task in asked:
+    for task in tasks:
         every = []
-        for seed in range(1 if options.quick else options.seeds):
+        for seed in range(by_size(options.quick, 1, options.seeds)):
             job = {
                 "task": task,
                 "size": SIZES[task],
                 "seed": seed,
-                "ways": ways,
+                "ways": methods,
                 "quick": options.quick,
             }
-            every.append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
-        said = {"date": today, "size": "a few steps" if options.quick else SIZES[task]}
+            every.append(partial.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
+        metadata = {"date": today, "size": by_size(options.quick, "a few steps", SIZES[task])}
         rows += [
-            said | row(task, way, [one[way] for one in every], [one[WHOLE] for one in every])
-            for way in ways
+            metadata
+            | row(
+                task, method, [entry[method] for entry in every], [entry[WHOLE] for entry in every]
+            )
+            for method in methods
         ]
-        rows.sort(key=lambda one: (list(TASKS).index(one["task"]), WAYS.index(one["way"])))
+        rows.sort(key=lambda entry: (list(TASKS).index(entry["task"]), WAYS.index(entry["way"])))
         if options.json:
             write_json(options.json, rows, options.quick)
     if options.picture:
         write_text(options.picture, picture(duo_curves(rows), "share of the training, %", "loss"))
     show(
         [
-            {name: value for name, value in one.items() if name not in ("loss", "each")}
-            for one in rows
+            {name: value for name, value in entry.items() if name not in ("loss", "each")}
+            for entry in rows
         ]
     )
 
@@ -111,73 +122,74 @@ def main() -> None:
 def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Return the loss curves by task and codec, for tasks that a codec other than FP32 trained."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for one in rows:
-        if one["way"] in CURVES:
+    for item in rows:
+        if item["way"] in CURVES:
             points = [
-                (100 * (at + 0.5) / len(one["loss"]), loss) for at, loss in enumerate(one["loss"])
+                (100 * (index + 0.5) / len(item["loss"]), loss)
+                for index, loss in enumerate(item["loss"])
             ]
-            panels.setdefault(one["task"], {})[one["way"]] = points
+            panels.setdefault(item["task"], {})[item["way"]] = points
     return {task: curves for task, curves in panels.items() if len(curves) > 1}
 
 
 def row(
-    task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]
+    task: str, method: str, runs: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    each = [one["accuracy"] for one in found]
+    each = [run["accuracy"] for run in runs]
     return {
         "task": task,
-        "way": way,
+        "way": method,
         "accuracy": statistics.fmean(each),
-        "deviation": statistics.stdev(each) if len(each) > 1 else 0.0,
-        **beside(each, [one["accuracy"] for one in whole]),
+        "deviation": deviation(each),
+        **beside(each, [run["accuracy"] for run in full]),
         "each": each,
         "loss": [
-            statistics.fmean(part) for part in zip(*(one["loss"] for one in found), strict=True)
+            statistics.fmean(part) for part in zip(*(run["loss"] for run in runs), strict=True)
         ],
     }
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
     """Return the accuracy and losses of each codec."""
-    found: dict[str, Any] = found_by(__file__, job, RANKS, None, seconds=3600)
-    for way, one in found.items():
-        print(f"{job['task']}, seed {job['seed']}, {way}: {one['accuracy']:.2%}", flush=True)
-    return found
+    result: dict[str, Any] = found_by(__file__, job, RANKS, None, seconds=3600)
+    for method, runs in result.items():
+        print(f"{job['task']}, seed {job['seed']}, {method}: {runs['accuracy']:.2%}", flush=True)
+    return result
 
 
 def rank(job: dict[str, Any]) -> None:
     """Run one rank: one training per codec."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {
-        way: one(TASKS[job["task"]](RANKS, job["seed"], job["quick"]), way, job["seed"])
-        for way in job["ways"]
+    results = {
+        method: train_run(TASKS[job["task"]](RANKS, job["seed"], job["quick"]), method, job["seed"])
+        for method in job["ways"]
     }
     if distributed.get_rank() == 0:
-        Path(job["path"]).write_text(json.dumps(found))
+        Path(job["path"]).write_text(json.dumps(results))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def one(training: Training, way: str, seed: int) -> dict[str, Any]:
-    ddp, own = DistributedDataParallel(training.model), distributed.get_rank()
+def train_run(training: Training, method: str, seed: int) -> dict[str, Any]:
+    ddp, rank_index = DistributedDataParallel(training.model), distributed.get_rank()
     optimizer = training.optimizer(ddp.parameters(), training.rate)
     handle = None
-    if way.startswith("duo"):
-        handle = compress(ddp, way, optimizer=optimizer, seed=seed)
-    elif way == PEER:
+    if method.startswith("duo"):
+        handle = compress(ddp, method, optimizer=optimizer, seed=seed)
+    elif method == PEER:
         begins = max(2, round(PEER_BEGINS * training.steps))
         state = powerSGD_hook.PowerSGDState(None, PEER_RANK, begins, random_seed=seed)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif way != WHOLE:
-        compress(ddp, way, seed=seed)
+    elif method != WHOLE:
+        compress(ddp, method, seed=seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, training.rate, total_steps=training.steps + 1
     )
     losses = []
     for parts in training.batches():
         optimizer.zero_grad()
-        loss = training.loss(ddp, parts[own])
+        loss = training.loss(ddp, parts[rank_index])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
@@ -185,7 +197,7 @@ def one(training: Training, way: str, seed: int) -> dict[str, Any]:
     if handle is not None:
         handle.flush()
     pieces = min(PARTS, len(losses))
-    edges = [len(losses) * at // pieces for at in range(pieces + 1)]
+    edges = [len(losses) * index // pieces for index in range(pieces + 1)]
     means = [statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(edges)]
     return {"accuracy": training.accuracy(training.model.eval()), "loss": means}
 

@@ -23,7 +23,7 @@ from models import ResNet
 
 from benchmarks.paper.support.experiment import OPTIONS, Experiment, beside
 from benchmarks.paper.support.images import QUICK, Images, Network, Size, Trainer
-from benchmarks.support.harness import arguments, selected, show
+from benchmarks.support.harness import arguments, by_size, selected, show
 
 SIZE = Size(samples=40_000, tests=10_000, epochs=3, batch=192)
 DEMO = Network(ResNet, 0.2)
@@ -33,20 +33,20 @@ FORMATS = {name: Plan.uniform(name) for name in (WIDE, "int8_grad", "int8", "bf1
 
 def main() -> None:
     options = arguments(
-        __doc__, None, **{**OPTIONS, "only": {"help": "formats that begin so, beside fp32"}}
+        __doc__, None, **{**OPTIONS, "only": {"help": "prefix of formats to compare with fp32"}}
     )
-    images = Images(QUICK if options.quick else SIZE, "digits" if options.quick else None)
+    images = Images(by_size(options.quick, QUICK, SIZE), by_size(options.quick, "digits", None))
     experiment = Experiment(
         options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size)
     )
-    whole: list[float] = []
+    baseline: list[float] = []
     for name, plan in ({WIDE: FORMATS[WIDE]} | selected(options, FORMATS)).items():
         settings = {"images": images.name, "size": asdict(images.size), "plan": plan.to_json()}
-        found = experiment.accuracy(
+        accuracies = experiment.accuracy(
             name, settings, partial(Trainer, DEMO, images, [plan], [images.size.batch])
         )
-        whole = whole or found["each"]
-        experiment.add({"format": name, **found, **beside(found["each"], whole)})
+        baseline = baseline or accuracies["each"]
+        experiment.add({"format": name, **accuracies, **beside(accuracies["each"], baseline)})
     show(experiment.rows)
 
 

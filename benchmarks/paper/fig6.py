@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.support.timelines import picture
 from benchmarks.plans.fleets import CASES, COUNTS, QUICK, VARIANCES, narrow, problem, traced
-from benchmarks.support.harness import Row, arguments, finish, folder, to_write
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder, to_write
 
 
 def main() -> None:
@@ -33,14 +33,17 @@ def main() -> None:
         },
         picture={"type": to_write, "help": "where the picture is written (SVG)"},
     )
-    model = "resnet" if options.quick else "vgg16bn"
-    case = (QUICK if options.quick else CASES)[model]
+    model = by_size(options.quick, "resnet", "vgg16bn")
+    case = (by_size(options.quick, QUICK, CASES))[model]
     graphs, sensitivity = traced(case)
-    asked = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
+    planning = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
     rows: list[Row] = []
     timelines: dict[str, Timeline] = {}
-    for name, answer in {"uniform": narrow(asked), "ours": MilpAllocator().allocate(asked)}.items():
-        timelines[name] = timeline = PlanEvaluator(asked, answer.plans).timeline
+    for name, answer in {
+        "uniform": narrow(planning),
+        "ours": MilpAllocator().allocate(planning),
+    }.items():
+        timelines[name] = timeline = PlanEvaluator(planning, answer.plans).timeline
         timeline.save_perfetto(options.folder / f"fig6-{name}.json")
         rows.append(
             {

@@ -22,7 +22,7 @@ from qsync_fx.profiler.sensitivity.estimate import several
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.sensitivity import NETWORKS, digits, loss
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 CASES = ("ViT", "convolutions, batch norm, ReLU", "perceptron, ReLU")
 METHODS = ("second_order", "paper")
@@ -33,22 +33,26 @@ def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def mean(found: Sensitivity, first: int, last: int) -> list[float]:
+def mean(sensitivity: Sensitivity, first: int, last: int) -> list[float]:
     """Return the mean sensitivity of each operator over a range of updates."""
-    trace = found.trace[first:last]
+    trace = sensitivity.trace[first:last]
     return [
-        statistics.fmean(values[name][PRECISION] for values in trace) for name in found.operators
+        statistics.fmean(values[name][PRECISION] for values in trace)
+        for name in sensitivity.operators
     ]
 
 
-def kept(found: Sensitivity) -> float:
-    ranks = [list(step.values()) for step in ordered(found)]
+def kept(sensitivity: Sensitivity) -> float:
+    ranks = [list(step.values()) for step in ordered(sensitivity)]
     return statistics.fmean(spearman(a, b) for a, b in pairwise(ranks))
 
 
-def ordered(found: Sensitivity) -> list[dict[str, int]]:
+def ordered(sensitivity: Sensitivity) -> list[dict[str, int]]:
     """Return the ranks of each update, with operators in execution order."""
-    return [{name: ranks[name] for name in found.operators} for ranks in found.ranks(PRECISION)]
+    return [
+        {name: ranks[name] for name in sensitivity.operators}
+        for ranks in sensitivity.ranks(PRECISION)
+    ]
 
 
 def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
@@ -56,28 +60,28 @@ def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, few = NETWORKS[name](), max(1, updates // 5)
-    found = several(model, loss, digits(18, 96), METHODS, [PRECISION], updates, 0.5, optimizer)
+    estimates = several(model, loss, digits(18, 96), METHODS, [PRECISION], updates, 0.5, optimizer)
     rows: list[Row] = []
-    for one in found:
-        early = spearman(mean(one, 0, few), mean(one, -few, updates))
+    for estimate in estimates:
+        early = spearman(mean(estimate, 0, few), mean(estimate, -few, updates))
         rows.append(
             {
                 "case": name,
-                "method": one.method,
+                "method": estimate.method,
                 "updates": updates,
-                "kept": kept(one),
+                "kept": kept(estimate),
                 "early": early,
             }
         )
     ranks: list[Row] = [
         {
             "case": name,
-            "method": one.method,
+            "method": estimate.method,
             "operator": operator,
-            "ranks": [step[operator] for step in ordered(one)],
+            "ranks": [step[operator] for step in ordered(estimate)],
         }
-        for one in found
-        for operator in one.operators
+        for estimate in estimates
+        for operator in estimate.operators
     ]
     return rows, ranks
 
@@ -88,8 +92,8 @@ def main() -> None:
     )
     summary: list[Row] = []
     every: list[Row] = []
-    for name in options.only or (CASES[-1:] if options.quick else CASES):
-        rows, ranks = case(name, 3 if options.quick else 50)
+    for name in options.only or (by_size(options.quick, CASES[-1:], CASES)):
+        rows, ranks = case(name, by_size(options.quick, 3, 50))
         summary, every = [*summary, *rows], [*every, *ranks]
         if options.json:
             write_json(options.json, [*summary, *every], options.quick)

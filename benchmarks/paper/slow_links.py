@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
 from benchmarks.paper.support.curves import picture
-from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.experiment import OPTIONS, deviation
 from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
-from benchmarks.paper.support.kept import Kept
-from benchmarks.support.harness import arguments, show, to_write, write_json
+from benchmarks.paper.support.run_cache import RunCache
+from benchmarks.support.harness import arguments, by_size, show, to_write, write_json
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
@@ -56,49 +57,53 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     reason = links.told_missing("loopback")
-    kept = Kept(None if options.quick else options.partial / "slow_links.json")
+    partial = RunCache(by_size(options.quick, None, options.partial / "slow_links.json"))
     rows: list[dict[str, Any]] = []
-    for rate in (
-        RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,)
-    ):
-        found: dict[str, list[dict[str, Any]]] = {}
+    rates: Sequence[str | None] = by_size(options.quick, RATES[:1], RATES)
+    if reason is not None:
+        rates = (None,)
+    for rate in rates:
+        runs: dict[str, list[dict[str, Any]]] = {}
         # Codecs run interleaved: all of them with one seed, then with the next.
-        for seed in range(1 if options.quick else options.seeds):
-            for way in WAYS:
+        for seed in range(by_size(options.quick, 1, options.seeds)):
+            for method in WAYS:
                 job = {
                     "rate": rate,
-                    "way": way,
+                    "way": method,
                     "seed": seed,
                     "quick": options.quick,
                     "width": WIDTH,
                     "lr": RATE,
                 }
-                found.setdefault(way, []).append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
-        aim = statistics.fmean(one["curve"][-1][1] for one in found["fp32"]) - SHORT
-        rows += [row(rate, way, every, aim) for way, every in found.items()]
+                runs.setdefault(method, []).append(partial.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
+        aim = statistics.fmean(run["curve"][-1][1] for run in runs["fp32"]) - SHORT
+        rows += [row(rate, method, every, aim) for method, every in runs.items()]
         if options.json:
             write_json(options.json, rows, options.quick)
     if options.picture:
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for one in rows:
-            points = [(seconds, 100 * accuracy) for seconds, accuracy in one["curve"]]
-            panels.setdefault(one["link"], {})[one["way"]] = points
+        for run in rows:
+            points = [(seconds, 100 * accuracy) for seconds, accuracy in run["curve"]]
+            panels.setdefault(run["link"], {})[run["way"]] = points
         write_text(options.picture, picture(panels, "seconds of training", "accuracy, %"))
     show([{name: value for name, value in row.items() if name != "curve"} for row in rows])
 
 
-def row(rate: str | None, way: str, every: list[dict[str, Any]], aim: float) -> dict[str, Any]:
-    last = [one["curve"][-1][1] for one in every]
+def row(rate: str | None, method: str, every: list[dict[str, Any]], aim: float) -> dict[str, Any]:
+    last = [run["curve"][-1][1] for run in every]
     curve = [
-        [statistics.fmean(at[0] for at in looks), statistics.fmean(at[1] for at in looks)]
-        for looks in zip(*(one["curve"] for one in every), strict=True)
+        [
+            statistics.fmean(point[0] for point in looks),
+            statistics.fmean(point[1] for point in looks),
+        ]
+        for looks in zip(*(run["curve"] for run in every), strict=True)
     ]
     return {
         "link": rate or "loopback",
-        "way": way,
-        "seconds a step": statistics.fmean(one["seconds"] for one in every),
+        "way": method,
+        "seconds a step": statistics.fmean(run["seconds"] for run in every),
         "accuracy": statistics.fmean(last),
-        "deviation": statistics.stdev(last) if len(last) > 1 else 0.0,
+        "deviation": deviation(last),
         "aim": aim,
         "seconds to aim": next((seconds for seconds, accuracy in curve if accuracy >= aim), None),
         "curve": curve,
@@ -106,17 +111,17 @@ def row(rate: str | None, way: str, every: list[dict[str, Any]], aim: float) -> 
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = found_by(__file__, job, 2, job["rate"], seconds=1800)
-    print(f"{job['rate']}, {job['way']}, seed {job['seed']}: {found['curve'][-1]}", flush=True)
-    return found
+    result: dict[str, Any] = found_by(__file__, job, 2, job["rate"], seconds=1800)
+    print(f"{job['rate']}, {job['way']}, seed {job['seed']}: {result['curve'][-1]}", flush=True)
+    return result
 
 
 def rank(job: dict[str, Any]) -> None:
     """Run one rank: train, and test at regular intervals."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    size = QUICK if job["quick"] else SIZE
-    images, own = Images(size, "digits" if job["quick"] else None), distributed.get_rank()
+    size = by_size(job["quick"], QUICK, SIZE)
+    images, rank_index = Images(size, by_size(job["quick"], "digits", None)), distributed.get_rank()
     data = images.subset(job["seed"])
     torch.manual_seed(job["seed"])
     inputs, width = data.train[0][0].numel(), job["width"]
@@ -134,7 +139,7 @@ def rank(job: dict[str, Any]) -> None:
     elif job["way"] != "fp32":
         compress(ddp, job["way"], seed=job["seed"])
     parts = [
-        batch[own]
+        batch[rank_index]
         for epoch in range(size.epochs)
         for batch in images.parts(data, [size.batch] * 2, job["seed"], epoch)
     ]
@@ -155,7 +160,7 @@ def rank(job: dict[str, Any]) -> None:
             model.train()
             distributed.barrier()
             begin = time.perf_counter()
-    if own == 0:
+    if rank_index == 0:
         Path(job["path"]).write_text(json.dumps({"seconds": spent / len(parts), "curve": curve}))
     distributed.barrier()
     distributed.destroy_process_group()

@@ -27,15 +27,15 @@ from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.support.harness import arguments, show
 
 
-def plans_of(known: Looked, batch: int) -> dict[str, PlanResult]:
+def plans_of(looked_model: Looked, batch: int) -> dict[str, PlanResult]:
     """Return the plan of each indicator, under one memory limit."""
-    memory = capped(problem(known, batch))
+    memory = capped(problem(looked_model, batch))
     ours, theirs = (
-        problem(known, batch, method, memory=memory) for method in ("second_order", "paper")
+        problem(looked_model, batch, method, memory=memory) for method in ("second_order", "paper")
     )
     return {
         "random": RandomGreedy(0).allocate(ours),
-        "hessian": HessianGreedy(known.sensitivities["hessian"]).allocate(ours),
+        "hessian": HessianGreedy(looked_model.sensitivities["hessian"]).allocate(ours),
         "paper": PrecisionRecovery().allocate(theirs),
         "second_order": PrecisionRecovery().allocate(ours),
         "second_order, milp": MilpAllocator().allocate(ours),
@@ -46,18 +46,18 @@ def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
     experiment = OnImages(options)
     batch = experiment.images.size.batch
-    for name, known in experiment.networks():
-        asked = problem(known, batch, memory=capped(problem(known, batch)))
-        for indicator, answer in plans_of(known, batch).items():
-            plan, said = answer.plans[SLOW], evaluate_plan(asked, answer.plans)
+    for name, looked_model in experiment.networks():
+        planning = problem(looked_model, batch, memory=capped(problem(looked_model, batch)))
+        for indicator, answer in plans_of(looked_model, batch).items():
+            plan, evaluation = answer.plans[SLOW], evaluate_plan(planning, answer.plans)
             experiment.add(
                 {
                     "network": name,
                     "indicator": indicator,
                     **experiment.row(name, indicator, plan, [batch, batch]),
-                    "variance": said.variance,
-                    "peak_mb": (said.classes[SLOW].peak_bytes or 0) / 1e6,
-                    "allowed_mb": (asked.classes[SLOW].memory or 0) / 1e6,
+                    "variance": evaluation.variance,
+                    "peak_mb": (evaluation.classes[SLOW].peak_bytes or 0) / 1e6,
+                    "allowed_mb": (planning.classes[SLOW].memory or 0) / 1e6,
                     "operators": dict(Counter(plan.values())),
                 }
             )

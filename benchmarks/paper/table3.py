@@ -25,7 +25,7 @@ from qsync_fx import Plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.replay_accuracy import Case, additive, bert, foreseen, measured
-from benchmarks.support.harness import Row, arguments, finish, folder, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder, write_json
 
 REPEATS = 5
 ROUNDS = 9
@@ -53,8 +53,8 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.first(x))
-        found: torch.Tensor = self.second(y @ y.transpose(0, 1))
-        return found
+        result: torch.Tensor = self.second(y @ y.transpose(0, 1))
+        return result
 
 
 def small() -> Case:
@@ -97,14 +97,14 @@ def repeats(
         explanation = qsync_fx.explain(case.model, case.batch[0])
         planned = {str(operator) for operator in explanation.plan().operators}
         adjustable = {
-            str(one.id): one.row.name
-            for one in explanation.operators
-            if one.row is not None and str(one.id) in planned
+            str(item.id): item.row.name
+            for item in explanation.operators
+            if item.row is not None and str(item.id) in planned
         }
         plans = plans_of(adjustable, setting.part)
-        kept = partial and partial / f"table3-{repeat}.json"
-        profile, runs = measured(case, list(plans.values()), rounds, kept)
-        found: dict[str, dict[str, float]] = {}
+        path = partial and partial / f"table3-{repeat}.json"
+        profile, runs = measured(case, list(plans.values()), rounds, path)
+        result: dict[str, dict[str, float]] = {}
         for (name, plan), run in zip(plans.items(), runs, strict=True):
             real = statistics.median(map(sum, run.steps))
             views = {"cost mapper": foreseen(profile, plan), "dPRO's view": additive(profile, plan)}
@@ -112,21 +112,21 @@ def repeats(
                 view: 100 * (seconds + profile.optimizer_seconds) / real - 100
                 for view, seconds in views.items()
             }
-            found[name] = {"seconds": real, **off}
-        yield found
+            result[name] = {"seconds": real, **off}
+        yield result
 
 
-def rows(found: list[dict[str, dict[str, float]]]) -> Iterator[Row]:
+def rows(repetitions: list[dict[str, dict[str, float]]]) -> Iterator[Row]:
     """Yield one row per plan, over all repeats."""
-    for name in found[0]:
-        seen = [one[name] for one in found]
+    for name in repetitions[0]:
+        values = [repeat[name] for repeat in repetitions]
         row: dict[str, object] = {
             "plan": name,
-            "step_ms": 1e3 * statistics.fmean(one["seconds"] for one in seen),
+            "step_ms": 1e3 * statistics.fmean(repeat["seconds"] for repeat in values),
         }
         for view in ("cost mapper", "dPRO's view"):
-            row[f"{view}, error_%"] = statistics.fmean(abs(one[view]) for one in seen)
-            row[f"{view}, each_%"] = [round(one[view], 2) for one in seen]
+            row[f"{view}, error_%"] = statistics.fmean(abs(repeat[view]) for repeat in values)
+            row[f"{view}, each_%"] = [round(repeat[view], 2) for repeat in values]
         yield row
 
 
@@ -137,23 +137,23 @@ def main() -> None:
         rounds={"type": int, "default": ROUNDS, "help": "turns a plan in each (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps measurements that are interrupted, to go on from",
+            "help": "folder for partial measurements, from which an interrupted run resumes",
         },
     )
     # With one thread, CPU time excludes the load of other processes.
     torch.set_num_threads(1)
-    count, rounds = (1, 2) if options.quick else (options.repeats, options.rounds)
-    found: list[dict[str, dict[str, float]]] = []
-    for one in repeats(
-        QUICK if options.quick else SETTING,
+    count, rounds = by_size(options.quick, (1, 2), (options.repeats, options.rounds))
+    results: list[dict[str, dict[str, float]]] = []
+    for result in repeats(
+        by_size(options.quick, QUICK, SETTING),
         count,
         rounds,
-        None if options.quick else options.partial,
+        by_size(options.quick, None, options.partial),
     ):
-        found.append(one)
+        results.append(result)
         if options.json:
-            write_json(options.json, list(rows(found)), quick=options.quick)
-    finish(options, list(rows(found)))
+            write_json(options.json, list(rows(results)), quick=options.quick)
+    finish(options, list(rows(results)))
 
 
 if __name__ == "__main__":

@@ -34,41 +34,41 @@ Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]
 """Function of a title, a T4 plan and both batch sizes that returns the accuracy over all seeds."""
 
 
-def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
+def answers(looked_model: Looked, planning: Problem) -> Iterator[tuple[str, PlanResult]]:
     """Yield the name and plan of each training method for a cluster."""
 
     def other(name: str, batch: int) -> object:
-        return resized(asked.classes[name], known.graphs[name], batch)
+        return resized(planning.classes[name], looked_model.graphs[name], batch)
 
-    uniform = narrow(asked)
-    yield "oracle", FullPrecision().allocate(asked)
-    yield "dynamic batches", DynamicBatches(other).allocate(asked)  # type: ignore[arg-type]
+    uniform = narrow(planning)
+    yield "oracle", FullPrecision().allocate(planning)
+    yield "dynamic batches", DynamicBatches(other).allocate(planning)  # type: ignore[arg-type]
     yield "uniform", uniform
-    yield "ours", MilpAllocator().allocate(within(asked, uniform.evaluation.seconds))
+    yield "ours", MilpAllocator().allocate(within(planning, uniform.evaluation.seconds))
 
 
 def rows(
-    known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
+    looked_model: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
 ) -> Iterator[Row]:
     """Yield one row per cluster and training method."""
-    memory = capped(problem(known, batch, optimizer=optimizer))
+    memory = capped(problem(looked_model, batch, optimizer=optimizer))
     for cluster, allowed in (("A", None), ("B", memory)):
-        for way, answer in answers(
-            known, problem(known, batch, optimizer=optimizer, memory=allowed)
+        for method, answer in answers(
+            looked_model, problem(looked_model, batch, optimizer=optimizer, memory=allowed)
         ):
             plan, judged = answer.plans[SLOW], answer.evaluation
             batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
             yield {
                 "cluster": cluster,
-                "way": way,
-                **train(f"{way} in {cluster}", plan, batches),
-                "steps_per_second": None if way == "oracle" else 1 / judged.seconds,
+                "way": method,
+                **train(f"{method} in {cluster}", plan, batches),
+                "steps_per_second": None if method == "oracle" else 1 / judged.seconds,
                 "variance": judged.variance,
                 "batches": batches,
                 "peak_mb": (judged.classes[SLOW].peak_bytes or 0) / 1e6,
                 "allowed_mb": None if allowed is None else allowed / 1e6,
                 "waiting_ms": {
-                    device: 1e3 * found.waiting for device, found in judged.classes.items()
+                    device: 1e3 * metrics.waiting for device, metrics in judged.classes.items()
                 },
                 "operators": dict(Counter(plan.values())),
             }
@@ -77,14 +77,14 @@ def rows(
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
     experiment = OnImages(options)
-    for name, known in experiment.networks():
+    for name, looked_model in experiment.networks():
 
         def train(
-            what: str, plan: Mapping[str, str], batches: Sequence[int], name: str = name
+            label: str, plan: Mapping[str, str], batches: Sequence[int], name: str = name
         ) -> Mapping[str, Any]:
-            return experiment.row(name, what, plan, batches)
+            return experiment.row(name, label, plan, batches)
 
-        for row in rows(known, experiment.images.size.batch, train):
+        for row in rows(looked_model, experiment.images.size.batch, train):
             experiment.add({"network": name, **row})
     show(experiment.rows)
 

@@ -40,7 +40,7 @@ from benchmarks.paper.support.text import (
     load,
 )
 from benchmarks.paper.table4 import rows
-from benchmarks.support.harness import arguments, show
+from benchmarks.support.harness import arguments, by_size, show
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Classifier(nn.Module):
         self.word, self.head = nn.Linear(width, words), nn.Linear(width, len(PACKAGES))
 
     def encoded(self, texts: Tensor) -> Tensor:
-        found: Tensor = self.bert(
+        result: Tensor = self.bert(
             input_ids=texts, attention_mask=(texts != PADDING).long()
         ).last_hidden_state
-        return found
+        return result
 
     def forward(self, texts: Tensor) -> Tensor:
         logits: Tensor = self.head(self.encoded(texts)[:, 0])
@@ -119,10 +119,10 @@ def trained_before(texts: Texts, size: Size) -> Classifier:
     optimizer = torch.optim.AdamW(model.parameters(), size.rate_before)
     with progress("training on words", size.before) as advance:
         for epoch in range(size.before):
-            for given, _ in shuffled(texts, min(size.together, len(texts.train[1])), epoch):
-                hidden = (torch.rand(given.shape) < 0.15) & (given >= SPECIAL)
-                guessed = model.word(model.encoded(given.masked_fill(hidden, MASK))[hidden])
-                F.cross_entropy(guessed, given[hidden]).backward()  # type: ignore[no-untyped-call]
+            for batch, _ in shuffled(texts, min(size.together, len(texts.train[1])), epoch):
+                hidden = (torch.rand(batch.shape) < 0.15) & (batch >= SPECIAL)
+                guessed = model.word(model.encoded(batch.masked_fill(hidden, MASK))[hidden])
+                F.cross_entropy(guessed, batch[hidden]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
             advance(f"epoch {epoch + 1}")
@@ -145,9 +145,9 @@ class Tuner:
         fresh = copy.deepcopy(self.model)
         nn.init.normal_(fresh.head.weight, std=0.02)
         self.pair.restart(fresh)
-        own, size = self.pair.model.train(), self.size
+        module, size = self.pair.model.train(), self.size
         optimizer = torch.optim.AdamW(
-            own.parameters(), size.rate * sum(self.batches) / (2 * size.batch)
+            module.parameters(), size.rate * sum(self.batches) / (2 * size.batch)
         )
         # Linear decay to zero, as in BERT, makes the final accuracy less noisy.
         steps = size.epochs * (len(self.texts.train[1]) // sum(self.batches))
@@ -164,25 +164,29 @@ class Tuner:
                 optimizer.zero_grad()
                 schedule.step()
             advance()
-        own.eval()
+        module.eval()
         with torch.no_grad():
-            return float((own(self.texts.test[0]).argmax(1) == self.texts.test[1]).float().mean())
+            return float(
+                (module(self.texts.test[0]).argmax(1) == self.texts.test[1]).float().mean()
+            )
 
 
 def main() -> None:
     options = arguments(
         __doc__, None, **{name: more for name, more in OPTIONS.items() if name != "only"}
     )
-    size = QUICK if options.quick else Size()
-    texts = load(size.each, FEW if options.quick else FILES)
+    size = by_size(options.quick, QUICK, Size())
+    texts = load(size.each, by_size(options.quick, FEW, FILES))
     experiment = Experiment(options, "text", size.epochs, texts=texts.name)
     model = trained_before(texts, size)
-    steps = 1 if experiment.quick else LOOKED
+    steps = by_size(experiment.quick, 1, LOOKED)
     parts = [part for part, _ in zip(shuffled(texts, size.batch, 0), range(steps), strict=False)]
     wide = Classifier(texts.words, WIDE)
-    known = looked(copy.deepcopy(model), wide, loss, parts, [parts[0][0][:2]], ("second_order",))
+    looked_model = looked(
+        copy.deepcopy(model), wide, loss, parts, [parts[0][0][:2]], ("second_order",)
+    )
 
-    def train(what: str, plan: Mapping[str, str], batches: Sequence[int]) -> Mapping[str, Any]:
+    def train(label: str, plan: Mapping[str, str], batches: Sequence[int]) -> Mapping[str, Any]:
         low = trained(plan)
         settings = {
             "texts": texts.name,
@@ -190,9 +194,9 @@ def main() -> None:
             "batches": list(batches),
             "plan": low.to_json(),
         }
-        return experiment.accuracy(what, settings, lambda: Tuner(model, texts, low, batches, size))
+        return experiment.accuracy(label, settings, lambda: Tuner(model, texts, low, batches, size))
 
-    for row in rows(known, size.batch, train, ADAM):
+    for row in rows(looked_model, size.batch, train, ADAM):
         experiment.add({"network": "BERT, 2 layers", **row})
     show(experiment.rows)
 

@@ -40,7 +40,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plans.synthetic import FORMATS, Repeated, block_graph, repeated
-from benchmarks.support.harness import arguments, selected, show, write_json
+from benchmarks.support.harness import arguments, by_size, selected, show, write_json
 from benchmarks.support.models import Case, Step, bert, gpt2, perceptron, resnet, vgg16_bn
 
 SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 1.6}
@@ -60,14 +60,14 @@ LIMITS = (
 FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
 CASES: Mapping[str, Callable[[bool], Case]] = {
-    "BERT-base": lambda quick: bert(1 if quick else 12, 16),
+    "BERT-base": lambda quick: bert(by_size(quick, 1, 12), 16),
     "ResNet-50": lambda quick: resnet(
-        (1, 1, 1, 1) if quick else (3, 4, 6, 3),
-        "basic" if quick else "bottleneck",
-        2 if quick else 32,
-        64 if quick else 224,
+        by_size(quick, (1, 1, 1, 1), (3, 4, 6, 3)),
+        by_size(quick, "basic", "bottleneck"),
+        by_size(quick, 2, 32),
+        by_size(quick, 64, 224),
     ),
-    "VGG-16-BN": lambda quick: vgg16_bn(2 if quick else 32, 64 if quick else 224),
+    "VGG-16-BN": lambda quick: vgg16_bn(by_size(quick, 2, 32), by_size(quick, 64, 224)),
     "GPT-2": lambda quick: gpt2(1, 2, 64) if quick else gpt2(),
 }
 
@@ -82,9 +82,9 @@ def drawn(graph: ModelGraph, seed: int) -> Sensitivity:
     variance = {}
     for operator in graph.operators:
         if operator.kind == "adjustable":
-            own = draw.lognormvariate(0, 2)
+            scale = draw.lognormvariate(0, 2)
             variance[operator.id] = {
-                fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()
+                fmt: scale * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()
             }
     return Sensitivity("drawn", "model", variance)
 
@@ -100,18 +100,20 @@ def problems(
     problem = Problem({"a100": part}, CLUSTER)
     judge = PlanEvaluator(problem, problem.uniform())
     uniform = [judge.set_plans(problem.uniform(fmt)) for fmt in formats]
-    low, high = (pick(one.seconds for one in uniform) for pick in (min, max))
-    peaks = [one.classes["a100"].peak_bytes or 0 for one in uniform]
-    for share, held in limits:
-        memory = None if held is None else min(peaks) + held * (max(peaks) - min(peaks))
+    low, high = (pick(plan.seconds for plan in uniform) for pick in (min, max))
+    peaks = [plan.classes["a100"].peak_bytes or 0 for plan in uniform]
+    for share, memory_share in limits:
+        memory, name = None, f"{share:.0%}"
+        if memory_share is not None:
+            memory = min(peaks) + memory_share * (max(peaks) - min(peaks))
+            name += f", memory {memory_share:.0%}"
         classes = {"a100": replace(part, memory=memory)}
-        name = f"{share:.0%}" + ("" if held is None else f", memory {held:.0%}")
         yield name, replace(problem, classes=classes, seconds=low + share * (high - low))
 
 
 def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Mapping[str, Any]:
     part = problem.classes["a100"]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "case": case,
         "formats": " ".join(part.formats),
         "limit": limit,
@@ -121,10 +123,10 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     try:
         answer = MilpAllocator(gap, seconds=600.0).allocate(problem)
     except QSyncError as error:
-        return {**found, "error": error.what}
-    found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
-    found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
-    found["judged"] = not PlanEvaluator(problem, answer.plans).evaluate().exceeds(problem)
+        return {**result, "error": error.what}
+    result |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
+    result |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
+    result["judged"] = not PlanEvaluator(problem, answer.plans).evaluate().exceeds(problem)
     # With a memory limit the paper's allocator evaluates the peak at each of its steps: too slow
     # here.
     for name, baseline in allocators().items() if others and part.memory is None else ():
@@ -134,22 +136,22 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
             except QSyncError:
                 continue
             if other.fits and answer.value:
-                found[f"{name} above"] = other.value / answer.value - 1
-    return found
+                result[f"{name} above"] = other.value / answer.value - 1
+    return result
 
 
 def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the rows so far."""
     if options.json:
-        clocks = "processor is the time of the processor in this process, to go by where others use the machine"
+        clocks = "processor: CPU time of this process, independent of other load on the machine"
         write_json(options.json, rows, quick=options.quick, clocks=clocks)
 
 
 def main() -> None:
     options = arguments(__doc__, only={"help": "cases whose names begin with this"})
-    limits = QUICK if options.quick else LIMITS
+    limits = by_size(options.quick, QUICK, LIMITS)
     rows = []
-    for name, make in list(selected(options, CASES).items())[: 1 if options.quick else None]:
+    for name, make in list(selected(options, CASES).items())[: by_size(options.quick, 1, None)]:
         torch._dynamo.reset()
         explanation = qsync_fx.explain(
             Step(make(options.quick)).train(), options={"target": "a100"}
@@ -171,7 +173,7 @@ def main() -> None:
             lambda model, batch, case=case: case.loss(model),  # type: ignore[misc]
             [0],
             THREE,
-            repeats=2 if options.quick else 5,
+            repeats=by_size(options.quick, 2, 5),
             sensitivity=None,
             all_reduce=False,
         )
@@ -183,14 +185,12 @@ def main() -> None:
                 print(rows[-1], flush=True)
         write(options, rows)
     block = block_graph()
-    sizes = (
-        {"synthetic 50": 50}
-        if options.quick
-        else {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
+    sizes = by_size(
+        options.quick, {"synthetic 50": 50}, {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
     )
     for name, count in selected(options, sizes).items():
         graph = repeated(block, count // 2)
-        large = QUICK if options.quick else FEWER[:2]
+        large = by_size(options.quick, QUICK, FEWER[:2])
         for limit, problem in problems(graph, Repeated(block, 0), FORMATS, large, None):
             for gap in (2e-3, 1e-4):
                 rows.append(row(name, limit, problem, gap, False))

@@ -43,7 +43,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.models import vgg_layers
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
@@ -77,7 +77,7 @@ class Vgg(nn.Module):
             64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0
         )
         self.features = nn.Sequential(
-            *(one for one in layers if norms or not isinstance(one, nn.BatchNorm2d))
+            *(layer for layer in layers if norms or not isinstance(layer, nn.BatchNorm2d))
         )
         heads = [
             nn.Linear(512 * 49, 4096),
@@ -146,7 +146,7 @@ QUICK = {
 
 
 @dataclass(frozen=True)
-class Known:
+class CatalogProfile:
     """Graph, times and sensitivity of a model on a device, with the interface of a profile."""
 
     graph: ModelGraph
@@ -163,13 +163,13 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
     """Return the graph of each device with a symbolic batch size, and the sensitivity on a T4."""
     torch.manual_seed(0)
     model, inputs = case.build().train(), case.inputs()
-    found = {}
+    graphs = {}
     for device, formats in FORMATS.items():
         torch._dynamo.reset()
         marked = {name: tensor.clone() for name, tensor in inputs.items()}
         for tensor in marked.values():
             torch._dynamo.mark_dynamic(tensor, 0)
-        found[device] = build_model_graph(
+        graphs[device] = build_model_graph(
             qsync_fx.explain(model, **marked, options={"target": device}), formats
         )
     torch._dynamo.reset()
@@ -184,7 +184,7 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
         fraction=1.0,
         options={"target": "t4"},
     )
-    return found, sensitivity
+    return graphs, sensitivity
 
 
 def problem(
@@ -199,37 +199,35 @@ def problem(
     `memory` limits a T4, in bytes; None allows all of its memory.
     """
     devices = {name: ClusterDevice(count=count, device=name, batch=batch) for name in FORMATS}
-    known: dict[str, Any] = {
-        name: Known(_at(graph, batch), name, sensitivity, FORMATS[name])
+    settings: dict[str, Any] = {
+        name: CatalogProfile(_at(graph, batch), name, sensitivity, FORMATS[name])
         for name, graph in graphs.items()
     }
     wishes = PlanRequest(
         memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf")
     )
-    free, _ = build_problem(Cluster(devices, NETWORK), known, wishes)
+    free, _ = build_problem(Cluster(devices, NETWORK), settings, wishes)
     uniform = narrow(free)
     return replace(free, seconds=uniform.evaluation.seconds) if uniform.fits else free
 
 
-def allowed(whole: Problem) -> int:
+def allowed(planning: Problem) -> int:
     """Return the memory limit in bytes of a T4 plan in ClusterB."""
     share = int(SHARE * get("t4").memory.bytes)
-    held = {
-        fmt: Uniform(fmt).allocate(whole).evaluation.classes["t4"].peak_bytes or 0
+    peaks = {
+        fmt: Uniform(fmt).allocate(planning).evaluation.classes["t4"].peak_bytes or 0
         for fmt in ("fp16", "int8")
     }
-    return (
-        share
-        if held["int8"] <= share
-        else int(held["int8"] + SHARE * (held["fp16"] - held["int8"]))
-    )
+    if peaks["int8"] <= share:
+        return share
+    return int(peaks["int8"] + SHARE * (peaks["fp16"] - peaks["int8"]))
 
 
-def narrow(asked: Problem) -> PlanResult:
+def narrow(planning: Problem) -> PlanResult:
     """Return the widest narrow uniform plan that fits into memory, else the narrowest."""
     formats = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
-    found = [Uniform(fmt).allocate(asked) for fmt in formats]
-    return next((answer for answer in found if answer.fits), found[-1])
+    results = [Uniform(fmt).allocate(planning) for fmt in formats]
+    return next((answer for answer in results if answer.fits), results[-1])
 
 
 def _at(graph: ModelGraph, batch: int) -> ModelGraph:
@@ -238,14 +236,14 @@ def _at(graph: ModelGraph, batch: int) -> ModelGraph:
 
 
 def answers(
-    asked: Problem, graphs: dict[str, ModelGraph]
+    planning: Problem, graphs: dict[str, ModelGraph]
 ) -> Iterator[tuple[str, PlanResult | PlanError]]:
     """Yield each allocator's name with its plan or its error."""
 
     def other(name: str, batch: int) -> Any:
-        return resized(asked.classes[name], graphs[name], batch)
+        return resized(planning.classes[name], graphs[name], batch)
 
-    yield "uniform", narrow(asked)
+    yield "uniform", narrow(planning)
     for allocator in (
         get_allocator("milp"),
         get_allocator("paper"),
@@ -253,22 +251,22 @@ def answers(
         FullPrecision(),
     ):
         try:
-            yield allocator.name, allocator.allocate(asked)
+            yield allocator.name, allocator.allocate(planning)
         except PlanError as error:
             yield allocator.name, error
 
 
-def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanError) -> Row:
-    if isinstance(found, PlanError):
+def row(model: str, fleet: str, count: int, name: str, answer: PlanResult | PlanError) -> Row:
+    if isinstance(answer, PlanError):
         return {
             "model": model,
             "cluster": fleet,
             "devices": 2 * count,
             "allocator": name,
-            "why not": found.what,
+            "why not": answer.what,
         }
-    judged, over = found.evaluation, found.evaluation.exceeds(found.problem)
-    batches = [device.batch for device in found.problem.cluster.devices.values()]
+    judged, over = answer.evaluation, answer.evaluation.exceeds(answer.problem)
+    batches = [device.batch for device in answer.problem.cluster.devices.values()]
     t4 = judged.classes["t4"]
     return {
         "model": model,
@@ -280,21 +278,23 @@ def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanE
         "waiting_v100": judged.classes["v100"].waiting,
         "waiting_t4": t4.waiting,
         "peak_t4": t4.peak_bytes,
-        "allowed_t4": found.problem.classes["t4"].memory,
+        "allowed_t4": answer.problem.classes["t4"].memory,
         "batches": "/".join(map(str, batches)),
-        "gap": found.gap,
-        "found_in": found.took,
-        "why not": ", ".join(f"{what} +{by:.3g}" for what, by in over.items()) or None,
+        "gap": answer.gap,
+        "found_in": answer.took,
+        "why not": ", ".join(f"{limit} +{by:.3g}" for limit, by in over.items()) or None,
     }
 
 
-def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | PlanError]) -> Row:
+def orderings(
+    model: str, fleet: str, count: int, answers_by_name: dict[str, PlanResult | PlanError]
+) -> Row:
     """Return a row of the paper's throughput orderings; None if a plan does not fit into memory."""
 
     def seconds(name: str) -> float | None:
-        answer = found[name]
+        answer = answers_by_name[name]
         if isinstance(answer, PlanError) or any(
-            "memory" in what for what in answer.evaluation.exceeds(answer.problem)
+            "memory" in limit for limit in answer.evaluation.exceeds(answer.problem)
         ):
             return None
         return answer.evaluation.seconds
@@ -309,21 +309,22 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
         ("milp", "dynamic-batches"),
         ("dynamic-batches", "full-precision"),
     ]
-    held = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
-    beside = {
+    holds = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
+    ratios = {
         "model": model,
         "cluster": fleet,
         "devices": 2 * count,
         "allocator": "orderings",
-        **held,
+        **holds,
     }
-    ours = found["milp"]
-    if held["milp >= dynamic-batches"] is False and isinstance(ours, PlanResult):
+    ours = answers_by_name["milp"]
+    if holds["milp >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.evaluation.classes["v100"].waiting
-        beside["why not"] = (
-            f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"
+        ratios["why not"] = (
+            f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer "
+            "samples"
         )
-    return beside
+    return ratios
 
 
 def main() -> None:
@@ -331,18 +332,21 @@ def main() -> None:
     rows: list[Row] = []
     # fig6.py covers the other quick case.
     for model, case in selected(
-        options, {"bert": QUICK["bert"]} if options.quick else CASES
+        options, by_size(options.quick, {"bert": QUICK["bert"]}, CASES)
     ).items():
         began = time.perf_counter()
         graphs, sensitivity = traced(case)
         print(f"{model}: traced and looked at in {time.perf_counter() - began:.0f} s", flush=True)
         for count in COUNTS:
-            whole = problem(graphs, sensitivity, case.batch, count, None)
-            for fleet, memory in (("A", None), ("B", allowed(whole))):
-                asked = problem(graphs, sensitivity, case.batch, count, memory)
-                found = dict(answers(asked, graphs))
-                rows += [row(model, fleet, count, name, answer) for name, answer in found.items()]
-                rows.append(orderings(model, fleet, count, found))
+            unlimited = problem(graphs, sensitivity, case.batch, count, None)
+            for fleet, memory in (("A", None), ("B", allowed(unlimited))):
+                planning = problem(graphs, sensitivity, case.batch, count, memory)
+                answers_by_name = dict(answers(planning, graphs))
+                rows += [
+                    row(model, fleet, count, name, answer)
+                    for name, answer in answers_by_name.items()
+                ]
+                rows.append(orderings(model, fleet, count, answers_by_name))
                 print(f"{model}: {fleet} with {2 * count} devices", flush=True)
         if options.json:
             write_json(options.json, rows, quick=options.quick, note=VARIANCES)

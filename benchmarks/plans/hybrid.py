@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, folder, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, folder, show, write_json
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 UNIFORM, PLANNED = "uniform", "planned"
@@ -31,21 +31,19 @@ def main() -> None:
         runs={"type": int, "default": 3, "help": "of the demo (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps what each run writes; runs that are whole there are judged anew",
+            "help": "folder for the files of each run; complete runs in it are only evaluated",
         },
     )
     rows: list[Row] = []
-    for run in range(1 if options.quick else options.runs):
+    for run in range(by_size(options.quick, 1, options.runs)):
         print(f"run {run + 1}", flush=True)
         with tempfile.TemporaryDirectory() as passing:
-            kept = (
-                Path(passing)
-                if options.quick or options.partial is None
-                else options.partial / str(run)
-            )
-            if not (outcome := kept / "outcome.json").exists():
-                command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(kept)]
-                subprocess.run([*command, *(["--quick"] if options.quick else [])], check=True)
+            target = Path(passing)
+            if options.partial is not None and not options.quick:
+                target = options.partial / str(run)
+            if not (outcome := target / "outcome.json").exists():
+                command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(target)]
+                subprocess.run([*command, *(by_size(options.quick, ["--quick"], []))], check=True)
             rows.append(row(run, json.loads(outcome.read_text())))
         if options.json:
             write_json(options.json, rows, quick=options.quick)

@@ -8,7 +8,7 @@ catalog's times on an A100 times a random factor.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,8 +40,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
-        return found
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return result
 
 
 class Repeated:
@@ -54,19 +54,18 @@ class Repeated:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        own = operator.partition("|")[2]
-        known = self._block.operator(own).costs
-        asked = (
-            state
-            if state.names in known
-            else OperandState(*(precision_named(name) for name in next(iter(known))))
-        )
-        share = 1.0 if asked is state or state.output is None else state.output.bits / 32
-        found = self._times.operator(own, asked)
+        block_operator = operator.partition("|")[2]
+        costs = self._block.operator(block_operator).costs
+        block_state, share = state, 1.0
+        if state.names not in costs:
+            block_state = OperandState(*(precision_named(name) for name in next(iter(costs))))
+            if state.output is not None:
+                share = state.output.bits / 32
+        seconds = self._times.operator(block_operator, block_state)
         factor = self._factor(operator) * share
-        return Seconds(found.forward * factor, found.backward * factor)
+        return Seconds(seconds.forward * factor, seconds.backward * factor)
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, concurrent: Beside = ANYBODY) -> Seconds:
         return self.operator(operator, state, ())
 
     def told_apart(
@@ -108,7 +107,7 @@ def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
 
 def repeated(block: ModelGraph, count: int) -> ModelGraph:
     """Return the graph of `count` blocks in sequence."""
-    source = next(at for at, value in enumerate(block.values) if value.source == "input")
+    source = next(index for index, value in enumerate(block.values) if value.source == "input")
     last = block.outputs[0].value
     operators: list[ModelOperator] = []
     values: list[Value] = []
@@ -121,51 +120,56 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
         )
 
         def place(value: int, before: int = before, number: int = number) -> int:
-            return (
-                value + before
-                if value != source or number == 0
-                else last + before - len(block.values)
-            )
+            if value == source and number > 0:
+                return last + before - len(block.values)
+            return value + before
 
-        def read(one: ModelRead, points: int = points, place: object = place) -> ModelRead:
-            point = None if one.point is None else one.point + points
-            return replace(one, value=place(one.value), origin=place(one.origin), point=point)  # type: ignore[operator]
+        def read(
+            operand: ModelRead, points: int = points, place: Callable[[int], int] = place
+        ) -> ModelRead:
+            point = None if operand.point is None else operand.point + points
+            return replace(
+                operand, value=place(operand.value), origin=place(operand.origin), point=point
+            )
 
         for value in block.values:
             maker = None if value.operator is None else value.operator + ahead
             name = f"{value.name}_{number}"
             values.append(replace(value, name=name, tensor=value.tensor + before, operator=maker))
-        for one in block.operators:
-            decided = one.decided
+        for operator in block.operators:
+            decided = operator.decided
             if isinstance(decided, Follows):
-                inputs = tuple(at + ahead for at in decided.operators)
+                inputs = tuple(index + ahead for index in decided.operators)
                 # The FP32 input of the first block would force all of its residuals to FP32. Later
                 # blocks depend on
                 # the last operator of the previous block instead.
                 more = (ahead - 1,) if decided.given is not None and number else ()
                 decided = replace(decided, operators=(*more, *inputs), given=None)
             else:
-                decided = replace(decided, readers=tuple(at + ahead for at in decided.readers))
-            costs = {state: replace(cost, saved={}) for state, cost in one.costs.items()}
-            name, reads = f"{number}|{one.id}", tuple(map(read, one.reads))
+                decided = replace(
+                    decided, readers=tuple(index + ahead for index in decided.readers)
+                )
+            costs = {state: replace(cost, saved={}) for state, cost in operator.costs.items()}
+            name, reads = f"{number}|{operator.id}", tuple(map(read, operator.reads))
             operators.append(
                 replace(
-                    one,
+                    operator,
                     id=name,
-                    result=place(one.result),
+                    result=place(operator.result),
                     reads=reads,
                     decided=decided,
                     costs=costs,
                 )
             )
         for parameter in block.parameters:
-            readers = tuple(at + ahead for at in parameter.readers)
+            readers = tuple(index + ahead for index in parameter.readers)
             parameters.append(
                 replace(parameter, path=f"{number}.{parameter.path}", readers=readers)
             )
     end = len(values) - len(block.values) + last
     outputs = tuple(
-        replace(one, value=end, origin=end, point=block.points * count - 1) for one in block.outputs
+        replace(operator, value=end, origin=end, point=block.points * count - 1)
+        for operator in block.outputs
     )
     return replace(
         block,

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, judged
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
-from benchmarks.support.harness import Row, arguments, finish, folder as made, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder as made, selected
 
 STEPS = 4
 MANY = 2**16
@@ -71,18 +71,20 @@ def main() -> None:
         partial={
             "type": Path,
             "metavar": "DIR",
-            "help": "keep what is measured there; what it has is not measured again",
+            "help": "folder for measurements; those in it are not repeated",
         },
         rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
     )
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
-        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
+        count, rounds = by_size(options.quick, (2, 2), (options.plans, options.rounds))
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             if options.partial is not None:
                 folder = str(made(options.partial / name))
-            if all((Path(folder) / f"rank-{own}.json").exists() for own in range(RANKS)):
+            if all(
+                (Path(folder) / f"rank-{rank_index}.json").exists() for rank_index in range(RANKS)
+            ):
                 rows += judged(name, Path(folder))
                 continue
             job = {
@@ -95,8 +97,8 @@ def main() -> None:
             command = [sys.executable, __file__, "--rank"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             running = [
-                subprocess.Popen([*command, str(at), json.dumps(job)], env=environment)
-                for at in range(RANKS)
+                subprocess.Popen([*command, str(index), json.dumps(job)], env=environment)
+                for index in range(RANKS)
             ]
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
@@ -104,15 +106,18 @@ def main() -> None:
     finish(options, rows, cases=True)
 
 
-def rank(own: int, job: dict[str, Any]) -> None:
+def rank(rank_index: int, job: dict[str, Any]) -> None:
     """Run one rank: measure the profile, train all pairs interleaved, and write the times."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = Path(job["folder"])
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous-{os.getppid()}", rank=own, world_size=RANKS
+        "gloo",
+        init_method=f"file://{folder}/rendezvous-{os.getppid()}",
+        rank=rank_index,
+        world_size=RANKS,
     )
-    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    case = (by_size(job["quick"], QUICK, CASES))[job["case"]]()
     # Dynamo compiles a Sequential only if traced code calls it, which is not the case in
     # DistributedDataParallel.
     case = replace(case, model=Called(case.model))
@@ -128,11 +133,11 @@ def rank(own: int, job: dict[str, Any]) -> None:
             progress=False,
         )
         dist.barrier()
-        profile.save(folder / f"profile-{own}.json")
+        profile.save(folder / f"profile-{rank_index}.json")
     ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
-    plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
+    plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[rank_index::RANKS]
     turns: list[list[float]] = []
-    known: list[list[tuple[float, float, float]]] = []
+    known_steps: list[list[tuple[float, float, float]]] = []
     uniform = Plan.uniform(REFERENCE)
     # All versions compile one function, for which Dynamo limits the number of recompilations.
     with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
@@ -143,13 +148,13 @@ def rank(own: int, job: dict[str, Any]) -> None:
             return timed(alone), sending(), timed(together)
 
         for _ in range(job["rounds"]):
-            known.append([reference()])
+            known_steps.append([reference()])
             turns.append([])
             for step in steps:
                 turns[-1].append(timed(step))
-                known[-1].append(reference())
-    found = {"turns": turns, "known": known, "plans": [plan.to_json() for plan in plans]}
-    (folder / f"rank-{own}.json").write_text(json.dumps(found))
+                known_steps[-1].append(reference())
+    result = {"turns": turns, "known": known_steps, "plans": [plan.to_json() for plan in plans]}
+    (folder / f"rank-{rank_index}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -166,13 +171,13 @@ def timed(step: Callable[[], None]) -> float:
 def sending() -> float:
     """Return the median seconds of an all-reduce of one bucket on idle ranks."""
     bucket = torch.zeros(BUCKET_MIB * 2**20 // 4)
-    found = []
+    times = []
     for _ in range(SENDS):
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(bucket)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def training(

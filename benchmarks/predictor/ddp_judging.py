@@ -39,7 +39,7 @@ WAYS = (REPLAYED, OF_PROFILE, PROFILE_ALONE, NOTHING_COPIED, NO_CORE, NO_OVERLAP
 
 
 @dataclass(frozen=True)
-class Known:
+class UniformMeasurement:
     """Measurement of the uniform plan between two runs.
 
     Attributes:
@@ -54,12 +54,12 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankTimes:
     """Times of both ranks over some rounds, from the faster half of the samples.
 
     Attributes:
         alone: seconds of each rank's step of the uniform plan.
-        sending, together: as in `Known`.
+        sending, together: as in `UniformMeasurement`.
         pairs: seconds of a step of each pair of plans.
     """
 
@@ -86,51 +86,53 @@ class Pace:
 
 def judged(name: str, folder: Path) -> list[Row]:
     """Return rows with the prediction errors of each predictor."""
-    found = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     profiles = {
-        f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True)
-        for own in range(RANKS)
+        f"rank {rank}": Profile.load(folder / f"profile-{rank}.json", any_machine=True)
+        for rank in range(RANKS)
     }
     pairs = [
         {key: Plan.from_json(text) for key, text in zip(profiles, both, strict=True)}
-        for both in zip(*(one["plans"] for one in found), strict=True)
+        for both in zip(*(result["plans"] for result in results), strict=True)
     ]
-    rounds = range(len(found[0]["turns"]))
-    whole = seen(found, rounds)
-    middle = pace(whole, profiles)
+    rounds = range(len(results[0]["turns"]))
+    observed = seen(results, rounds)
+    middle = pace(observed, profiles)
     rows: list[Row] = []
-    for way in WAYS:
-        off = [value - 1 for value in ratios(pairs, profiles, whole, middle, way)]
+    for variant in WAYS:
+        off = [value - 1 for value in ratios(pairs, profiles, observed, middle, variant)]
         row: dict[str, Any] = {
             "case": name,
-            "way": way,
+            "way": variant,
             "pairs": len(pairs),
-            "step_ms": 1e3 * statistics.median(whole.pairs),
+            "step_ms": 1e3 * statistics.median(observed.pairs),
             "mean_%": 100 * statistics.mean(map(abs, off)),
             "worst_%": 100 * max(map(abs, off)),
             "bias_%": 100 * statistics.mean(off),
         }
-        if way == REPLAYED:
+        if variant == REPLAYED:
             row |= {
                 "busy": middle.busy,
                 "pace": middle.devices,
                 "pace of the network": middle.network,
             }
-            row |= {"each_%": [round(100 * one, 2) for one in off]}
-        if way == PROFILE_ALONE:
-            each = [one.collectives[0] for one in profiles.values()]
+            row |= {"each_%": [round(100 * result, 2) for result in off]}
+        if variant == PROFILE_ALONE:
+            each = [result.collectives[0] for result in profiles.values()]
             row |= {
                 "busy": each[0].busy,
-                "copies": [one.copies for one in each],
-                "pace": [one.slowdown for one in each],
+                "copies": [result.copies for result in each],
+                "pace": [result.slowdown for result in each],
             }
         rows.append(row)
-    halves = [seen(found, rounds[first::2]) for first in (0, 1)]
+    halves = [seen(results, rounds[first::2]) for first in (0, 1)]
     apart = [
         dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED)))
         for half in halves
     ]
-    mean, worst = errors(*({str(at): value for at, value in one.items()} for one in apart))
+    mean, worst = errors(
+        *({str(index): value for index, value in result.items()} for result in apart)
+    )
     floor = {
         "case": name,
         "way": "floor: odd against even rounds",
@@ -140,20 +142,23 @@ def judged(name: str, folder: Path) -> list[Row]:
     return [*rows, floor]
 
 
-def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
+def seen(results: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> RankTimes:
     """Return the times of some rounds."""
-    known = [[Known(*one) for at in rounds for one in rank["known"][at]] for rank in found]
-    turns = [[rank["turns"][at] for at in rounds] for rank in found]
+    steps = [
+        [UniformMeasurement(*step) for index in rounds for step in rank["known"][index]]
+        for rank in results
+    ]
+    turns = [[rank["turns"][index] for index in rounds] for rank in results]
     # Ranks end a step together, except for their optimizers: the mean of both is the step time.
     pairs = [
         [statistics.mean(both) for both in zip(*ranks, strict=True)]
         for ranks in zip(*turns, strict=True)
     ]
-    return Seen(
-        [faster_half([one.alone for one in rank]) for rank in known],
-        faster_half([max(one.sending for one in both) for both in zip(*known, strict=True)]),
+    return RankTimes(
+        [faster_half([step.alone for step in rank]) for rank in steps],
+        faster_half([max(step.sending for step in both) for both in zip(*steps, strict=True)]),
         faster_half(
-            [statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]
+            [statistics.mean(step.together for step in both) for both in zip(*steps, strict=True)]
         ),
         [faster_half(each) for each in zip(*pairs, strict=True)],
     )
@@ -162,13 +167,13 @@ def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
 def ratios(
     pairs: Sequence[Mapping[str, Plan]],
     profiles: Mapping[str, Profile],
-    real: Seen,
+    real: RankTimes,
     pace: Pace,
-    way: str,
+    variant: str,
 ) -> list[float]:
     """Return the predicted step time of each pair, divided by the measured one."""
     return [
-        replayed(plans, profiles, pace, way) / seconds
+        replayed(plans, profiles, pace, variant) / seconds
         for plans, seconds in zip(pairs, real.pairs, strict=True)
     ]
 
@@ -177,7 +182,7 @@ def links(profiles: Mapping[str, Profile]) -> Collective:
     return next(iter(profiles.values())).collectives[0]
 
 
-def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
+def pace(real: RankTimes, profiles: Mapping[str, Profile]) -> Pace:
     """Return the slowdown of devices and network and the `busy` fraction, from the uniform plan."""
     uniform = Plan.uniform(REFERENCE)
     devices = [
@@ -187,31 +192,31 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
     (bucket,) = MeasuredCollectives(links(profiles).seconds, RANKS).seconds(
         [BUCKET_MIB * 2**20], RANKS
     )
-    found = Pace(devices, real.sending / float(bucket), 0.0)
+    result = Pace(devices, real.sending / float(bucket), 0.0)
     both = dict.fromkeys(profiles, uniform)
     busy = least_for(
-        lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together
+        lambda busy: replayed(both, profiles, replace(result, busy=busy), REPLAYED), real.together
     )
-    return replace(found, busy=busy)
+    return replace(result, busy=busy)
 
 
 def replayed(
-    plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str
+    plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, variant: str
 ) -> float:
     """Return the predicted seconds of a step by one of the predictors in `WAYS`."""
-    if way == APART:
+    if variant == APART:
         return max(
             qsync_fx.replay(plans[key], profile).seconds * slower
             for slower, (key, profile) in zip(pace.devices, profiles.items(), strict=True)
         )
-    if way == PROFILE_ALONE:
+    if variant == PROFILE_ALONE:
         pace = Pace(
-            [one.collectives[0].slowdown for one in profiles.values()], 1.0, links(profiles).busy
+            [item.collectives[0].slowdown for item in profiles.values()], 1.0, links(profiles).busy
         )
     limit = BUCKET_MIB * 2**20
     measured = links(profiles)
-    busy = {NO_CORE: 0.0, NO_OVERLAP: 0.0, OF_PROFILE: measured.busy}.get(way, pace.busy)
-    copies = 0.0 if way == NOTHING_COPIED else None
+    busy = {NO_CORE: 0.0, NO_OVERLAP: 0.0, OF_PROFILE: measured.busy}.get(variant, pace.busy)
+    copies = 0.0 if variant == NOTHING_COPIED else None
     cluster = Cluster(
         {
             key: ClusterDevice(
@@ -226,6 +231,6 @@ def replayed(
             ranks=RANKS,
             busy=busy,
         ),
-        Buckets(limit, limit, whole_graphs=way == NO_OVERLAP),
+        Buckets(limit, limit, whole_graphs=variant == NO_OVERLAP),
     )
     return qsync_fx.replay(dict(plans), dict(profiles), cluster=cluster).seconds

@@ -27,35 +27,43 @@ Point = tuple[float, float]
 
 def points(rows: Sequence[Mapping[str, Any]], method: str) -> dict[str, list[Point]]:
     """Return log10 of (Monte Carlo, estimate) of each operator by format, without zeros."""
-    found: dict[str, list[Point]] = {}
+    result: dict[str, list[Point]] = {}
     for row in rows:
         if (each := row.get("each")) is None:
             continue
-        for real, said in zip(each[TRUTH], each[method], strict=True):
-            if real and said:
-                found.setdefault(row["precision"], []).append((math.log10(real), math.log10(said)))
-    return found
+        for real, predicted in zip(each[TRUTH], each[method], strict=True):
+            if real and predicted:
+                result.setdefault(row["precision"], []).append(
+                    (math.log10(real), math.log10(predicted))
+                )
+    return result
 
 
 def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the panels as an SVG document."""
-    known = {method: points(rows, method) for method in METHODS}
+    points_by_method = {method: points(rows, method) for method in METHODS}
     every = [
-        value for by in known.values() for many in by.values() for point in many for value in point
+        value
+        for by in points_by_method.values()
+        for many in by.values()
+        for point in many
+        for value in point
     ]
     low, high = math.floor(min(every)), math.ceil(max(every))
     wide, tall = LEFT + len(METHODS) * (SIDE + GAP), TOP + SIDE + BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" '
+        f'height="{tall}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         "<title>What indicators say of operators against Monte Carlo</title>",
         f'<rect width="{wide}" height="{tall}" fill="white"/>',
-        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">variance, as said</text>',
+        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" '
+        'text-anchor="middle">variance, as said</text>',
     ]
-    for at, (method, by) in enumerate(known.items()):
+    for index, (method, by) in enumerate(points_by_method.items()):
         parts += [
-            f'<g transform="translate({LEFT + at * (SIDE + GAP)} {TOP})">',
-            *_panel(method, by, low, high, at == 0),
+            f'<g transform="translate({LEFT + index * (SIDE + GAP)} {TOP})">',
+            *_panel(method, by, low, high, index == 0),
             "</g>",
         ]
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -74,13 +82,18 @@ def _panel(
     for power in range(low, high + 1, step):
         yield f'<text x="{place(power):.1f}" y="{SIDE + 16}" text-anchor="middle">1e{power}</text>'
         if first:
-            yield f'<text x="-6" y="{SIDE - place(power) + 4:.1f}" text-anchor="end">1e{power}</text>'
+            yield (
+                f'<text x="-6" y="{SIDE - place(power) + 4:.1f}" text-anchor="end">1e{power}</text>'
+            )
     yield f'<text x="{SIDE / 2}" y="{SIDE + 36}" text-anchor="middle">variance, Monte Carlo</text>'
-    for at, (fmt, many) in enumerate(sorted(by.items())):
-        color = COLORS[at]
-        yield f'<text x="8" y="{16 + 16 * at}" fill="{color}">{html.escape(fmt)}</text>'
-        for real, said in many:
-            yield f'<circle cx="{place(real):.1f}" cy="{SIDE - place(said):.1f}" r="2.4" fill="{color}" fill-opacity="0.6"/>'
+    for index, (fmt, many) in enumerate(sorted(by.items())):
+        color = COLORS[index]
+        yield f'<text x="8" y="{16 + 16 * index}" fill="{color}">{html.escape(fmt)}</text>'
+        for real, predicted in many:
+            yield (
+                f'<circle cx="{place(real):.1f}" cy="{SIDE - place(predicted):.1f}" r="2.4" '
+                f'fill="{color}" fill-opacity="0.6"/>'
+            )
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ from benchmarks.predictor.replay_accuracy import (
     mixed_plans,
     vgg11_bn,
 )
-from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.unbuilt import without_kernels
 
 SPACE = "passes", "step"
@@ -111,8 +111,8 @@ def loss_of(case: Case) -> LossMemory:
     plain = isinstance(returned, Tensor)
 
     def loss(result: Tensor) -> Tensor:
-        given = result if plain else SimpleNamespace(last_hidden_state=result)
-        return case.step(lambda _: given, case.batch)
+        output = result if plain else SimpleNamespace(last_hidden_state=result)
+        return case.step(lambda _: output, case.batch)
 
     return loss_memory(loss, returned if plain else returned.last_hidden_state)
 
@@ -149,25 +149,25 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
     }
     anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
     for label, plan in plans.items():
-        real, found = measured(case, plan), states(graph, plan)
+        real, predicted = measured(case, plan), states(graph, plan)
         for space in SPACE:
             if label in PRECISIONS:
-                anchors[space].append(Anchor(found, real[space]))
-            yield _row(name, label, space, found, real[space], anchors[space], trainings[space])
+                anchors[space].append(Anchor(predicted, real[space]))
+            yield _row(name, label, space, predicted, real[space], anchors[space], trainings[space])
 
 
 def _row(
     name: str,
     label: str,
     space: str,
-    found: States,
+    predicted: States,
     real: int,
     anchors: list[Anchor],
     training: TrainingMemory,
 ) -> Row:
-    memory = step_memory(found, training)
+    memory = step_memory(predicted, training)
     mixed = label not in PRECISIONS
-    corrected = anchored_bytes(found, anchors, training) if mixed else real
+    corrected = anchored_bytes(predicted, anchors, training) if mixed else real
     return {
         "case": name,
         "plan": label,
@@ -184,7 +184,7 @@ def _row(
 
 def summaries(rows: list[Row]) -> list[Row]:
     """Return the mean and the worst error of each model's mixed plans."""
-    found: list[Row] = []
+    result: list[Row] = []
     for name in dict.fromkeys(row["case"] for row in rows):
         for space in SPACE:
             mixed = [
@@ -193,7 +193,7 @@ def summaries(rows: list[Row]) -> list[Row]:
                 if r["case"] == name and r["of"] == space and r["anchored_error"] is not None
             ]
             if mixed:
-                found += [
+                result += [
                     {"case": name, "plan": label, "of": space}
                     | {
                         key: of(abs(row[key]) for row in mixed)
@@ -204,17 +204,19 @@ def summaries(rows: list[Row]) -> list[Row]:
                         ("worst of mixed plans", max),
                     )
                 ]
-    return found
+    return result
 
 
 def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    counts = (
-        dict.fromkeys(QUICK, 2)
-        if options.quick
-        else dict.fromkeys(CASES, options.plans) | dict.fromkeys(HELD_OUT, options.held_out)
+    counts = by_size(
+        options.quick,
+        dict.fromkeys(QUICK, 2),
+        dict.fromkeys(CASES, options.plans) | dict.fromkeys(HELD_OUT, options.held_out),
     )
-    for name, make in selected(options, QUICK if options.quick else {**CASES, **HELD_OUT}).items():
+    for name, make in selected(
+        options, by_size(options.quick, QUICK, {**CASES, **HELD_OUT})
+    ).items():
         torch.manual_seed(0)
         for row in rows_of(name, make(), counts[name]):
             rows.append(row)

@@ -22,13 +22,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qsync_fx
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 
 PRECISIONS = ("fp32", "bf16", "int8")
 BATCHES = 50
 _TIME = r"([\d.]+ (?:s|minutes|hours))"
 _FORESEEN = re.compile(
-    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, {_TIME} to {_TIME},.*)?$",
+    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, "
+    rf"{_TIME} to {_TIME},.*)?$",
     re.MULTILINE,
 )
 _MINUTES = {"s": 1 / 60, "minutes": 1.0, "hours": 60.0}
@@ -39,26 +40,29 @@ def main() -> None:
         print(json.dumps(measured(**json.loads(sys.argv[2]))))
         return
     options = arguments(__doc__)
-    layers = 1 if options.quick else 12
+    layers = by_size(options.quick, 1, 12)
     rows: list[Row] = []
-    for case, how in (
+    for case, settings in (
         ("compiled anew, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
         ("compiled before", {}),
     ):
         print(f"{layers} layers: {case}", flush=True)
-        given = json.dumps({"layers": layers, "threads": options.threads, "how": how})
-        command = [sys.executable, str(Path(__file__).resolve()), "--measure", given]
+        job = json.dumps({"layers": layers, "threads": options.threads, "how": settings})
+        command = [sys.executable, str(Path(__file__).resolve()), "--measure", job]
         done = subprocess.run(command, check=True, text=True, capture_output=True)
-        found = _FORESEEN.search(done.stderr)
-        assert found is not None, done.stderr
-        known, new, *beside = (_minutes(words) for words in found.groups())
-        said = {
-            "foreseen_minutes": [round(new, 1)]
-            if how
-            else [round(known + more, 1) for more in beside]
-        }
+        match = _FORESEEN.search(done.stderr)
+        assert match is not None, done.stderr
+        cached, new, *others = (_minutes(words) for words in match.groups())
+        predicted = {"foreseen_minutes": [round(cached + more, 1) for more in others]}
+        if settings:
+            predicted = {"foreseen_minutes": [round(new, 1)]}
         rows.append(
-            {"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said}
+            {
+                "case": case,
+                "layers": layers,
+                **json.loads(done.stdout.splitlines()[-1]),
+                **predicted,
+            }
         )
     finish(options, rows)
 
@@ -68,7 +72,7 @@ def _minutes(words: str | None) -> float:
     return float(number) * _MINUTES[unit]
 
 
-def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
+def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
     """Measure a profile in this process, and return a row with its duration."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -86,15 +90,14 @@ def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
         return loss
 
     begin = time.perf_counter()
-    profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **how)
+    profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **settings)
     minutes = (time.perf_counter() - begin) / 60
-    found = profile.sensitivity
-    told = (
-        {}
-        if found is None
-        else {"sensitivity_steps": found.steps, "sensitivity_minutes": found.seconds / 60}
-    )
-    return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **told}
+    sensitivity = profile.sensitivity
+    row = {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs)}
+    if sensitivity is not None:
+        row["sensitivity_steps"] = sensitivity.steps
+        row["sensitivity_minutes"] = sensitivity.seconds / 60
+    return row
 
 
 if __name__ == "__main__":

@@ -33,7 +33,15 @@ from qsync_fx.profiler.run_statistics import MeasuredRun, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, folder, selected, write_cases
+from benchmarks.support.harness import (
+    Row,
+    arguments,
+    by_size,
+    finish,
+    folder,
+    selected,
+    write_cases,
+)
 from benchmarks.support.models import vgg_layers
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -56,7 +64,7 @@ def bert(layers: int, batch: int, length: int) -> Case:
 
     config = BertConfig(num_hidden_layers=layers, attn_implementation="eager")
     model = BertModel(config, add_pooling_layer=False)
-    given = torch.randint(30000, (batch, length)), torch.randn(batch, length, 768)
+    inputs = torch.randint(30000, (batch, length)), torch.randn(batch, length, 768)
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = nn.functional.mse_loss(
@@ -64,7 +72,7 @@ def bert(layers: int, batch: int, length: int) -> Case:
         )
         return loss
 
-    return Case(model, given, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    return Case(model, inputs, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
 
 
 class Block(nn.Module):
@@ -154,9 +162,9 @@ QUICK: Mapping[str, Callable[[], Case]] = {
 
 def mixed_plans(ids: Sequence[str], count: int, seed: int = 1) -> dict[str, Plan]:
     """Return random plans: operators drawn independently, mostly in one format, or by block."""
-    drawn, found = random.Random(seed), {}
-    for at in range(count):
-        kind = KINDS[at % len(KINDS)]
+    drawn, plans = random.Random(seed), {}
+    for index in range(count):
+        kind = KINDS[index % len(KINDS)]
         usual = drawn.choice(PRECISIONS)
         blocks: dict[str, str] = {}
         chosen = {}
@@ -164,10 +172,10 @@ def mixed_plans(ids: Sequence[str], count: int, seed: int = 1) -> dict[str, Plan
             if kind == "by block":
                 chosen[name] = blocks.setdefault(_block(name), drawn.choice(PRECISIONS))
             else:
-                alike = kind == "skewed" and drawn.random() < 0.7
-                chosen[name] = usual if alike else drawn.choice(PRECISIONS)
-        found[f"{at:02d} {kind}"] = Plan(operators=chosen)
-    return found
+                skewed = kind == "skewed" and drawn.random() < 0.7
+                chosen[name] = usual if skewed else drawn.choice(PRECISIONS)
+        plans[f"{index:02d} {kind}"] = Plan(operators=chosen)
+    return plans
 
 
 def _block(name: str) -> str:
@@ -192,8 +200,8 @@ def additive(profile: Profile, plan: Plan) -> float:
         run.label: {m.operator: m.forward + m.backward for m in run.operators}
         for run in profile.runs
     }
-    asked = {str(op_id): chosen.name for op_id, chosen in plan.operators.items()}
-    total = sum(runs[asked.get(operator, "fp32")][operator] for operator in runs["fp32"])
+    formats = {str(op_id): chosen.name for op_id, chosen in plan.operators.items()}
+    total = sum(runs[formats.get(operator, "fp32")][operator] for operator in runs["fp32"])
     return total + sum(next(run for run in profile.runs if run.label == "fp32").outside)
 
 
@@ -203,9 +211,9 @@ def foreseen(profile: Profile, plan: Plan) -> float:
     return totals.seconds - totals.optimizer
 
 
-def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float, float]:
+def errors(predicted: Mapping[str, float], real: Mapping[str, float]) -> tuple[float, float]:
     """Return the mean and the worst absolute error in percent."""
-    off = [100 * abs(found[name] / real[name] - 1) for name in real]
+    off = [100 * abs(predicted[name] / real[name] - 1) for name in real]
     return statistics.mean(off), max(off)
 
 
@@ -218,9 +226,9 @@ def measured(
     plans is omitted, since it would test no prediction.
     """
     if partial is not None and partial.exists():
-        whole = Profile.load(partial)
+        resumed = Profile.load(partial)
     else:
-        whole = qsync_fx.measure(
+        resumed = qsync_fx.measure(
             case.model,
             case.step,
             [case.batch],
@@ -231,16 +239,18 @@ def measured(
             sensitivity=None,
             path=partial,
         )
-    runs = {run.label: run for run in whole.runs if run.planned}
-    profile = replace(whole, runs=[run for run in whole.runs if not run.planned])
+    runs = {run.label: run for run in resumed.runs if run.planned}
+    profile = replace(resumed, runs=[run for run in resumed.runs if not run.planned])
     return profile, [runs[label] for plan in plans if (label := label_of(plan)) in runs]
 
 
 def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
     explanation = qsync_fx.explain(case.model, case.batch[0])
     ids = [str(op_id) for op_id in explanation.plan().operators]
-    asked = {label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()}
-    plans = [plan for _, plan in asked.values()]
+    plans_by_label = {
+        label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()
+    }
+    plans = [plan for _, plan in plans_by_label.values()]
     profile, runs = measured(case, plans, rounds, partial)
     targets = {run.label: run for run in runs}
     real = {label: run.passes for label, run in targets.items()}
@@ -259,25 +269,26 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         }
         for start in (0, 1)
     ]
-    ways = {
-        "mapper": {label: foreseen(profile, asked[label][1]) for label in targets},
+    predictors = {
+        "mapper": {label: foreseen(profile, plans_by_label[label][1]) for label in targets},
         "mapper, uniform runs alone": {
-            label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets
+            label: foreseen(uniform_alone(profile), plans_by_label[label][1]) for label in targets
         },
         "additive, no casts or cascades": {
-            label: additive(profile, asked[label][1]) for label in targets
+            label: additive(profile, plans_by_label[label][1]) for label in targets
         },
     }
     rows: list[Row] = []
-    for way, found in ways.items():
-        mean, worst = errors(found, real)
+    for predictor, predicted in predictors.items():
+        mean, worst = errors(predicted, real)
         of_step = errors(
-            {label: seconds + profile.optimizer_seconds for label, seconds in found.items()}, steps
+            {label: seconds + profile.optimizer_seconds for label, seconds in predicted.items()},
+            steps,
         )
         rows.append(
             {
                 "case": name,
-                "way": way,
+                "way": predictor,
                 "plans": len(targets),
                 "passes_ms": 1e3 * statistics.mean(real.values()),
                 "step_ms": 1e3 * statistics.mean(steps.values()),
@@ -286,7 +297,7 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
                 "step_mean_%": of_step[0],
                 "step_worst_%": of_step[1],
                 "each_%": {
-                    asked[label][0]: round(100 * (found[label] / real[label] - 1), 2)
+                    plans_by_label[label][0]: round(100 * (predicted[label] / real[label] - 1), 2)
                     for label in targets
                 },
             }
@@ -311,7 +322,7 @@ def main() -> None:
         rounds={"type": int, "default": 9, "help": "turns a plan (%(default)s)"},
         partial={
             "type": folder,
-            "help": "folder that keeps measurements that are interrupted, to go on from",
+            "help": "folder for partial measurements, from which an interrupted run resumes",
         },
         clock={
             "choices": CLOCKS,
@@ -325,12 +336,12 @@ def main() -> None:
     measurement.clock_for = lambda threads: CLOCKS[options.clock]  # type: ignore[attr-defined]
     torch.manual_seed(0)
     rows: list[Row] = []
-    for name, build in selected(options, QUICK if options.quick else CASES).items():
-        kept = "" if CLOCKS[options.clock] is time.thread_time else f"-{options.clock}"
-        partial = options.partial and options.partial / f"{name.split()[0].lower()}{kept}.json"
-        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+    for name, build in selected(options, by_size(options.quick, QUICK, CASES)).items():
+        suffix = "" if CLOCKS[options.clock] is time.thread_time else f"-{options.clock}"
+        partial = options.partial and options.partial / f"{name.split()[0].lower()}{suffix}.json"
+        count, rounds = by_size(options.quick, (2, 2), (options.plans, options.rounds))
         rows += rows_of(
-            name if not kept else f"{name}, by the clock on the wall",
+            name if not suffix else f"{name}, by the clock on the wall",
             build(),
             count,
             rounds,

@@ -22,7 +22,7 @@ from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import arguments, finish, measure
+from benchmarks.support.harness import arguments, by_size, finish, measure
 
 OPERATORS, BUCKETS = 10_000, 50
 TARGETS = {"two classes": 1e-4, "4,096 devices": 0.02, "one operator": 1e-5, "20,000 plans": 0.05}
@@ -136,11 +136,11 @@ def main() -> None:
     buckets = ddp_buckets([parameter.numel for parameter in schedule.parameters])
 
     def from_schedules() -> None:
-        found = [local(schedule, buckets), local(schedule, buckets, slowdown=1.1)]
+        timelines = [local(schedule, buckets), local(schedule, buckets, slowdown=1.1)]
         steady(
-            np.stack([one.ready for one in found]),
-            np.array([one.computed for one in found]),
-            np.array([one.optimizer for one in found]),
+            np.stack([timeline.ready for timeline in timelines]),
+            np.array([timeline.computed for timeline in timelines]),
+            np.array([timeline.optimizer for timeline in timelines]),
             np.full(len(buckets), 1e-3),
         )
 
@@ -151,7 +151,7 @@ def main() -> None:
         "20,000 plans": lambda: iteration(plans, transfer, plans[..., -1], np.full(2, 0.01)),
         "two schedules": from_schedules,
     }
-    repeats = 3 if options.quick else 21
+    repeats = by_size(options.quick, 3, 21)
     wall, core = measure(cases, repeats), measure(cases, repeats, clock=time.process_time)
     calls = {"one operator": len(entries)}
     rows = [
@@ -169,16 +169,19 @@ def main() -> None:
 def a_schedule(random: np.random.Generator) -> Schedule:
     half = OPERATORS // 2
     seconds = random.random(OPERATORS) * 1e-4
-    parameters = tuple(Parameter(f"layers.{at}.weight", 700_000) for at in range(half // 10))
+    parameters = tuple(Parameter(f"layers.{index}.weight", 700_000) for index in range(half // 10))
     return Schedule(
-        tuple(Entry(f"layers.{at}/linear", Part.FORWARD, float(seconds[at])) for at in range(half)),
         tuple(
-            Entry(f"layers.{at}/linear", Part.BACKWARD, float(seconds[half + at]))
-            for at in range(half)[::-1]
+            Entry(f"layers.{index}/linear", Part.FORWARD, float(seconds[index]))
+            for index in range(half)
+        ),
+        tuple(
+            Entry(f"layers.{index}/linear", Part.BACKWARD, float(seconds[half + index]))
+            for index in range(half)[::-1]
         ),
         0.01,
         parameters,
-        {parameter.path: half - 1 - 10 * at for at, parameter in enumerate(parameters)},
+        {parameter.path: half - 1 - 10 * index for index, parameter in enumerate(parameters)},
     )
 
 

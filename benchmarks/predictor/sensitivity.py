@@ -37,7 +37,7 @@ from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, show, write_json
+from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 Batch = tuple[Tensor, Tensor]
 DRAWN = ("second_order", "injected", "paper", "monte_carlo")
@@ -54,7 +54,7 @@ def digits(count: int, size: int) -> list[Batch]:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16 - 0.3, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return [(x[at], y[at]) for at in torch.split(order, size)[:count]]
+    return [(x[index], y[index]) for index in torch.split(order, size)[:count]]
 
 
 def perceptron(activation: Callable[[], nn.Module]) -> nn.Module:
@@ -73,8 +73,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(self.activation(self.up(x)))
-        return found
+        result: Tensor = x + self.down(self.activation(self.up(x)))
+        return result
 
 
 def residual(activation: Callable[[], nn.Module]) -> nn.Module:
@@ -99,19 +99,18 @@ class Attention(nn.Module):
         x = self.rows(x.view(-1, 8, 8))
         for layer in self.layers:
             x = layer(x)
-        found: Tensor = self.head(x.mean(1))
-        return found
+        result: Tensor = self.head(x.mean(1))
+        return result
 
 
 def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
     channels = 1
     for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2)):
-        layers += [
-            nn.Conv2d(channels, width, 3, stride, 1),
-            *([nn.BatchNorm2d(width)] if norm else []),
-            activation(),
-        ]
+        layers.append(nn.Conv2d(channels, width, 3, stride, 1))
+        if norm:
+            layers.append(nn.BatchNorm2d(width))
+        layers.append(activation())
         channels = width
     head = (
         nn.AdaptiveAvgPool2d(1),
@@ -126,7 +125,9 @@ def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
 def pooling() -> nn.Module:
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
     for a, b, pool in ((1, 16, False), (16, 32, True), (32, 32, False), (32, 64, True)):
-        layers += [nn.Conv2d(a, b, 3, 1, 1), nn.ReLU(True), *([nn.MaxPool2d(2)] if pool else [])]
+        layers += [nn.Conv2d(a, b, 3, 1, 1), nn.ReLU(True)]
+        if pool:
+            layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -148,8 +149,8 @@ class Vit(nn.Module):
         self.vit = ViTForImageClassification(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.vit(pixel_values=x.view(-1, 1, 8, 8)).logits
-        return found
+        result: Tensor = self.vit(pixel_values=x.view(-1, 1, 8, 8)).logits
+        return result
 
 
 class Gpt2(nn.Module):
@@ -172,8 +173,8 @@ class Gpt2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shades = ((x + 0.3) * 16).round().long().clamp(0, 16)
-        found: Tensor = self.head(self.gpt2(input_ids=shades).last_hidden_state[:, -1])
-        return found
+        result: Tensor = self.head(self.gpt2(input_ids=shades).last_hidden_state[:, -1])
+        return result
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -227,35 +228,39 @@ def network(name: str, precision: str, steps: int) -> Row:
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    found = several(
+    estimates = several(
         model, loss, batches, METHODS, [precision], steps=steps, fraction=1.0, optimizer=optimizer
     )
-    *methods, truth = found
-    held = {one.method: agreement(one, truth, precision) for one in methods}
+    *methods, truth = estimates
+    agreements = {estimate.method: agreement(estimate, truth, precision) for estimate in methods}
     return {
         "case": name,
         "precision": precision,
         "steps": steps,
-        "operators": held["second_order"].operators,
-        "spread": held["second_order"].spread,
+        "operators": agreements["second_order"].operators,
+        "spread": agreements["second_order"].spread,
         "floor": floor(truth, precision),
-        **{method: a.spearman for method, a in held.items()},
+        **{method: a.spearman for method, a in agreements.items()},
         **{
-            f"{method}/truth": held[method].ratio
+            f"{method}/truth": agreements[method].ratio
             for method in ("second_order", "injected", "depth", "paper")
         },
         **{
-            f"{one.method} s": one.seconds
-            for one in found
-            if one.method in ("second_order", "injected", "monte_carlo")
+            f"{estimate.method} s": estimate.seconds
+            for estimate in estimates
+            if estimate.method in ("second_order", "injected", "monte_carlo")
         },
-        "each": {one.method: rounded(one, precision) for one in found if one.method in DRAWN},
+        "each": {
+            estimate.method: rounded(estimate, precision)
+            for estimate in estimates
+            if estimate.method in DRAWN
+        },
     }
 
 
-def rounded(found: Sensitivity, precision: str) -> list[float | None]:
+def rounded(sensitivity: Sensitivity, precision: str) -> list[float | None]:
     """Return the variance of each operator, for `indicator_scatter.py`."""
-    values = [found.variance[name].get(precision) for name in found.operators]
+    values = [sensitivity.variance[name].get(precision) for name in sensitivity.operators]
     return [None if value is None else float(f"{value:.4g}") for value in values]
 
 
@@ -291,7 +296,7 @@ def formulas(draws: int) -> list[Row]:
 
     def row(
         case: str,
-        what: str,
+        label: str,
         fmt: Precision,
         sample: Callable[[], Tensor],
         exact: Tensor,
@@ -301,7 +306,7 @@ def formulas(draws: int) -> list[Row]:
         rows.append(
             {
                 "case": case,
-                "what": what,
+                "what": label,
                 "precision": fmt.name,
                 "formula/Monte Carlo": float(variance.sum()) / measured,
             }
@@ -322,17 +327,17 @@ def formulas(draws: int) -> list[Row]:
                 ("weight gradient", to_w, g, x, vg, vx),
                 ("input gradient", to_x, g, w, vg, vw),
             )
-            for what, computed, a, b, va, vb in cases:
+            for label, computed, a, b, va, vb in cases:
 
                 def sample(
                     c: Any = computed, a: Tensor = a, b: Tensor = b, fmt: Precision = fmt
                 ) -> Tensor:
-                    found: Tensor = c(drawn(a, fmt, generator), drawn(b, fmt, generator))
-                    return found
+                    product: Tensor = c(drawn(a, fmt, generator), drawn(b, fmt, generator))
+                    return product
 
                 row(
                     name,
-                    what,
+                    label,
                     fmt,
                     sample,
                     computed(a.double(), b.double()),
@@ -353,13 +358,13 @@ def main() -> None:
     options = arguments(
         __doc__, only={"nargs": "*", "metavar": "NETWORK", "help": "these networks alone"}
     )
-    rows = formulas(20 if options.quick else 400)
-    names = options.only or (list(NETWORKS)[:1] if options.quick else list(NETWORKS))
+    rows = formulas(by_size(options.quick, 20, 400))
+    names = options.only or (by_size(options.quick, list(NETWORKS)[:1], list(NETWORKS)))
     for name in names:
-        for precision in ("int8",) if options.quick else STEPS:
-            steps = 2 if options.quick else STEPS[precision]
+        for precision in by_size(options.quick, ("int8",), STEPS):
+            steps = by_size(options.quick, 2, STEPS[precision])
             row = network(name, precision, steps)
-            for more in () if options.quick else MORE:
+            for more in by_size(options.quick, (), MORE):
                 if float(row["floor"]) < FLOOR:
                     row = network(name, precision, more * steps)
             rows.append({key: None if value != value else value for key, value in row.items()})

@@ -137,7 +137,7 @@ class Part:
     """Points of one device: its index, point indices, machine, shapes [sides, points], layouts."""
 
     device: int
-    at: NDArray[np.int_]
+    indices: NDArray[np.int_]
     machine: RooflineMachine
     sides: Numbers
     layouts: Sequence[str]
@@ -162,56 +162,60 @@ class Problem:
         if self.product == "gemm":
             return _TILES | _GEMM
         strided = self.product == "input_gradient"
-        found = _TILES | _CONVOLUTION | (_STRIDED if strided else {})
+        constants = _TILES | _CONVOLUTION | (_STRIDED if strided else {})
         if precision(self.precision) is not FP32:
-            found |= _TENSOR_CORES | (_LAID_OUT if strided else {})
-            return found | (_PADDED if self.product != "output" else {})
-        found |= _FP32 | (_ZEROS if strided else {})
-        return found | (_FUSED if self.product != "weight_gradient" else {})
+            constants |= _TENSOR_CORES | (_LAID_OUT if strided else {})
+            return constants | (_PADDED if self.product != "output" else {})
+        constants |= _FP32 | (_ZEROS if strided else {})
+        return constants | (_FUSED if self.product != "weight_gradient" else {})
 
     def constants(self, away: Numbers, device: int) -> Tiles:
-        own: dict[str, Any] = {
+        per_device: dict[str, Any] = {
             name: usual.at(far)
             for (name, usual), far in zip(self.usual().items(), away[device], strict=True)
         }
-        own |= _KERNELS[self.product].get(f"{self.devices[device]} {self.precision}", {})
+        per_device |= _KERNELS[self.product].get(f"{self.devices[device]} {self.precision}", {})
         if self.product != "gemm":
-            own["step"] = 8 if precision(self.precision) is FP32 else 32
-            return ConvolutionSpec(**own, source="a fit")
-        layouts = {name: own.pop(name) for name in ("tn", "nt")}
+            per_device["step"] = 8 if precision(self.precision) is FP32 else 32
+            return ConvolutionSpec(**per_device, source="a fit")
+        layouts = {name: per_device.pop(name) for name in ("tn", "nt")}
         return Tiles(
-            **own, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit"
+            **per_device, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit"
         )
 
     def parts(self, points: Sequence[Point]) -> list[Part]:
         """Return the points, grouped by device."""
-        found = []
+        result = []
         for number, device in enumerate(self.devices):
-            at = np.array(
+            indices = np.array(
                 [index for index, point in enumerate(points) if point.device == device], dtype=int
             )
-            if len(at):
-                sides = np.array([points[index].shape for index in at], dtype=float).T
-                layouts = [points[index].layout for index in at]
-                found.append(
-                    Part(number, at, devices.get(device).machine(self.precision), sides, layouts)
+            if len(indices):
+                sides = np.array([points[index].shape for index in indices], dtype=float).T
+                layouts = [points[index].layout for index in indices]
+                result.append(
+                    Part(
+                        number, indices, devices.get(device).machine(self.precision), sides, layouts
+                    )
                 )
-        return found
+        return result
 
     def reckon(self, away: Numbers, parts: Sequence[Part]) -> Numbers:
         """Return the logarithms of the predicted seconds of all points."""
-        seconds, fmt = np.zeros(sum(len(part.at) for part in parts)), precision(self.precision)
+        seconds, fmt = np.zeros(sum(len(part.indices) for part in parts)), precision(self.precision)
         width = fmt.dtype.itemsize
         for part in parts:
             by = self.constants(away, part.device)
             if isinstance(by, ConvolutionSpec):
                 shape = GemmShape.of(*part.sides)
-                found = uncorrected(by, part.machine, shape, self.product, width, fmt is not FP32)
+                predicted = uncorrected(
+                    by, part.machine, shape, self.product, width, fmt is not FP32
+                )
             else:
                 result = 4 if fmt.kind == "integer" else width
                 m, n, k = part.sides
-                found = multiplied(by, part.machine, m, n, k, part.layouts, width, result)
-            seconds[part.at] = found
+                predicted = multiplied(by, part.machine, m, n, k, part.layouts, width, result)
+            seconds[part.indices] = predicted
         return np.log(seconds)
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.published.calibration import Point, fit
 from benchmarks.published.fitting import Numbers
-from benchmarks.support.harness import arguments, finish
+from benchmarks.support.harness import arguments, by_size, finish
 
 CATALOG = Path(devices.__file__).with_name("catalog")
 MARK = "# Fitted by benchmarks/published/catalog.py; what is above is written by hand."
@@ -47,7 +47,10 @@ FOLDS = 10
 SOURCE = (
     "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
 )
-AT_HAND = "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in docs/predictor.md"
+AT_HAND = (
+    "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in "
+    "docs/predictor.md"
+)
 
 Write = Callable[[str, Mapping[tuple[str, str], Mapping[str, Any]]], None]
 
@@ -86,7 +89,7 @@ def convolutions(folder: Path) -> list[Point]:
 
 def measured(file: Path) -> list[Point]:
     """Return the times in a result of gpu/products.py; a GPU's last word names its device."""
-    found = json.loads(file.read_text())
+    records = json.loads(file.read_text())
     return [
         Point(
             run["machine"]["cuda"].split()[-1].lower(),
@@ -96,7 +99,7 @@ def measured(file: Path) -> list[Point]:
             row.get("layout", ""),
             row["seconds"],
         )
-        for run in (found, *found.get("others", []))
+        for run in (records, *records.get("others", []))
         for row in run["rows"]
         if "precision" in row and "seconds" in row
     ]
@@ -105,7 +108,7 @@ def measured(file: Path) -> list[Point]:
 def folds(shapes: Sequence[Any]) -> dict[Any, int]:
     distinct = sorted(set(shapes))
     np.random.default_rng(0).shuffle(distinct)
-    return {tuple(shape): at % FOLDS for at, shape in enumerate(distinct)}
+    return {tuple(shape): index % FOLDS for index, shape in enumerate(distinct)}
 
 
 def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
@@ -117,13 +120,13 @@ def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
         point.shape[1:] if by_layer and point.product != "gemm" else point.shape for point in points
     ]
     fold = folds(shapes)
-    found = np.zeros(len(points))
-    for number in range(1 if quick else FOLDS):
-        there = np.array([fold[shape] == number for shape in shapes])
-        known = [p for p, out in zip(points, there, strict=True) if not out]
-        fitted = fit(known, *_EFFORT[quick])
-        found[there] = fitted.seconds([p for p, out in zip(points, there, strict=True) if out])
-    return found
+    result = np.zeros(len(points))
+    for number in range(by_size(quick, 1, FOLDS)):
+        outside = np.array([fold[shape] == number for shape in shapes])
+        training = [p for p, out in zip(points, outside, strict=True) if not out]
+        fitted = fit(training, *_EFFORT[quick])
+        result[outside] = fitted.seconds([p for p, out in zip(points, outside, strict=True) if out])
+    return result
 
 
 _EFFORT = {False: (15, 3), True: (3, 0)}
@@ -152,7 +155,7 @@ def products(
     points: Sequence[Point], quick: bool, by_layer: bool, only: Sequence[str], write: Write | None
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    result: dict[tuple[str, str, str], dict[str, Any]] = {}
     # All devices share one fit of the convolutions, because few were measured.
     keys = sorted(
         {(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points}
@@ -167,21 +170,27 @@ def products(
         ]
         if write is not None:
             fitted = fit(some, *_EFFORT[quick])
-            found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
+            result |= {
+                (device_name, precision, product): fitted.of(device_name)
+                for device_name in fitted.problem.devices
+            }
             continue
         seconds = held_out(some, quick, by_layer)
-        for one in sorted({point.device for point in some}):
-            at = np.array(
-                [p.device == one and done > 0 for p, done in zip(some, seconds, strict=True)]
+        for device_name in sorted({point.device for point in some}):
+            indices = np.array(
+                [
+                    p.device == device_name and done > 0
+                    for p, done in zip(some, seconds, strict=True)
+                ]
             )
-            mine = [p for p, of in zip(some, at, strict=True) if of]
+            mine = [p for p, of in zip(some, indices, strict=True) if of]
             out, all_of = (
-                errors(seconds[at], mine),
+                errors(seconds[indices], mine),
                 errors(np.array([catalogued(p) for p in mine]), mine),
             )
             rows.append(
                 {
-                    "device": one,
+                    "device": device_name,
                     "precision": precision,
                     "product": product,
                     "points": len(mine),
@@ -192,8 +201,11 @@ def products(
             )
             print(rows[-1], flush=True)
     if write is not None:
-        for one in sorted({name for name, _, _ in found}):
-            write(one, {key[1:]: values for key, values in found.items() if key[0] == one})
+        for device_name in sorted({name for name, _, _ in result}):
+            write(
+                device_name,
+                {key[1:]: values for key, values in result.items() if key[0] == device_name},
+            )
     return rows
 
 
@@ -215,39 +227,43 @@ def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
     """Return sizes in bytes and seconds of V100 all-reduces, by number of ranks."""
-    found = {}
+    result = {}
     for path in sorted(folder.glob("allreduce_v100_gpu*.csv.gz")):
         with gzip.open(path, "rt") as file:
             rows = [line for line in list(csv.reader(file))[1:] if line]
         table = np.array([[float(row[0]), float(row[3]) * 1e-9] for row in rows])
-        found[int(path.name.removeprefix("allreduce_v100_gpu").removesuffix(".csv.gz"))] = (
+        result[int(path.name.removeprefix("allreduce_v100_gpu").removesuffix(".csv.gz"))] = (
             table[:, 0],
             table[:, 1],
         )
-    return found
+    return result
 
 
 def knots(size: Numbers, seconds: Numbers) -> tuple[list[float], list[float]]:
     """Return knots, at powers of two, of a piecewise linear fit in log-log space."""
-    at = [
+    sizes = [
         float(2**power)
         for power in range(int(math.log2(size.min())), math.ceil(math.log2(size.max())) + 1)
     ]
-    basis = np.stack([np.interp(np.log(size), np.log(at), row) for row in np.eye(len(at))], 1)
+    basis = np.stack([np.interp(np.log(size), np.log(sizes), row) for row in np.eye(len(sizes))], 1)
     values = np.exp(np.linalg.lstsq(basis, np.log(seconds), rcond=None)[0])
-    return at, [float(value) for value in np.maximum.accumulate(values)]
+    return sizes, [float(value) for value in np.maximum.accumulate(values)]
 
 
 def collectives(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for ranks, (size, seconds) in reductions(folder).items():
         out = np.arange(len(size)) % FOLDS
-        found = np.zeros(len(size))
+        predicted = np.zeros(len(size))
         for number in range(FOLDS):
-            at, values = knots(size[out != number], seconds[out != number])
-            found[out == number] = [interpolated(at, values, one) for one in size[out == number]]
-        error = np.abs(found / seconds - 1)
-        known = np.array([devices.get("v100").allreduce_seconds(float(one), ranks) for one in size])
+            sizes, values = knots(size[out != number], seconds[out != number])
+            predicted[out == number] = [
+                interpolated(sizes, values, size_bytes) for size_bytes in size[out == number]
+            ]
+        error = np.abs(predicted / seconds - 1)
+        catalog_seconds = np.array(
+            [devices.get("v100").allreduce_seconds(float(size_bytes), ranks) for size_bytes in size]
+        )
         rows.append(
             {
                 "device": "v100",
@@ -256,7 +272,7 @@ def collectives(folder: Path) -> list[dict[str, Any]]:
                 "points": len(size),
                 "held_out_mape": float(error.mean()),
                 "held_out_median": float(np.median(error)),
-                "catalog_mape": float(np.abs(known / seconds - 1).mean()),
+                "catalog_mape": float(np.abs(catalog_seconds / seconds - 1).mean()),
             }
         )
     return rows
@@ -264,22 +280,20 @@ def collectives(folder: Path) -> list[dict[str, Any]]:
 
 def written(
     device: str,
-    found: Mapping[tuple[str, str], Mapping[str, Any]],
+    constants: Mapping[tuple[str, str], Mapping[str, Any]],
     folder: Path | None,
     source: str = SOURCE,
 ) -> None:
     """Replace the fitted constants in a device's catalog file."""
     path = CATALOG / f"{device}.toml"
     lines = [path.read_text().partition(MARK)[0].rstrip(), "", MARK]
-    for (precision, product), values in sorted(found.items()):
+    for (precision, product), values in sorted(constants.items()):
         gemm = product == "gemm"
-        table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
-        lines += [
-            "",
-            f"[{table}]",
-            f'source = "{source.format("matrix products" if gemm else "convolutions")}"',
-        ]
-        usual = Tiles(1.0, "") if gemm else ConvolutionSpec(1.0, "")
+        table, noun = f"convolutions.{precision}.{product}", "convolutions"
+        usual: Tiles = ConvolutionSpec(1.0, "")
+        if gemm:
+            table, noun, usual = f"products.{precision}", "matrix products", Tiles(1.0, "")
+        lines += ["", f"[{table}]", f'source = "{source.format(noun)}"']
         lines += [
             f"{name} = {_toml(value)}"
             for name, value in values.items()
@@ -287,16 +301,17 @@ def written(
         ]
     if device == "v100" and folder is not None:
         for ranks, measured in reductions(folder).items():
-            at, seconds = knots(*measured)
+            sizes, seconds = knots(*measured)
             lines += [
                 "",
                 "[[reductions]]",
                 f"ranks = {ranks}",
-                f"bytes = {[int(one) for one in at]}",
+                f"bytes = {[int(size) for size in sizes]}",
             ]
-            lines += [f"seconds = [{', '.join(f'{one:.4g}' for one in seconds)}]"]
+            lines += [f"seconds = [{', '.join(f'{size:.4g}' for size in seconds)}]"]
             lines += [
-                'source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"'
+                'source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to '
+                '1 GiB"'
             ]
     write_text(path, "\n".join(lines) + "\n")
 
@@ -320,7 +335,7 @@ def main() -> None:
         },
         by_layer={
             "action": "store_true",
-            "help": "hold a convolution out at all batches, in place of one batch",
+            "help": "leave a convolution out at all batch sizes instead of one",
         },
         write={
             "action": "store_true",
@@ -341,7 +356,9 @@ def main() -> None:
     if options.write:
         rows = []
     elif not options.only:
-        rows += [pooled(rows), *(collectives(options.data) if options.data is not None else [])]
+        rows.append(pooled(rows))
+        if options.data is not None:
+            rows += collectives(options.data)
     finish(options, rows)
 
 

@@ -160,25 +160,28 @@ def cells() -> list[Cell]:
     ]
 
 
-def errors(found: Iterable[Cell], exchange: Exchange) -> list[float]:
+def errors(result: Iterable[Cell], exchange: Exchange) -> list[float]:
     """Return the relative errors of predicted step times."""
-    samples = [cell.sample for cell in found]
+    samples = [cell.sample for cell in result]
     return [
-        abs(exchange.seconds(one.elements, one.element_bytes, one.without) / one.seconds - 1)
-        for one in samples
+        abs(
+            exchange.seconds(sample.elements, sample.element_bytes, sample.without) / sample.seconds
+            - 1
+        )
+        for sample in samples
     ]
 
 
 def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
     """Return the error of each cell, predicted by coefficients fitted to the other networks."""
-    found: dict[Cell, float] = {}
+    result: dict[Cell, float] = {}
     for place in {(cell.primitive, cell.gpus) for cell in every}:
-        here = [cell for cell in every if (cell.primitive, cell.gpus) == place]
-        for network in {cell.network for cell in here}:
-            exchange = Exchange.fit([cell.sample for cell in here if cell.network != network])
-            own = [cell for cell in here if cell.network == network]
-            found |= dict(zip(own, errors(own, exchange), strict=True))
-    return found
+        current = [cell for cell in every if (cell.primitive, cell.gpus) == place]
+        for network in {cell.network for cell in current}:
+            exchange = Exchange.fit([cell.sample for cell in current if cell.network != network])
+            same_network = [cell for cell in current if cell.network == network]
+            result |= dict(zip(same_network, errors(same_network, exchange), strict=True))
+    return result
 
 
 def rows() -> list[Row]:
@@ -208,14 +211,14 @@ def rows() -> list[Row]:
             for cell in group
             for error in errors([cell], EXCHANGES[cell.primitive.lower(), cell.gpus])
         ]
-        own = [out[cell] for cell in group]
+        predicted = [out[cell] for cell in group]
         made.append(
             {
                 "case": name,
                 "rows": len(group),
-                "median": statistics.median(own),
-                "mean": statistics.mean(own),
-                "worst": max(own),
+                "median": statistics.median(predicted),
+                "mean": statistics.mean(predicted),
+                "worst": max(predicted),
                 "all": statistics.median(fitted),
                 "without": statistics.median(
                     abs(c.sample.without / c.sample.seconds - 1) for c in group

@@ -48,17 +48,19 @@ class Fitting:
     def _cost(self, away: Numbers, reckoned: Numbers) -> float:
         error = _relative(reckoned - self.measured)
         mean = away.mean(0)
-        held = _USUAL * self.devices * (mean**2).sum() + _ALIKE * ((away - mean) ** 2).sum()
-        return float(np.sum(np.sqrt(error**2 + _SMALL**2) - _SMALL) + held)
+        penalty = _USUAL * self.devices * (mean**2).sum() + _ALIKE * ((away - mean) ** 2).sum()
+        return float(np.sum(np.sqrt(error**2 + _SMALL**2) - _SMALL) + penalty)
 
     def best(self, steps: int, tries: int) -> Numbers:
         """Return the best deviations of descents from zero and from `tries` random points."""
         random = np.random.default_rng(0)
         away, cost = self._descended(np.zeros((self.devices, self.constants)), steps)
         for _ in range(tries):
-            tried, found = self._descended(away + random.normal(0, _NEAR, self.constants), steps)
-            if found < cost:
-                away, cost = tried, found
+            tried, best_cost = self._descended(
+                away + random.normal(0, _NEAR, self.constants), steps
+            )
+            if best_cost < cost:
+                away, cost = tried, best_cost
         return away
 
     def _descended(self, away: Numbers, steps: int) -> tuple[Numbers, float]:
@@ -79,17 +81,17 @@ class Fitting:
             for _ in range(5):
                 move = np.linalg.solve(curved + damping * np.diag(np.diag(curved) + 1e-3), downhill)
                 tried = away - np.clip(move, -1.5, 1.5).reshape(away.shape)
-                there = self.reckon(tried)
-                if (found := self._cost(tried, there)) < cost - 1e-6:
+                predicted = self.reckon(tried)
+                if (new_cost := self._cost(tried, predicted)) < cost - 1e-6:
                     break
                 damping *= 5
             else:
                 break
             gained, away, cost, reckoned, damping = (
-                cost - found,
+                cost - new_cost,
                 tried,
-                found,
-                there,
+                new_cost,
+                predicted,
                 max(damping / 4, 1e-4),
             )
             if gained < 2e-3:
@@ -98,11 +100,11 @@ class Fitting:
 
     def _slopes(self, away: Numbers, reckoned: Numbers) -> Numbers:
         slopes = np.zeros((len(reckoned), self.devices, self.constants))
-        at = np.arange(len(reckoned))
+        indices = np.arange(len(reckoned))
         for constant in range(self.constants):
             moved = away.copy()
             moved[:, constant] += _STEP
-            slopes[at, self.owner, constant] = (self.reckon(moved) - reckoned) / _STEP
+            slopes[indices, self.owner, constant] = (self.reckon(moved) - reckoned) / _STEP
         return slopes.reshape(len(reckoned), -1)
 
 

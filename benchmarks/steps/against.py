@@ -49,11 +49,19 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve()
         return
-    from benchmarks.support.harness import Row, arguments, selected, show, standing, write_json
+    from benchmarks.support.harness import (
+        Row,
+        arguments,
+        by_size,
+        selected,
+        show,
+        standing,
+        write_json,
+    )
 
     options = arguments(
         __doc__,
-        before={"required": True, "type": Path, "help": "the python that has the other checkout"},
+        before={"required": True, "type": Path, "help": "Python of the other checkout"},
         only={"help": "cases that begin so"},
         precisions={
             "nargs": "+",
@@ -66,36 +74,36 @@ def main() -> None:
     )
     rows: list[Row] = []
     pythons = {"now": Path(sys.executable), "before": options.before}
-    cases = selected(options, {"two layers": perceptron} if options.quick else CASES)
-    homes = {which: home(python) for which, python in pythons.items()}
+    cases = selected(options, by_size(options.quick, {"two layers": perceptron}, CASES))
+    homes = {side: home(python) for side, python in pythons.items()}
     if homes["now"] == homes["before"]:
         raise SystemExit(
-            f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout"
+            f"both pythons import qsync_fx from {homes['now']}: use one with another checkout"
         )
     for name in cases:
-        for precision in PRECISIONS[1:2] if options.quick else options.precisions:
+        for precision in by_size(options.quick, PRECISIONS[1:2], options.precisions):
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
-                both = {which: Served(python, Path(folder)) for which, python in pythons.items()}
+                both = {side: Served(python, Path(folder)) for side, python in pythons.items()}
                 for served in both.values():
                     served.ask(f"{name}\t{precision}")
                 counts = {COMPILE: options.compiles, "step": options.turns}
-                for what, count in counts.items():
-                    found = turns(both, what, 2 if options.quick else count)
+                for case, count in counts.items():
+                    times = turns(both, case, by_size(options.quick, 2, count))
                     rows.append(
-                        {"case": name, "precision": precision, "what": what, **judged(found)}
+                        {"case": name, "precision": precision, "what": case, **judged(times)}
                     )
                     print(rows[-1], flush=True)
                 for served in both.values():
                     served.end()
             if options.json:
                 done = {_what(row) for row in rows}
-                kept = [
+                other_rows = [
                     row for row in standing(options.json, options.quick) if _what(row) not in done
                 ]
                 write_json(
                     options.json,
-                    [*kept, *rows],
+                    [*other_rows, *rows],
                     quick=options.quick,
                     before=commit(homes["before"]),
                 )
@@ -109,15 +117,15 @@ def _what(row: Mapping[str, object]) -> tuple[object, ...]:
 def home(python: Path) -> Path:
     """Return the package folder of an environment."""
     command = [str(python), "-P", "-c", "import qsync_fx; print(qsync_fx.__file__)"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/")
-    return Path(found.stdout.strip()).parent
+    completed = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/")
+    return Path(completed.stdout.strip()).parent
 
 
 def commit(package: Path) -> str | None:
     """Return the commit of a checkout; None outside a git repository."""
     command = ["git", "-C", str(package), "log", "-1", "--format=%h %s"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() or None
+    completed = subprocess.run(command, capture_output=True, text=True)
+    return completed.stdout.strip() or None
 
 
 class Served:
@@ -143,13 +151,13 @@ class Served:
             cwd=folder,
         )
 
-    def ask(self, what: str) -> float:
-        _stream(self.process.stdin).write(what + "\n")
+    def ask(self, case: str) -> float:
+        _stream(self.process.stdin).write(case + "\n")
         _stream(self.process.stdin).flush()
         answer = _stream(self.process.stdout).readline()
         if not answer:
             raise SystemExit(
-                f"{self.python}: ended with {self.process.wait()} when asked for {what!r}"
+                f"{self.python}: ended with {self.process.wait()} when asked for {case!r}"
             )
         return float(answer)
 
@@ -163,23 +171,23 @@ def _stream(of: IO[str] | None) -> IO[str]:
     return of
 
 
-def turns(both: dict[str, Served], what: str, count: int) -> dict[str, list[float]]:
+def turns(both: dict[str, Served], case: str, count: int) -> dict[str, list[float]]:
     """Return the seconds of each run by checkout; the order alternates."""
-    found: dict[str, list[float]] = {which: [] for which in both}
+    times: dict[str, list[float]] = {side: [] for side in both}
     for served in both.values():
-        served.ask(what)
+        served.ask(case)
     for turn in range(count):
-        for which in list(both)[:: 1 if turn % 2 else -1]:
-            found[which].append(both[which].ask(what))
-    return found
+        for side in list(both)[:: 1 if turn % 2 else -1]:
+            times[side].append(both[side].ask(case))
+    return times
 
 
-def judged(found: dict[str, list[float]]) -> dict[str, float]:
-    ratios = [now / before for now, before in zip(found["now"], found["before"], strict=True)]
+def judged(times: dict[str, list[float]]) -> dict[str, float]:
+    ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return {
-        "seconds": statistics.median(found["now"]),
+        "seconds": statistics.median(times["now"]),
         "to_before": statistics.median(ratios),
         "low": medians[25],
         "high": medians[974],

@@ -27,7 +27,7 @@ from qsync_fx.passes.printer import Timing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.harness import Row, arguments, by_size, finish
 from benchmarks.support.models import Case, Step, bert, perceptron, resnet
 
 FORMATS = ("fp32", "bf16", "fp16", "int8", "fp8")
@@ -71,31 +71,30 @@ def measure_replanning(case: Case, plans: int) -> dict[str, float]:
     explanation = qsync_fx.explain(Step(case).train(), options={"precision": "int8"})
     explained = time.process_time() - begin
     chosen = [operator.id for operator in explanation.operators if operator.kind == "adjustable"]
-    draw, taken = random.Random(0), []
+    draw, times = random.Random(0), []
     for _ in range(plans):
         plan = qsync_fx.Plan(operators={op_id: draw.choice(FORMATS) for op_id in chosen})
         begin = time.process_time()
-        found = [
+        changes = [
             (op.precision, op.output, op.reason, op.note.cost)
             for op in explanation.replanned(plan).operators
         ]
-        taken.append(time.process_time() - begin)
-        assert len(found) == len(explanation.operators)
+        times.append(time.process_time() - begin)
+        assert len(changes) == len(explanation.operators)
     return {
         "operators": len(explanation.operators),
         "explain": explained,
-        "replanned": statistics.median(taken),
+        "replanned": statistics.median(times),
     }
 
 
 def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
-    cases = (
-        {"two layers": perceptron()}
-        if options.quick
-        else {"BERT-base": bert(12, 2, 64), "ResNet-50": resnet((3, 4, 6, 3), "bottleneck", 2, 64)}
-    )
+    cases = {"two layers": perceptron()}
+    if not options.quick:
+        resnet50 = resnet((3, 4, 6, 3), "bottleneck", 2, 64)
+        cases = {"BERT-base": bert(12, 2, 64), "ResNet-50": resnet50}
     rows: list[Row] = []
     for name, case in cases.items():
         for precision in ("bf16", "int8"):
@@ -108,7 +107,7 @@ def main() -> None:
             {
                 "case": name,
                 "precision": "any",
-                **measure_replanning(case, 3 if options.quick else 21),
+                **measure_replanning(case, by_size(options.quick, 3, 21)),
             }
         )
     finish(options, rows)

@@ -21,18 +21,18 @@ from qsync_fx.backend.operators.masks import keep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, Times, arguments, finish, measure
+from benchmarks.support.harness import Row, Times, arguments, by_size, finish, measure
 
 SIZE = (1536, 768)
 
 
 def draws(size: tuple[int, int]) -> dict[str, Callable[[], object]]:
-    source, target, kept = torch.randn(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
+    source, target, mask = torch.randn(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
     return {
         "copy": functools.partial(target.copy_, source),
         "qsync::keep": functools.partial(keep, size, torch.tensor([1]), 2, 0.1),
         "torch.rand": functools.partial(torch.rand, size),
-        "bernoulli_": functools.partial(kept.bernoulli_, 0.9),
+        "bernoulli_": functools.partial(mask.bernoulli_, 0.9),
     }
 
 
@@ -55,7 +55,9 @@ def step(
     )
     model = BertModel(config).train()
     optimizer = qsync_fx.optim.SGD(model.parameters(), lr=1e-3)
-    trained = model if compiler is None else torch.compile(model, **compiler)
+    trained: Any = model
+    if compiler is not None:
+        trained = torch.compile(model, **compiler)
 
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=compiler is None):
@@ -99,13 +101,13 @@ def rows_of(case: str, times: Times, to: str) -> list[Row]:
 
 def main() -> None:
     options = arguments(__doc__)
-    sizes = (1, 1, 16) if options.quick else (2, 8, 128)
+    sizes = by_size(options.quick, (1, 1, 16), (2, 8, 128))
     rows = rows_of(
         f"draws, {SIZE[0]}x{SIZE[1]}",
-        measure(draws(SIZE), repeats=3 if options.quick else 31),
+        measure(draws(SIZE), repeats=by_size(options.quick, 3, 31)),
         "copy",
     )
-    times = measure(steps(*sizes), repeats=2 if options.quick else 15)
+    times = measure(steps(*sizes), repeats=by_size(options.quick, 2, 15))
     case = "BERT {} layers, {} x {} tokens".format(*sizes)
     finish(options, rows + rows_of(case, times, "qsync bf16"))
 

@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from qsync_fx.devices.machine import SWITCH, huge_pages
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
-from benchmarks.support.harness import Row, arguments, finish, selected
+from benchmarks.support.harness import Row, arguments, by_size, clock_for, finish, selected
 
 WAYS: dict[str, dict[str, object]] = {
     "Inductor, autocast in BF16": {"backend": "inductor"},
@@ -43,25 +42,25 @@ def main() -> None:
         turns={"type": int, "default": 5, "help": "processes of each variant (%(default)s)"},
     )
     if not huge_pages().missing:
-        raise SystemExit(f"nothing to compare: huge pages here: {huge_pages()}")
+        raise SystemExit(f"huge pages cannot be compared on this machine: {huge_pages()}")
     rows: list[Row] = []
-    for name in selected(options, QUICK if options.quick else CASES):
+    for name in selected(options, by_size(options.quick, QUICK, CASES)):
         job = {
             "name": name,
             "quick": options.quick,
             "threads": options.threads,
-            "steps": 2 if options.quick else 20,
+            "steps": by_size(options.quick, 2, 20),
         }
         turns = [
             (measured(job), measured(job, huge=True))
-            for _ in range(1 if options.quick else options.turns)
+            for _ in range(by_size(options.quick, 1, options.turns))
         ]
-        for way in turns[0][0]:
-            without, with_them = ([turn[at][way] for turn in turns] for at in (0, 1))
+        for variant in turns[0][0]:
+            without, with_them = ([turn[index][variant] for turn in turns] for index in (0, 1))
             rows.append(
                 {
                     "case": name,
-                    "way": way,
+                    "way": variant,
                     "without_ms": 1e3 * statistics.median(without),
                     "huge_pages_ms": 1e3 * statistics.median(with_them),
                     "ratio": statistics.median(
@@ -76,13 +75,15 @@ def main() -> None:
 def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
     """Return the seconds of each case, measured in a new process."""
     name, _, value = SWITCH.partition("=")
-    environment = {**os.environ, **({name: value} if huge else {})}
+    environment = dict(os.environ)
+    if huge:
+        environment[name] = value
     command = [sys.executable, __file__, "--steps", json.dumps(job)]
     text = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    found: dict[str, float] = json.loads(text.splitlines()[-1])
-    return found
+    times: dict[str, float] = json.loads(text.splitlines()[-1])
+    return times
 
 
 def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float]:
@@ -92,25 +93,25 @@ def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float
     source = torch.randn(COPY)
     target = torch.empty_like(source)
     runs: dict[str, Callable[[], object]] = {"copy of 16 MiB": lambda: target.copy_(source)}
-    for way, given in WAYS.items():
-        runs[way] = training((QUICK if quick else CASES)[name](), given)
-    taken: dict[str, list[float]] = {way: [] for way in runs}
-    clock = time.process_time if threads == 1 else time.perf_counter
-    for at in range(-2, steps):
-        for way, run in runs.items():
+    for variant, options in WAYS.items():
+        runs[variant] = training((by_size(quick, QUICK, CASES))[name](), options)
+    times: dict[str, list[float]] = {variant: [] for variant in runs}
+    clock = clock_for(threads)
+    for index in range(-2, steps):
+        for variant, run in runs.items():
             begin = clock()
             run()
-            if at >= 0:
-                taken[way].append(clock() - begin)
-    return {way: statistics.median(each) for way, each in taken.items()}
+            if index >= 0:
+                times[variant].append(clock() - begin)
+    return {variant: statistics.median(each) for variant, each in times.items()}
 
 
-def training(case: Case, given: dict[str, object]) -> Callable[[], None]:
+def training(case: Case, options: dict[str, object]) -> Callable[[], None]:
     """Return a step of a case, compiled with the arguments `given`."""
-    compiled = torch.compile(case.model, dynamic=False, **given)  # type: ignore[call-overload]
+    compiled = torch.compile(case.model, dynamic=False, **options)  # type: ignore[call-overload]
 
     def run() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=given["backend"] == "inductor"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=options["backend"] == "inductor"):
             loss = case.step(compiled, case.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         case.optimizer.step()

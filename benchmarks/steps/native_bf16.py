@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels.bf16_products import ours
 from benchmarks.steps.step_time import Variant, step
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, clock_for, finish, measure
 from benchmarks.support.models import bert, encoder_layer, gpt2_block
 
 ONEDNN: Final = "oneDNN"
@@ -102,15 +101,13 @@ def native_products(run: Callable[[], None]) -> int:
 
 def main() -> None:
     options = arguments(__doc__)
-    cases = (
-        {"layer of a transformer of 32, 4 x 16 tokens": encoder_layer(32, 4, 16)}
-        if options.quick
-        else {
+    cases = {"layer of a transformer of 32, 4 x 16 tokens": encoder_layer(32, 4, 16)}
+    if not options.quick:
+        cases = {
             "BERT, 2 layers, 8 x 128 tokens": bert(2, 8, 128),
             "GPT-2 block, 4 x 256 tokens": gpt2_block(4, 256),
         }
-    )
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    clock = clock_for(options.threads)
     rows: list[Row] = []
     for case, built in cases.items():
         steps: dict[str, Callable[[], None]] = {}
@@ -118,8 +115,8 @@ def main() -> None:
             steps[name] = step(built, Variant(compiler={"backend": compiler()}))
             with native(kinds):
                 steps[name]()  # the backward pass compiles when it first runs
-        products = {name: native_products(one) for name, one in steps.items()}
-        times = measure(steps, 2 if options.quick else 21, clock=clock)
+        products = {name: native_products(compiled_step) for name, compiled_step in steps.items()}
+        times = measure(steps, by_size(options.quick, 2, 21), clock=clock)
         rows += [
             {
                 "case": case,

@@ -20,7 +20,7 @@ from qsync_fx import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure, selected
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure, selected
 
 Shapes = list[tuple[int, ...]]
 
@@ -52,23 +52,23 @@ def stepping(kind: Any, shapes: Shapes, **settings: Any) -> Callable[[], object]
 def cases(name: str, shapes: Shapes) -> dict[str, Callable[[], object]]:
     size = sum(torch.Size(shape).numel() for shape in shapes)
     source, target = torch.randn(size), torch.empty(size)
-    found: dict[str, Callable[[], object]] = {
+    result: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "qsync": stepping(getattr(qsync_fx.optim, name), shapes, **OPTIMIZERS[name]),
     }
-    for peer, how in TORCHS.items():
-        found[peer] = stepping(getattr(torch.optim, name), shapes, **OPTIMIZERS[name], **how)
-    return found
+    for peer, settings in TORCHS.items():
+        result[peer] = stepping(getattr(torch.optim, name), shapes, **OPTIMIZERS[name], **settings)
+    return result
 
 
 def main() -> None:
     options = arguments(__doc__, only={"help": "one case, by how its name begins"})
     quick: dict[str, Shapes] = {"20 of 768": [(768,)] * 20}
-    chosen = quick if options.quick else selected(options, CASES)
+    chosen = by_size(options.quick, quick, selected(options, CASES))
     rows: list[Row] = []
     for case, shapes in chosen.items():
         for name in OPTIMIZERS:
-            times = measure(cases(name, shapes), repeats=3 if options.quick else 31)
+            times = measure(cases(name, shapes), repeats=by_size(options.quick, 3, 31))
             peer = min(TORCHS, key=times.median)
             rows += [
                 {

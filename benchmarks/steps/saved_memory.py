@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,26 +31,25 @@ INDUCTOR = {"backend": "inductor"}
 
 
 def variants(case: Case) -> dict[str, Variant]:
-    found: dict[str, Variant] = {}
-    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
-        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
-        found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
-        found[f"autocast bf16 compiled{name}"] = Variant(
+    result: dict[str, Variant] = {}
+    for attention, name in case.attentions().items():
+        result[f"autocast bf16{name}"] = Variant(attention, autocast=True)
+        result[f"autocast bf16 compiled{name}"] = Variant(
             attention, autocast=True, compiler=INDUCTOR
         )
     for precision in ("bf16", "int8"):
         for less in (False, True):
             options = {"precision": precision, "activation_recompute": less}
             name = f"qsync {precision}" + ", activation_recompute" * less
-            found[name] = Variant(compiler={"backend": "qsync", "options": options})
-    return found
+            result[name] = Variant(compiler={"backend": "qsync", "options": options})
+    return result
 
 
 def held(run: Callable[[], object]) -> tuple[int, int]:
     """Return the bytes after `run`, including its result, and the peak bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        found = run()
-    del found
+        output = run()
+    del output
     now = most = last = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -64,7 +64,9 @@ def measured(case: Case, variant: Variant) -> tuple[int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = case.build(variant.attention).train()
-    trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
+    trained: Any = model
+    if variant.compiler is not None:
+        trained = torch.compile(model, **variant.compiler)
 
     def forward() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
@@ -76,33 +78,33 @@ def measured(case: Case, variant: Variant) -> tuple[int, int]:
 
     with without_kernels():
         step()
-        kept: list[Tensor] = []
-        saved, _ = held(lambda: kept.append(forward()))
-        kept.clear()
+        tensors: list[Tensor] = []
+        saved, _ = held(lambda: tensors.append(forward()))
+        tensors.clear()
         _, peak = held(step)
     return saved, peak
 
 
 def rows_of(name: str, make: Callable[[int], Case], batch: int) -> list[Row]:
     torch.manual_seed(0)
-    whole, half = make(batch), make(batch // 2)
-    found: dict[str, dict[str, float]] = {}
-    for variant, how in variants(whole).items():
+    case, half = make(batch), make(batch // 2)
+    bytes_by_variant: dict[str, dict[str, float]] = {}
+    for variant, settings in variants(case).items():
         print(f"{name}: {variant}", flush=True)
-        saved, peak = measured(whole, how)
+        saved, peak = measured(case, settings)
         # Bytes that do not grow with the batch cancel.
-        found[variant] = {
+        bytes_by_variant[variant] = {
             "saved": saved,
-            "activations": 2 * (saved - measured(half, how)[0]),
+            "activations": 2 * (saved - measured(half, settings)[0]),
             "peak": peak,
         }
-    peers = [each for variant, each in found.items() if variant.startswith("autocast")]
+    peers = [each for variant, each in bytes_by_variant.items() if variant.startswith("autocast")]
     least = {measure: min(peer[measure] for peer in peers) for measure in MEASURES}
     return [
         {"case": name, "variant": variant}
         | {f"{measure}_mb": each[measure] / 1e6 for measure in MEASURES}
         | {f"{measure}_to_peer": each[measure] / least[measure] for measure in MEASURES}
-        for variant, each in found.items()
+        for variant, each in bytes_by_variant.items()
     ]
 
 

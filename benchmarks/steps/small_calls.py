@@ -17,7 +17,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure
+from benchmarks.support.harness import Row, arguments, by_size, finish, measure
 
 WIDTH, ROWS, CALLS = 64, 8, 20
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -44,7 +44,9 @@ def called(compiler: dict[str, Any] | None) -> Callable[[], None]:
         nn.Linear(WIDTH, 10),
     )
     model: Any = nn.Sequential(*layers).eval()
-    fast = model if compiler is None else torch.compile(model, **compiler)
+    fast = model
+    if compiler is not None:
+        fast = torch.compile(model, **compiler)
     x = torch.randn(ROWS, WIDTH)
 
     def run() -> None:
@@ -61,7 +63,7 @@ def main() -> None:
     for name, compiler in WAYS.items():
         cases[name] = called(compiler)
         cases[name]()
-    times = measure(cases, 5 if options.quick else 101, clock=time.process_time)
+    times = measure(cases, by_size(options.quick, 5, 101), clock=time.process_time)
     rows: list[Row] = [
         {
             "case": f"linear layers of {WIDTH}, {ROWS} rows",

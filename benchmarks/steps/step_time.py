@@ -13,7 +13,6 @@ in a step beyond the bytes before it. Rows of other cases stay in the file of --
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,17 @@ import qsync_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.steps import torchao_peer
-from benchmarks.support.harness import Row, Times, arguments, measure, selected, show, write_cases
+from benchmarks.support.harness import (
+    Row,
+    Times,
+    arguments,
+    by_size,
+    clock_for,
+    measure,
+    selected,
+    show,
+    write_cases,
+)
 from benchmarks.support.models import (
     Case,
     bert,
@@ -64,28 +73,27 @@ BY_DEFAULT = "qsync by default"
 
 
 def variants(case: Case, default_alone: bool = False) -> dict[str, Variant]:
-    found = {FP32_PEER: Variant(compiler=INDUCTOR)}
-    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
-        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
-        found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
-        found[f"autocast bf16 compiled{name}"] = Variant(
+    result = {FP32_PEER: Variant(compiler=INDUCTOR)}
+    for attention, name in case.attentions().items():
+        result[f"autocast bf16{name}"] = Variant(attention, autocast=True)
+        result[f"autocast bf16 compiled{name}"] = Variant(
             attention, autocast=True, compiler=INDUCTOR
         )
     if default_alone:
-        return found | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
+        return result | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
     if case.attention and torchao_peer.importable():
-        found["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
-        found["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
+        result["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
+        result["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
     for precision in ("fp32", "bf16", "int8", "int8_grad"):
-        found[f"qsync {precision}"] = Variant(
+        result[f"qsync {precision}"] = Variant(
             compiler={"backend": "qsync", "options": {"precision": precision}}
         )
-    found[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
+    result[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
     fastest = {"precision": "int8_grad", "fast_dropout": True}
-    found["qsync int8_grad, all"] = Variant(
+    result["qsync int8_grad, all"] = Variant(
         compiler={"backend": "qsync", "options": fastest}, optimizer=qsync_fx.optim.SGD
     )
-    return found
+    return result
 
 
 def step(case: Case, variant: Variant) -> Callable[[], None]:
@@ -95,7 +103,9 @@ def step(case: Case, variant: Variant) -> Callable[[], None]:
         torchao_peer.quantized(model, variant.torchao)
     optimizer = variant.optimizer(model.parameters(), lr=1e-3)
     # model.compile() would skip the frames of nn.Sequential, and the model would run eagerly.
-    trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
+    trained: Any = model
+    if variant.compiler is not None:
+        trained = torch.compile(model, **variant.compiler)
 
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
@@ -111,11 +121,11 @@ def peak_memory(run: Callable[[], None]) -> int:
     """Return the peak bytes of torch's CPU allocator during `run`, beyond the bytes before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    held = most = 0
+    allocated = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     return most
 
 
@@ -180,26 +190,31 @@ def main() -> None:
     options = arguments(
         __doc__,
         only={
-            "help": "cases that begin so: bert, dropout, encoder, gpt-2, perceptron, resnet-18, small, vgg, vit"
+            "help": "prefix of case names: bert, dropout, encoder, gpt-2, perceptron, resnet-18, "
+            "small, vgg, vit"
         },
     )
     torch.manual_seed(0)
     # All variants share the code of one model.
     torch._dynamo.config.recompile_limit = 64
-    alone = {} if options.quick else by_default_alone()
-    chosen = {"two layers": perceptron()} if options.quick else selected(options, cases() | alone)
+    alone, chosen = {}, {"two layers": perceptron()}
+    if not options.quick:
+        alone = by_default_alone()
+        chosen = selected(options, cases() | alone)
     rows: list[Row] = []
     for name, case in chosen.items():
         steps = {}
-        for variant, how in variants(case, name in alone).items():
+        for variant, settings in variants(case, name in alone).items():
             print(f"{name}: {variant}", flush=True)
-            steps[variant] = step(case, how)
+            steps[variant] = step(case, settings)
             steps[variant]()
-        clock = time.process_time if options.threads == 1 else time.perf_counter
-        times = measure(steps, repeats=3 if options.quick else 9, clock=clock)
-        found = rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
-        show(found)
-        rows += found
+        clock = clock_for(options.threads)
+        times = measure(steps, repeats=by_size(options.quick, 3, 9), clock=clock)
+        case_rows = rows_of(
+            name, times, {variant: peak_memory(run) for variant, run in steps.items()}
+        )
+        show(case_rows)
+        rows += case_rows
         if options.json:
             # A case runs for minutes: write its rows before the next one starts.
             write_cases(options.json, rows, quick=options.quick)

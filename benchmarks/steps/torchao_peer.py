@@ -23,9 +23,9 @@ def importable() -> bool:
 
 def quantized(model: nn.Module, weights: torch.dtype) -> nn.Module:
     """Convert the model in place: linear layers train in INT8."""
-    found = _torchao()
-    assert found is not None, "importable"
-    general, training = found
+    torchao = _torchao()
+    assert torchao is not None, "importable"
+    general, training = torchao
     model.to(weights)
     if weights is not torch.float32:
         model.register_forward_pre_hook(

@@ -35,6 +35,8 @@ from qsync_fx.serialization.atomic_files import check_writable, write_text
 
 Row = Mapping[str, Any]
 Case = TypeVar("Case")
+Reduced = TypeVar("Reduced")
+Full = TypeVar("Full")
 
 _SHORTEST = 1e-3  # minimum seconds of a sample: a shorter call is repeated within it
 
@@ -101,7 +103,7 @@ def arguments(
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer cases and repeats: shows that it works, measures nothing",
+        help="fewer cases and repeats: a test run without valid measurements",
     )
     parser.add_argument("--json", type=to_write, metavar="PATH", help="write the rows there")
     parser.add_argument(
@@ -117,6 +119,16 @@ def arguments(
     return options
 
 
+def by_size(quick: bool, reduced: Reduced, full: Full) -> Reduced | Full:
+    """Return the value for a run with --quick, or the value for a full run."""
+    return reduced if quick else full
+
+
+def clock_for(threads: int) -> Callable[[], float]:
+    """Return a clock: CPU time with one thread, which excludes other processes; else wall time."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
 def to_write(path: str | Path) -> Path:
     """Return `path` after creating its folder and checking that a file can be written there.
 
@@ -125,14 +137,14 @@ def to_write(path: str | Path) -> Path:
     Raises:
         QSyncError: the folder cannot be created or the file cannot be written.
     """
-    found = Path(path)
+    file = Path(path)
     try:
-        found.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the folder cannot be made: {error.strerror or error}"
-        raise QSyncError(what, where=str(found.parent), do="give another path") from error
-    check_writable(found)
-    return found
+        problem = f"the folder cannot be made: {error.strerror or error}"
+        raise QSyncError(problem, where=str(file.parent), do="give another path") from error
+    check_writable(file)
+    return file
 
 
 def folder(path: str | Path) -> Path:
@@ -154,11 +166,13 @@ def finish(
     With `cases`, rows of other cases stay in the file. A note is printed and written with the rows.
     """
     show(rows)
-    more = {} if note is None else {"note": note}
+    more = {}
     if note is not None:
+        more["note"] = note
         print(note)
     if options.json:
-        (write_cases if cases else write_json)(options.json, rows, quick=options.quick, **more)
+        write = {True: write_cases, False: write_json}[cases]
+        write(options.json, rows, quick=options.quick, **more)
         print(f"written: {options.json}")
 
 
@@ -205,14 +219,15 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
         "rows": list(rows),
     }
     others = [run for run in _runs(path) if _machine(run) != _machine(content)]
-    content |= {"others": others} if others else {}
+    if others:
+        content["others"] = others
     write_text(to_write(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def standing(path: Path, quick: bool = False) -> list[dict[str, Any]]:
     """Return the file's rows of this machine, each with its date."""
-    here = _machine({"machine": _here(), "quick": quick})
-    runs = (run for run in _runs(path) if _machine(run) == here)
+    machine = _machine({"machine": _here(), "quick": quick})
+    runs = (run for run in _runs(path) if _machine(run) == machine)
     return [{"date": run["date"][:10], **row} for run in runs for row in run["rows"]]
 
 
@@ -232,9 +247,9 @@ def _runs(path: Path) -> list[dict[str, Any]]:
     """Return the runs in a result file, one per machine."""
     if not path.exists():
         return []
-    found: dict[str, Any] = json.loads(path.read_text())
-    others = found.pop("others", [])
-    return [found, *others] if "machine" in found else others
+    runs: dict[str, Any] = json.loads(path.read_text())
+    others = runs.pop("others", [])
+    return [runs, *others] if "machine" in runs else others
 
 
 def _machine(run: dict[str, Any]) -> tuple[object, ...]:

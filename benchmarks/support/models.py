@@ -30,6 +30,12 @@ class Case:
     loss: Loss
     attention: bool
 
+    def attentions(self) -> dict[str, str]:
+        """Return the suffix of a variant's name, by attention implementation."""
+        if self.attention:
+            return {"sdpa": " fused", "eager": " math"}
+        return {"sdpa": ""}
+
 
 class Step(nn.Module):
     """Model together with its loss."""
@@ -39,8 +45,8 @@ class Step(nn.Module):
         self.model, self.loss = case.build("sdpa"), case.loss
 
     def forward(self) -> Tensor:
-        found: Tensor = self.loss(self.model)
-        return found
+        result: Tensor = self.loss(self.model)
+        return result
 
 
 def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
@@ -148,7 +154,7 @@ def resnet(
 ) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    widths = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
+    widths = {"basic": [64, 128, 256, 512], "bottleneck": [256, 512, 1024, 2048]}[kind]
 
     def build(attention: str) -> nn.Module:
         config = ResNetConfig(

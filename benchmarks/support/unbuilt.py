@@ -28,9 +28,9 @@ def without_kernels() -> Iterator[None]:
         return torch.empty_strided(size, stride, dtype=dtype).zero_()
 
     def module(self: Any) -> Any:
-        found: Any = compiled(self)
-        found.empty_strided_cpu = zeros
-        return found
+        result: Any = compiled(self)
+        result.empty_strided_cpu = zeros
+        return result
 
     AsyncCompile.cpp_pybinding = lambda *_: lambda *arguments: None  # type: ignore[method-assign]
     GraphLowering.compile_to_module = module  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, report
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -48,7 +48,7 @@ def main() -> None:
                 optimizer.step()
     images, labels = test.tensors
     with torch.no_grad():
-        tell(rank, model, model.eval()(images).argmax(1) == labels)
+        report(rank, model, model.eval()(images).argmax(1) == labels)
     accelerator.end_training()
 
 

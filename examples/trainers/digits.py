@@ -32,9 +32,9 @@ def device_class(rank: int) -> str:
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return images of 8 x 8 pixels with labels, for training and for testing."""
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).div(16)
-    labels = torch.tensor(found.target)
+    dataset = load_digits()
+    images = torch.tensor(dataset.images, dtype=torch.float32).div(16)
+    labels = torch.tensor(dataset.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]
     return TensorDataset(images[:1536], labels[:1536]), TensorDataset(images[1536:], labels[1536:])
@@ -51,13 +51,13 @@ class Network(nn.Module):
         self.body, self.classifier = nn.Linear(32 * 36, 128), nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.classifier(
+        result: Tensor = self.classifier(
             torch.relu(self.body(self.features(images[:, None]).flatten(1)))
         )
-        return found
+        return result
 
 
-def tell(rank: int, model: nn.Module, right: Tensor) -> None:
+def report(rank: int, model: nn.Module, right: Tensor) -> None:
     """Print the formats in which a rank trained, and its test accuracy."""
     ran = (
         operator

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import FORMATS, MAX_REPLANS, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, device_class, digits, report
 from torch import distributed
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
@@ -38,7 +38,7 @@ def main(folder: str) -> None:
         image_size=8,
         patch_size=2,
         num_channels=1,
-        id2label={at: str(at) for at in range(10)},
+        id2label={index: str(index) for index in range(10)},
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=1,
@@ -69,13 +69,13 @@ def main(folder: str) -> None:
     with torch.no_grad():
         model.train(False)
         logits = model(torch.stack([sample["pixel_values"] for sample in test])).logits
-    tell(rank, model, logits.argmax(1) == torch.stack([sample["labels"] for sample in test]))
+    report(rank, model, logits.argmax(1) == torch.stack([sample["labels"] for sample in test]))
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", default="runs/hf_trainer", help="where Trainer puts what it keeps"
+        "--folder", default="runs/hf_trainer", help="folder for the files of Trainer"
     )
     main(parser.parse_args().folder)

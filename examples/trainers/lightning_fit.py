@@ -12,7 +12,7 @@ import argparse
 
 import lightning
 import torch
-from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, report
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -69,13 +69,13 @@ def main(folder: str) -> None:
         trainer.fit(Digits(network), loader)
     images, labels = test.tensors
     with torch.no_grad():
-        tell(rank, network, network.eval()(images).argmax(1) == labels)
+        report(rank, network, network.eval()(images).argmax(1) == labels)
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", default="runs/lightning", help="where Lightning puts what it keeps"
+        "--folder", default="runs/lightning", help="folder for the files of Lightning"
     )
     main(parser.parse_args().folder)

@@ -1,7 +1,7 @@
 """Command line `qsync`: effects of the backend on a model, plans, and checks of this machine.
 
 Each verb is a module of commands/ that defines a `Command` (command.py), or an entry point of an
-installed package. parser.py parses arguments; model_args.py and training_args.py define arguments
+installed package. parser.py parses arguments; model_args.py and model_args.py define arguments
 that several verbs share; output.py prints results and returns the exit status.
 
 Invariant: this package, `qsync --help` and `qsync --version` do not import torch. Results go to
@@ -22,9 +22,11 @@ __all__ = ["Command", "main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; see `output.status_of`."""
+    if argv is None:
+        argv = sys.argv[1:]
 
     def run() -> None:
-        chosen, arguments = parsed(sys.argv[1:] if argv is None else argv)
+        chosen, arguments = parsed(argv)
         chosen(arguments)
 
     return status_of(run)

@@ -7,8 +7,12 @@ named by its file, its entry point, or its key in `actions`.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import cleandoc
+from types import MappingProxyType
+from typing import Any
 
 from qsync_fx.errors import QSyncError
 
@@ -48,3 +52,33 @@ class Command:
 def literal(text: str) -> str:
     """Escape "%" in a help text, which argparse would interpolate."""
     return text.replace("%", "%%")
+
+
+def add_options(
+    group: argparse._ActionsContainer,
+    usage: str,
+    types: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    **defaults: object,
+) -> None:
+    """Add options to a parser or to one of its groups.
+
+    Args:
+        usage: one option per line, separated from its help text by two spaces; an indented line
+            continues the text. "--json" is a switch, "-o --output FILE" has a value, "--plot
+            [FILE]" an optional one, "" by default, and "--codec NAME..." is repeatable.
+        types: converters of values, by attribute of the namespace; by default values are strings.
+        defaults: by attribute of the namespace.
+    """
+    for option in re.split(r"\n(?=-)", cleandoc(usage)):
+        syntax, text = re.split(r"\s{2,}", option, maxsplit=1)
+        *flags, metavar = syntax.split()
+        settings: dict[str, Any] = {"metavar": metavar.strip("[.]")}
+        if metavar.startswith("-"):
+            flags, settings = [*flags, metavar], {"action": "store_true"}
+        elif metavar.startswith("["):
+            settings |= {"nargs": "?", "const": ""}
+        elif metavar.endswith("..."):
+            settings |= {"action": "append", "default": []}
+        action = group.add_argument(*flags, help=" ".join(text.split()), **settings)
+        action.type = types.get(action.dest)
+        action.default = defaults.get(action.dest, action.default)

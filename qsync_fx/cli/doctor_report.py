@@ -35,12 +35,10 @@ class Quantizer:
     """Native quantizer.
 
     Attributes:
-        path: active ISA variant; None if it is invalid, with the error in `wrong`.
+        path: active ISA variant; None if QSYNC_CPU_ISA is invalid, with the error in `wrong`.
         available: ISA variants on this CPU.
         openmp: whether it uses threads.
-        wrong: error of an invalid QSYNC_CPU_ISA.
-        refused: available variants that are not used, because their results differ from the scalar
-            variant.
+        refused: available variants whose results differ from the scalar variant.
         products: for each type of values, the instruction that multiplies matrices.
     """
 
@@ -177,20 +175,21 @@ def _tool(find: Callable[[], toolchain.ToolProgram | toolchain.Headers]) -> Tool
 
 
 def _kernels() -> tuple[Kernels, ...]:
-    folders, reason = [kernel_cache.root()], ""
+    folders, unusable = [kernel_cache.root()], []
     try:
         folders += kernel_cache.ahead_of_time()
     except QSyncError as error:
-        reason = str(error)
+        unusable = [Kernels(Path(), 0, str(error))]
     result = []
     for folder in folders:
-        entries = [
+        entries = kernel_cache.entries(folder)
+        usable = [
             entry
-            for entry in kernel_cache.entries(folder)
-            if isinstance(entry, kernel_cache.CacheEntry)
+            for entry in entries
+            if isinstance(entry, kernel_cache.CacheEntry) and not entry.manifest.refused
         ]
-        result.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
-    return (*result, *([Kernels(Path(), 0, reason)] if reason else ()))
+        result.append(Kernels(folder, len(usable)))
+    return (*result, *unusable)
 
 
 def render(report: Report) -> RenderableType:
@@ -213,12 +212,9 @@ def _machine(report: Report) -> Table:
         table.add_row(name, Text(value))
 
     cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
+    build = f"CUDA {report.cuda}" if report.cuda else "CPU only"
     line("qsync_fx", report.qsync_fx)
-    line(
-        "torch",
-        f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, "
-        f"Python {report.python}",
-    )
+    line("torch", f"{report.torch}, {build}, Python {report.python}")
     threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
     line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
     line("instruction sets", ", ".join(report.cpu.features) or "none that qsync_fx uses")
@@ -226,23 +222,16 @@ def _machine(report: Report) -> Table:
         line("huge pages", str(report.huge_pages))
     line("quantizer", _quantizer_text(report.quantizer))
     for gpu in report.gpus:
-        major, minor = gpu.capability
-        line(
-            str(gpu.device),
-            f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB",
-        )
+        capability = "{}.{}".format(*gpu.capability)
+        memory = f"{gpu.memory / 2**30:.1f} GiB"
+        line(str(gpu.device), f"{gpu.name}, compute capability {capability}, {memory}")
     if not report.gpus:
         line("cuda", "no device")
     line("nvcc", _tool_text(report.nvcc))
     if not isinstance(report.nvcc, QSyncError):
         line("host compiler", _tool_text(report.host))
-        line(
-            "disassembler",
-            str(
-                report.disassembler
-                or "no cuobjdump and nvdisasm: instructions of kernels are not checked"
-            ),
-        )
+        missing = "no cuobjdump and nvdisasm: instructions of kernels are not checked"
+        line("disassembler", str(report.disassembler or missing))
     line("CUTLASS", _tool_text(report.cutlass))
     for kernels in report.kernels:
         line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
@@ -271,14 +260,9 @@ def _formats(report: Report) -> Table:
     styles = {"native": "green", "simulated": "yellow", "substituted": "magenta"}
     rows = []
     for row in report.formats:
-        settings = Text(row.support.how, styles[row.support.how])
+        result = row.support
+        support_text = Text(result.how, styles[result.how])
         rows.append(
-            (
-                row.precision.name,
-                str(row.device),
-                settings,
-                row.support.runs_as.name,
-                row.support.reason,
-            )
+            (row.precision.name, str(row.device), support_text, result.runs_as.name, result.reason)
         )
     return output.table(("precision", "device", "how", "runs as", "why"), rows)

@@ -1,4 +1,4 @@
-"""Command-line arguments for a model, backend options and named files.
+"""Command-line arguments for a model, its training, backend options and named files.
 
 `add` and `read` define the arguments that all verbs with a model share. Backend options are derived
 from `qsync_fx.option_help.DOCUMENTED`, except options that only affect training runs. `load`
@@ -18,20 +18,24 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from qsync_fx.cli.command import literal
+from qsync_fx.cli.output import to_write
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.option_help import DOCUMENTED, LISTS, RECIPE_HELP, SWITCHES
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
 
     from qsync_fx.diagnostics.explanation import Explanation
     from qsync_fx.options import Options
+    from qsync_fx.predictor.replayer.cluster import Cluster
 
 
 def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
@@ -43,11 +47,12 @@ def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]
     for index, text in enumerate(value):
         name, equals, path = text.partition("=")
         # A path may contain "=": a name contains no "/".
-        name, path = (name, path) if equals and "/" not in name else (unnamed.format(index), text)
+        if not equals or "/" in name:
+            name, path = unnamed.format(index), text
         if name in result:
-            message = (
-                f"the name {shown(name)} occurs twice" if name else "several values have no name"
-            )
+            message = "several values have no name"
+            if name:
+                message = f"the name {shown(name)} occurs twice"
             raise OptionError(
                 message,
                 where=where,
@@ -179,11 +184,9 @@ def _check_call(factory: Any, reference: str) -> None:
 
 def _checked(result: Any, reference: str) -> Referred:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        message = (
-            f"a tuple of {len(result)}"
-            if isinstance(result, tuple)
-            else f"a value of type {type(result).__name__}"
-        )
+        message = f"a value of type {type(result).__name__}"
+        if isinstance(result, tuple):
+            message = f"a tuple of {len(result)}"
         raise OptionError(f"the function returned {message}", where=reference, do=_RETURN_FORMAT)
     model, args, kwargs = (*result, {})[:3]
     if not callable(model):
@@ -224,8 +227,10 @@ _CLI_HELP = {
     "plan": "path of a saved plan instead of --precision; from a plan for a cluster, the part for "
     "--device-class is used",
     "passes": "also run this pass of an installed package; repeatable",
+    "fast_dropout": "draw dropout masks on the CPU in vectors from the stream of random numbers "
+    "for rounding, and report where this is not possible; --no-fast-dropout uses torch's generator",
 }
-"""Help of options for which the command line accepts less than Python."""
+"""Help of options that differ from Python."""
 _TRISTATE = ("fast_dropout",)
 """Switches with a third state, the default."""
 _FLAGS = {"passes": "--pass"}
@@ -236,7 +241,7 @@ _METAVARS = {
     "root": "PATH",
     "target": "GPU",
     "passes": "NAME",
-    "scaling": "WHAT",
+    "scaling": "GRANULARITY",
 }
 
 
@@ -246,20 +251,22 @@ def add(
     *,
     inspection: bool = False,
     required: bool = True,
+    used: Collection[str] | None = None,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> None:
-    """Add the arguments.
+    """Add the arguments for a model and the options of the backend.
 
     Args:
-        parser: of a command.
         name: name of the argument for the model; "--model" makes it optional.
-        inspection: also adds --train, --eval and --target, for commands that only inspect a model.
-        required: whether a model is required.
-        refused: errors for options that do not apply to this command. They are raised while
+        inspection: also add --train, --eval and --target, for commands that only inspect a model.
+        used: options of the backend that the command uses; None for all.
+        refused: specific errors for options that the command does not use. They are raised while
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
-    extra_arguments: dict[str, Any] = {} if required else {"nargs": "?"}
+    extra_arguments: dict[str, Any] = {}
+    if not required:
+        extra_arguments["nargs"] = "?"
     text = "function that returns (model, args) or (model, args, kwargs)"
     reference.add_argument(
         name, metavar="MODULE:CALLABLE", type=existing_reference, help=text, **extra_arguments
@@ -277,20 +284,22 @@ def add(
             )
     options = parser.add_argument_group("options of the backend")
     for option, settings in _arguments(inspection).items():
-        if option in refused:
-            settings = {
-                "type": _refusing(refused[option]),
-                "metavar": "",
-                "help": argparse.SUPPRESS,
-            }
+        error = refused.get(option)
+        if error is None and used is not None and option not in used:
+            error = OptionError(
+                f"the command does not use {flag(option)}", where=flag(option), do="remove it"
+            )
+        if error is not None:
+            settings = {"action": _refusing(error), "nargs": "?", "help": argparse.SUPPRESS}
         options.add_argument(flag(option), dest=option, **settings)
 
 
-def _refusing(error: OptionError) -> Callable[[str], NoReturn]:
-    def refuse(_: str) -> NoReturn:
-        raise error
+def _refusing(error: OptionError) -> type[argparse.Action]:
+    class Refusal(argparse.Action):
+        def __call__(self, *_: object) -> NoReturn:
+            raise error
 
-    return refuse
+    return Refusal
 
 
 def flag(option: str) -> str:
@@ -311,8 +320,9 @@ def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
     for name, text in DOCUMENTED.items():
         if name in _RUN_OPTIONS or (name in _INSPECTION_OPTIONS and not inspection):
             continue
-        help_text = literal(_CLI_HELP.get(name, text).removeprefix("True: "))
-        metavar = {"metavar": _METAVARS.get(name, "HOW")}
+        text = text.removeprefix("True: ").removesuffix("; False by default")
+        help_text = literal(_CLI_HELP.get(name, text))
+        metavar = {"metavar": _METAVARS.get(name, "MODE")}
         if name in _TRISTATE:
             result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
@@ -340,10 +350,10 @@ class ModelArguments:
         """Device of the first parameter; the CPU without parameters."""
         import torch
 
-        parameters = (
-            self.model.parameters() if isinstance(self.model, torch.nn.Module) else iter(())
-        )
-        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+        if isinstance(self.model, torch.nn.Module):
+            for parameter in self.model.parameters():
+                return parameter.device
+        return torch.device("cpu")
 
     def on(self, device: torch.device) -> ModelArguments:
         """Return the same arguments with tensors on `device`; a module is moved in place."""
@@ -386,3 +396,151 @@ def read(arguments: argparse.Namespace) -> ModelArguments:
 
     options = Options.parse(given(arguments))
     return ModelArguments(arguments.model, options, arguments.mode, *load(arguments.model))
+
+
+LOSS = """\
+The loss is the .loss of the model's output, or the output itself if it is one
+scalar; otherwise it is the sum of the mean squares of all outputs."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Model that a command line names, in the form that `measure` and `sensitivity` accept.
+
+    `precisions` are names of formats; None for the formats with a native unit on the device.
+    """
+
+    given: ModelArguments
+    module: Any
+    step: Callable[[Any, Any], Tensor]
+    batches: list[Any]
+    precisions: list[str] | None
+
+
+def add_training(
+    parser: argparse.ArgumentParser,
+    title: str,
+    precisions: str,
+    noun: str,
+    *,
+    required: bool = True,
+    refused: Mapping[str, OptionError] = MappingProxyType({}),
+) -> argparse._ArgumentGroup:
+    """Add the model's arguments, and return a new group with --precisions.
+
+    Args:
+        title: of the group.
+        precisions: help text of --precisions.
+        noun: result of the command, such as "a profile", for the error about --precision.
+        required, refused: as for `add`.
+    """
+    one_precision = OptionError(
+        f"{noun} covers several precisions", where="--precision", do="use --precisions instead"
+    )
+    add(parser, required=required, refused={"precision": one_precision, **refused})
+    group = parser.add_argument_group(title)
+    group.add_argument("--precisions", metavar="NAMES", type=names, help=precisions)
+    return group
+
+
+def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
+    """Add --output and --json with these help texts."""
+    saved = parser.add_argument_group("output")
+    saved.add_argument("--output", metavar="FILE", type=to_write, help=output)
+    saved.add_argument("--json", action="store_true", help=json)
+
+
+def read_training(arguments: argparse.Namespace) -> Trained:
+    """Return the model that a command line names, with its step and its batch.
+
+    Raises:
+        OptionError: an option is invalid, or the model has no parameters.
+    """
+    import torch
+
+    # A resumed measurement needs the same weights.
+    torch.manual_seed(0)
+    value = read(arguments)
+    if not hasattr(value.model, "parameters"):
+        raise OptionError(
+            "the model is a function without parameters, which cannot be trained",
+            where=value.reference,
+            do="return a torch.nn.Module",
+        )
+    module: Any = value.model
+    return Trained(
+        value,
+        module.train(),
+        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), value.reference),
+        [(value.args, value.kwargs)],
+        arguments.precisions,
+    )
+
+
+def loss_of(result: Any, reference: str) -> Tensor:
+    """Return the loss: `.loss`, or a single scalar output, or the sum of mean squares.
+
+    The sum is over all output tensors that require gradients.
+
+    Raises:
+        OptionError: no output requires gradients.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
+        return loss
+    matches = [
+        t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    if not matches:
+        raise OptionError(
+            "no output of the model requires gradients",
+            where=reference,
+            do="return a model whose outputs require gradients",
+        )
+    if len(matches) == 1 and not matches[0].dim():
+        return matches[0]
+    return torch.stack([t.float().square().mean() for t in matches]).sum()
+
+
+def cluster(path: str) -> Cluster:
+    """Read a cluster file; for `add_argument(type=...)`, before the slow import of torch."""
+    from qsync_fx.predictor.replayer.cluster import Cluster
+
+    return Cluster.load(path)
+
+
+def names(text: str) -> list[str]:
+    """Return comma-separated names; for `add_argument(type=...)`."""
+    return text.split(",")
+
+
+def add_optimizer(group: argparse._ArgumentGroup) -> None:
+    text = "class of torch.optim in lower case, or none; adamw by default"
+    group.add_argument("--optimizer", metavar="NAME", default="adamw", help=text)
+
+
+def optimizer(name: str, module: Any) -> Optimizer | None:
+    """Return the optimizer that --optimizer names; raise `OptionError` if torch has none."""
+    import torch
+
+    from qsync_fx.errors import nearest
+
+    classes: dict[str, Any] = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }
+    if name == "none":
+        return None
+    if name not in classes:
+        raise OptionError(
+            f"torch.optim has no optimizer {name!r}",
+            where="--optimizer",
+            do=nearest(name, ["none", *classes]),
+        )
+    made: Optimizer = classes[name](module.parameters(), lr=1e-3)
+    return made

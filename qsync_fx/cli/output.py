@@ -177,7 +177,9 @@ def width() -> int | None:
 
         return Console().width
     text = environment.text("COLUMNS")
-    return int(text) if text.isdecimal() and text.isascii() and 0 < int(text) < _LONGEST else None
+    if text.isdecimal() and text.isascii() and 0 < int(text) < _LONGEST:
+        return int(text)
+    return None
 
 
 def table(

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import model_args, training_args
+from qsync_fx.cli import model_args
 from qsync_fx.cli.model_args import named
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.progress import progress
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.problem import DeviceClass, Problem
-    from qsync_fx.cli.training_args import Trained
+    from qsync_fx.cli.model_args import Trained
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
     from qsync_fx.predictor.model import ModelGraph
     from qsync_fx.predictor.replayer.cluster import Cluster
@@ -33,7 +33,6 @@ class PlanInputs:
 
     Attributes:
         profiles: by class of devices; "" for all.
-        cluster: None for one device.
         sensitivity: of the model, or by class; None if the profiles contain it.
         trained: the model; None if only files are given.
     """
@@ -58,7 +57,9 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
     profiles: dict[str, Any] = {
         name: Profile.load(path, any_machine=True) for name, path in paths.items()
     }
-    inputs = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
+    inputs = None
+    if arguments.sensitivity is not None:
+        inputs = Sensitivity.load(arguments.sensitivity)
     if arguments.model is None:
         if not profiles and (
             cluster is None or all(device.profile is None for device in cluster.devices.values())
@@ -71,7 +72,7 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
         from_files = PlanInputs(profiles, cluster, inputs, None)
         _check(arguments, from_files)
         return from_files
-    trained = training_args.read(arguments)
+    trained = model_args.read_training(arguments)
     _check(arguments, PlanInputs(profiles, cluster, inputs, trained))
     profiles = {**_files(cluster, profiles), **profiles}
     profiles.update(_of_catalog(cluster, profiles, trained, arguments))
@@ -94,16 +95,7 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     from qsync_fx.formats import precision
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-    request = PlanRequest(
-        objective(arguments, inputs),
-        budget=limit(arguments.budget),
-        memory=memory(arguments),
-        target=limit(arguments.target),
-        precisions=None if arguments.precisions is None else arguments.precisions.split(","),
-        codecs=() if arguments.codecs is None else arguments.codecs.split(","),
-        margin=arguments.margin,
-    )
-    request.check()
+    PlanRequest(**request(arguments, inputs)).check()
     for change in arguments.set:
         precision(change.rpartition("=")[2])
     if arguments.max_replans is not None:
@@ -121,7 +113,7 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     elif (arguments.hessian == "" or arguments.allocator == "hessian") and inputs.trained is None:
         raise _without_model()
     if inputs.trained is not None:
-        training_args.optimizer(arguments.optimizer, inputs.trained.module)
+        model_args.optimizer(arguments.optimizer, inputs.trained.module)
     if inputs.cluster is not None:
         _check_names(arguments, inputs.cluster)
     if arguments.pareto is not None:
@@ -132,12 +124,12 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
 
 def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
     names = {
-        "--device": [] if arguments.device is None else [arguments.device],
-        "--memory": [name for name in named(arguments.memory, "--memory") if name],
-        "--profile": [name for name in named(arguments.profile, "--profile") if name],
+        "--device": [arguments.device],
+        "--memory": named(arguments.memory, "--memory"),
+        "--profile": named(arguments.profile, "--profile"),
     }
     for option, classes in names.items():
-        for name in classes:
+        for name in filter(None, classes):
             if name not in cluster.devices:
                 do = nearest(name[:40], cluster.devices)
                 raise OptionError(
@@ -169,16 +161,19 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
             "second_order", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1
         )
 
-    devices = () if available.cluster is None else available.cluster.devices.values()
-    if not arguments.memory and all(device.memory is None for device in devices):
+    cluster = available.cluster
+    limited = cluster is not None and any(
+        device.memory is not None for device in cluster.devices.values()
+    )
+    if not arguments.memory and not limited:
         return
     inputs = {name: equal(profile) for name, profile in available.profiles.items()}
     try:
         find_plan(
             available.profiles.get("", available.profiles),
-            available.cluster,
-            objective=objective(arguments, available),
-            memory=memory(arguments),
+            cluster,
+            objective=_objective(arguments, available),
+            memory=_memory(arguments),
             sensitivity=inputs.get("", inputs),
         )
     except PlanError as error:
@@ -274,7 +269,9 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
 def _files(cluster: Cluster | None, value: Mapping[str, Any]) -> dict[str, Any]:
     from qsync_fx.timeline.device_profiles import of_files
 
-    return {} if cluster is None or "" in value else dict(of_files(cluster, value))
+    if cluster is None or "" in value:
+        return {}
+    return dict(of_files(cluster, value))
 
 
 def _of_catalog(
@@ -286,10 +283,11 @@ def _of_catalog(
     from qsync_fx.devices import get
     from qsync_fx.profiler.analytic_profile import catalog_profile
 
-    devices = {} if cluster is None or "" in profiles else cluster.devices
+    if cluster is None or "" in profiles:
+        return {}
     missing = {
         name: item.device
-        for name, item in devices.items()
+        for name, item in cluster.devices.items()
         if name not in profiles and item.device is not None
     }
     result = {}
@@ -297,7 +295,7 @@ def _of_catalog(
         for name, called in missing.items():
             device = get(called)
             formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
-            optimizer = training_args.optimizer(arguments.optimizer, trained.module)
+            optimizer = model_args.optimizer(arguments.optimizer, trained.module)
             result[name] = catalog_profile(
                 device,
                 trained.module,
@@ -324,7 +322,7 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
         trained.step,
         trained.batches,
         trained.precisions,
-        optimizer=training_args.optimizer(arguments.optimizer, trained.module),
+        optimizer=model_args.optimizer(arguments.optimizer, trained.module),
         sensitivity="second_order" if sensitivity else None,
         options=model_args.given(arguments),
     )
@@ -350,20 +348,33 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
         "model": trained.module,
         "step": trained.step,
         "batches": trained.batches,
-        "optimizer": training_args.optimizer(arguments.optimizer, trained.module),
+        "optimizer": model_args.optimizer(arguments.optimizer, trained.module),
         "options": model_args.given(arguments),
         "max_replans": MAX_REPLANS if limit is None else limit,
     }
 
 
-def memory(arguments: argparse.Namespace) -> Any:
+def request(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
+    """Return the fields of `PlanRequest` that a command line sets, by name."""
+    fields = {
+        name: getattr(arguments, name) for name in ("budget", "target", "precisions", "margin")
+    }
+    return {
+        **fields,
+        "objective": _objective(arguments, available),
+        "memory": _memory(arguments),
+        "codecs": arguments.codecs or (),
+    }
+
+
+def _memory(arguments: argparse.Namespace) -> Any:
     result = named(arguments.memory, "--memory")
     if not result:
         return None
     return result.get("", result)
 
 
-def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
+def _objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
     """Return the objective; by default "hybrid" for several classes of devices, else "fastest"."""
     if arguments.objective is not None:
         return str(arguments.objective)
@@ -373,9 +384,9 @@ def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
     return "hybrid" if several else "fastest"
 
 
-def limit(text: str | None) -> str | float | None:
+def limit(text: str) -> str | float:
     """Return a limit as a number, or as the name of a format."""
     try:
-        return None if text is None else float(text)
+        return float(text)
     except ValueError:
         return text

@@ -1,4 +1,6 @@
-"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that says them, and notes where they matter."""
+"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that
+says them, and notes where they matter.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def fleet(bandwidth: float, count: int = 4) -> Cluster:
     return Cluster({"all": ClusterDevice(count)}, Network(bandwidth, 1e-6))
 
 
-def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
+def test_plan_contains_the_codec_of_each_parameter(tmp_path: Path) -> None:
     answer = qsync_fx.find_plan(
         known(), fleet(1e4), objective="fastest", budget=1e3, codecs=("qsgd8", "qsgd4")
     )
@@ -67,7 +69,7 @@ def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
     assert [note.device for note in plain.notes if note.kind is PlanNoteKind.WAITS] == ["all"]
 
 
-def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
+def test_fast_link_selects_no_codec() -> None:
     answer = qsync_fx.find_plan(
         known(), fleet(1e14), objective="fastest", budget=1e3, codecs=("qsgd8",)
     )
@@ -77,7 +79,7 @@ def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
     assert not any(note.kind is PlanNoteKind.WAITS for note in answer.notes)
 
 
-def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(
+def test_codecs_apply_to_the_traffic_between_nodes(
     tmp_path: Path,
 ) -> None:
     nodes = replace(fleet(1e4, 8), nodes=NodeGroup(4, 1e12))
@@ -108,7 +110,7 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(
     }
 
 
-def test_of_nodes_that_classes_share_nothing_is_said_of_one_class_alone() -> None:
+def test_nodes_shared_by_classes_suppress_single_class_notes() -> None:
     """Three ranks of a class and one of another make two nodes, and three alone do not."""
     table = [(1e3, 1e-3), (1e6, 1.0)]
     nodes = NodeGroup(2, inside=table, across=table)
@@ -125,7 +127,7 @@ def test_of_nodes_that_classes_share_nothing_is_said_of_one_class_alone() -> Non
     assert kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_codec_inputs_are_reported() -> None:
     with pytest.raises(OptionError, match="a plan has no codec 'qsgd5'"):
         qsync_fx.find_plan(known(), fleet(1e4), codecs=("qsgd5",))
     bare = Known(drawn_sensitivity(graph_of("mlp")))
@@ -156,9 +158,10 @@ def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
 
 @pytest.mark.parametrize("codec", ["qsgd8", "qsgd4"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_variance_of_the_mean_is_what_an_exchange_adds(codec: str, ranks: int) -> None:
-    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points that it is coded to again, so that this
-    adds a little less than coding a gradient does."""
+def test_variance_of_the_mean_equals_the_added_variance(codec: str, ranks: int) -> None:
+    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points
+    that it is coded to again, so that this adds a little less than coding a gradient does.
+    """
     parameter = graph_of("mlp").parameters[0]
     own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
     gradients = {p.path: {codec: 0.0} for p in graph_of("mlp").parameters}
@@ -184,7 +187,7 @@ def test_the_variance_of_the_mean_is_what_an_exchange_adds(codec: str, ranks: in
     assert (1.0 if ranks == 2 else 0.8) * found == pytest.approx(measured, rel=0.1)
 
 
-def test_sensitivity_says_what_codecs_add_to_each_gradient() -> None:
+def test_sensitivity_contains_codec_variance_by_gradient() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
     batches = [torch.randn(16, 40)]
@@ -211,7 +214,7 @@ def test_sensitivity_says_what_codecs_add_to_each_gradient() -> None:
     assert Sensitivity.from_json(found.to_json()) == found
 
 
-def test_what_codecs_add_takes_no_step_of_its_own() -> None:
+def test_codec_variance_requires_no_extra_step() -> None:
     calls = []
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:

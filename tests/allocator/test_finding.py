@@ -1,4 +1,6 @@
-"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors that name what is missing."""
+"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors
+that name what is missing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def kinds(answer: PlanResult) -> dict[PlanNoteKind, list[PlanNote]]:
     return found
 
 
-def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None:
+def test_hybrid_preserves_the_fastest_class_and_the_low_precision_step() -> None:
     answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
     assert set(answer.plans["fast"].values()) == {"fp32"}
     assert [note.device for note in kinds(answer)[PlanNoteKind.KEEPS]] == ["fast"]
@@ -142,8 +144,10 @@ def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> Non
     assert qsync_fx.Options.parse({"plan": both, "device_class": "slow"}).plan == both.plan("slow")
 
 
-def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
-    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of gradients."""
+def test_result_is_accepted_as_a_plan() -> None:
+    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of
+    gradients.
+    """
     alone = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
     assert qsync_fx.replay(alone, MLP).seconds == qsync_fx.replay(alone.plan(), MLP).seconds
     fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
@@ -165,7 +169,7 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
         )
 
 
-def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
+def test_useless_device_is_reported_with_numbers() -> None:
     crawling = Cluster(
         {"fast": ClusterDevice(), "slow": ClusterDevice(slowdown=100.0)}, Network(1e7, 1e-5)
     )
@@ -182,7 +186,7 @@ def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
     assert note.numbers["samples a second"] > note.numbers["without it"]
 
 
-def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
+def test_operators_stay_wide_without_a_faster_format() -> None:
     answer = qsync_fx.find_plan(MLP, target="fp32")
     notes = kinds(answer)[PlanNoteKind.NOT_FASTER]
     for note in notes:
@@ -196,7 +200,7 @@ def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
                 )
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_input_is_named() -> None:
     with pytest.raises(ProfileError, match="no profile says how much"):
         qsync_fx.find_plan(OTHER)
     given = drawn_sensitivity(graph_of("mlp"))
@@ -227,13 +231,13 @@ def test_what_is_missing_is_named() -> None:
         ({"allocator": "hessian"}, "allocator"),
     ],
 )
-def test_what_would_be_passed_over_is_refused(wishes: dict[str, Any], where: str) -> None:
+def test_ignored_arguments_are_rejected(wishes: dict[str, Any], where: str) -> None:
     with pytest.raises(QSyncError) as caught:
         qsync_fx.find_plan(MLP, **wishes)
     assert caught.value.where == where
 
 
-def test_formats_are_allowed_to_those_that_have_them() -> None:
+def test_formats_are_limited_to_supporting_devices() -> None:
     known = {
         name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph))
         for name in ("v100", "t4")
@@ -261,7 +265,7 @@ def test_a_plan_beyond_its_memory_is_no_answer(allocator: str) -> None:
         qsync_fx.find_plan(known, target=1.0, memory=1000, allocator=allocator)
 
 
-def test_numbers_of_notes_are_told_in_their_units() -> None:
+def test_notes_have_units() -> None:
     known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
     answer = qsync_fx.find_plan(known, target="fp16")
     (bound,) = kinds(answer)[PlanNoteKind.BINDS]

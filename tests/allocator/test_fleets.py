@@ -16,7 +16,9 @@ from tests.support.planning.catalog_fleets import of_catalog, symbolic
 
 
 def of_paper(name: str, count: int, room: float | None = None) -> Problem:
-    """Returns the problem of a fleet; T4 may take so much of what there is between a step in INT8 and in FP32."""
+    """Returns the problem of a fleet; T4 may take so much of what there is between a step in INT8
+    and in FP32.
+    """
     problem = of_catalog(name, batch=128, count=count)
     if room is not None:
         low, high = (
@@ -48,9 +50,7 @@ def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
         ),
     ],
 )
-def test_what_the_paper_orders_by_throughput_is_so(
-    name: str, room: float | None, count: int
-) -> None:
+def test_throughput_order_equals_the_paper(name: str, room: float | None, count: int) -> None:
     found = all_of(of_paper(name, count, room), name)
     seconds = {allocator: answer.evaluation.seconds for allocator, answer in found.items()}
     for ours in ("milp", "paper"):
@@ -58,7 +58,8 @@ def test_what_the_paper_orders_by_throughput_is_so(
         assert seconds[ours] <= seconds["uniform-int8"] * (1 + 1e-9)
         assert found[ours].evaluation.variance < found["uniform-int8"].evaluation.variance
     assert seconds["dynamic-batches"] < seconds["full-precision"]
-    # Where T4 in low precision are no slower than V100 in FP32, nothing is won by smaller batches: as in Tables IV and V.
+    # Where T4 in low precision are no slower than V100 in FP32, nothing is won by smaller batches:
+    # as in Tables IV and V.
     if found["milp"].evaluation.classes["v100"].waiting < 0.01 * seconds["milp"]:
         assert seconds["milp"] < seconds["dynamic-batches"]
 

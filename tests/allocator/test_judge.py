@@ -36,7 +36,7 @@ def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "checkpointed", "odd"])
-def test_it_says_what_replay_says(name: str) -> None:
+def test_evaluation_equals_replay(name: str) -> None:
     problem = fleet(name)
     plans = drawn(problem, 1)
     found = evaluate_plan(problem, plans)
@@ -71,7 +71,7 @@ def test_changes_and_changes_undone_are_as_a_new_judge() -> None:
     assert judge.plans == other
 
 
-def test_limits_are_kept_or_said_to_be_exceeded() -> None:
+def test_limits_are_met_or_reported_as_exceeded() -> None:
     problem = alone("mlp")
     plans = problem.uniform()
     found = evaluate_plan(problem, plans)
@@ -113,7 +113,7 @@ def test_measured_peaks_correct_predicted_ones() -> None:
         assert plain is not None and found == plain + by
 
 
-def test_formats_that_an_operator_does_not_tell_apart_are_one_choice() -> None:
+def test_equivalent_formats_of_an_operator_are_one_choice() -> None:
     part = device_class("bert2", ("fp32", "bf16", "int8", "fp8"))
     norms = [op.id for op in part.graph.operators if op.kind == "adjustable" and "norm" in op.row]
     assert norms

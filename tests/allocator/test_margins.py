@@ -1,4 +1,6 @@
-"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where others would wait for them."""
+"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where
+others would wait for them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FLEET = Cluster(
 
 @functools.cache
 def reckoned() -> Profile:
-    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use what time there is."""
+    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use
+    what time there is.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(20)))
 
@@ -59,7 +63,7 @@ def leaves(answer: PlanResult) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)]
 )
-def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> None:
+def test_margin_reserves_the_uncertainty_of_a_profile(spread: float, share: float) -> None:
     answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
     assert leaves(answer) == {"slow": pytest.approx(share)}
     assert leaves(all_of_it) == {}
@@ -86,7 +90,7 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
     assert PlanNoteKind.LEAVES in str(answer)
 
 
-def test_nothing_is_left_that_nobody_asked_for() -> None:
+def test_no_margin_by_default() -> None:
     assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
     for fast, slow in ((measured(0.05), reckoned()), (reckoned(), measured(0.05))):
         assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {
@@ -103,7 +107,9 @@ def test_nothing_is_left_that_nobody_asked_for() -> None:
 
 
 def test_a_margin_that_no_plan_leaves_is_none() -> None:
-    """Where the slow device is what all wait for as it is, uniform low precision is all that there is time for."""
+    """Where the slow device is what all wait for as it is, uniform low precision is all that there
+    is time for.
+    """
     slower = replace(
         FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)}
     )

@@ -49,7 +49,7 @@ def test_gaps() -> None:
     assert not replace(answer, problem=replace(answer.problem, seconds=1e-9)).fits
 
 
-def test_a_notebook_shows_one_line() -> None:
+def test_notebook_representation_has_one_line() -> None:
     line = repr(an_answer())
     assert (
         line.startswith("PlanResult(uniform, 23.81 ms a step on ")
@@ -59,7 +59,7 @@ def test_a_notebook_shows_one_line() -> None:
     assert len(line) < 120
 
 
-def test_what_print_shows() -> None:
+def test_printed_result() -> None:
     answer = an_answer()
     text = str(answer)
     for part in (
@@ -77,7 +77,7 @@ def test_what_print_shows() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
-def test_in_a_terminal_of_any_width_every_number_is_there(width: int) -> None:
+def test_every_number_is_printed_at_any_terminal_width(width: int) -> None:
     answer = an_answer()
     text = answer.text(width)
     assert "…" not in text

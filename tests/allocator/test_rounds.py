@@ -1,4 +1,6 @@
-"""Rounds: a plan is run, the profile corrected, and the plan looked for again, until both agree or there were enough."""
+"""Rounds: a plan is run, the profile corrected, and the plan looked for again, until both agree or
+there were enough.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def solve(known: Mapping[str, Profile]) -> PlanResult:
 
 
 def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0) -> Profile:
-    """Returns the profile as corrected by a run that took so many times what was foreseen, and held so many bytes where any."""
+    """Returns the profile as corrected by a run that took so many times what was foreseen, and held
+    so many bytes where any.
+    """
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
     seconds: dict[str, list[float]] = {op.id: [0.0, 0.0] for op in profile.graph.operators}
@@ -82,7 +86,7 @@ def rounds_with(*factors: float, limit: int = 3) -> PlanResult:
     return rounds.answer
 
 
-def test_where_both_agree_one_round_is_enough() -> None:
+def test_accurate_prediction_needs_one_round() -> None:
     answer = rounds_with(1.01)
     assert answer.plans == solve({"t4": reckoned()}).plans
     ((trial,),) = answer.trials
@@ -100,7 +104,7 @@ def test_where_both_agree_one_round_is_enough() -> None:
     assert [run.planned for run in answer.profiles["t4"].runs].count(True) == 1
 
 
-def test_a_plan_that_takes_longer_than_foreseen_is_left_for_another_one() -> None:
+def test_slower_than_predicted_plan_is_replaced() -> None:
     first = solve({"t4": reckoned()})
     answer = rounds_with(5.0, 1.0)
     assert answer.plans != first.plans and answer.ran == 2
@@ -109,7 +113,7 @@ def test_a_plan_that_takes_longer_than_foreseen_is_left_for_another_one() -> Non
     assert "another plan in round 1 of 2" in str(answer) and "+400.0%" in str(answer)
 
 
-def test_a_plan_that_is_found_again_is_settled_as_it_was_measured() -> None:
+def test_repeated_plan_ends_the_rounds_with_its_measurement() -> None:
     """A little slower than foreseen, and still the fastest."""
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
@@ -118,7 +122,7 @@ def test_a_plan_that_is_found_again_is_settled_as_it_was_measured() -> None:
     )
 
 
-def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
+def test_best_measured_plan_is_used_without_agreement() -> None:
     answer = rounds_with(8.0, 6.0, 4.0)
     assert answer.ran is not None and len(answer.trials) == 3
     measured = [trial.measured for (trial,) in answer.trials]
@@ -127,8 +131,10 @@ def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
     assert PlanNoteKind.UNSETTLED in [note.kind for note in answer.notes]
 
 
-def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
-    """It takes the time that was foreseen: only what it holds says that another one is to be taken."""
+def test_plan_above_the_memory_limit_is_replaced() -> None:
+    """It takes the time that was foreseen: only what it holds says that another one is to
+    be taken.
+    """
     profile = replace(reckoned(), optimizer_memory=SGD)
     limit = 110 * 10**6
 
@@ -158,7 +164,7 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
     assert "MB more than foreseen" in str(answer)
 
 
-def test_no_rounds_leave_the_plan_as_it_was_found() -> None:
+def test_zero_rounds_return_the_first_plan() -> None:
     answer = rounds_with(limit=0)
     assert not answer.trials and answer.ran is None and "plans measured" not in answer.plan().notes
     with pytest.raises(OptionError, match="-1 rounds"):
@@ -181,8 +187,8 @@ def test_a_model_at_hand_is_run() -> None:
             run.passes == trial.measured for run in runs if run.planned
         )
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
-    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three, each round; and of the profile's first
-    # plan, where it is another one.
+    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three,
+    # each round; and of the profile's first plan, where it is another one.
     tried = [
         next(run for run in runs if run.planned and run.passes == trial.measured)
         for (trial,) in answer.trials
@@ -204,7 +210,7 @@ def test_a_model_at_hand_is_run() -> None:
 
 
 @tiers.ALL
-def test_a_limit_that_the_run_breaks_is_said() -> None:
+def test_limit_exceeded_in_the_run_is_reported() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
     found = qsync_fx.measure(

@@ -1,5 +1,6 @@
-"""The option "cache_quantized_weights": a weight is quantized once a step, to the bits of a step without the option, and no write goes
-unseen."""
+"""The option "cache_quantized_weights": a weight is quantized once a step, to the bits of a step
+without the option, and no write goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
 
 class Net(nn.Module):
-    """Convolution, linear layers, one of them twice, and a product with a parameter that no module owns."""
+    """Convolution, linear layers, one of them twice, and a product with a parameter that no module
+    owns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +66,9 @@ def trained(
     batches: list[list[Tensor]],
     optimizer: Any = qsync_fx.optim.SGD,
 ) -> list[Tensor]:
-    """Returns outputs and gradients of steps, each over some micro-batches, and the weights behind them."""
+    """Returns outputs and gradients of steps, each over some micro-batches, and the weights behind
+    them.
+    """
     torch.compiler.reset()
     torch.manual_seed(1)
     model = copy.deepcopy(model)
@@ -118,7 +123,9 @@ def test_steps_have_the_bits_of_steps_without_it(
 def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(
     inner_backend: str, made: list[Tensor]
 ) -> None:
-    """Rounded to nearest, which copy is read makes no difference: gradients that are summed are those without the option."""
+    """Rounded to nearest, which copy is read makes no difference: gradients that are summed are
+    those without the option.
+    """
     torch.manual_seed(0)
     model, batches = Net(), [images(4), images(4), images(4)]
     options = {**NEAREST, "inner_backend": inner_backend}
@@ -154,7 +161,7 @@ def test_a_seed_repeats_a_run() -> None:
     assert equal(trained(model, options, batches), trained(model, options, batches))
 
 
-def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own(
+def test_weight_copies_of_other_shapes_and_evaluation(
     made: list[Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -186,7 +193,9 @@ def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own
 def test_a_weight_that_was_changed_is_read_as_it_is(
     name: str, evaluated: bool, inner_backend: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """What torch does not count is seen by its values, here at the second time that a copy is used."""
+    """What torch does not count is seen by its values, here at the second time that a copy
+    is used.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
@@ -264,7 +273,7 @@ class Derived(nn.Module):
         (Derived, "it is computed from a parameter", 0),
     ],
 )
-def test_what_stays_in_the_graph_is_said(
+def test_uncached_weights_are_reported(
     model: type[nn.Module], why: str, count: int, made: list[Tensor]
 ) -> None:
     torch.manual_seed(0)
@@ -283,7 +292,7 @@ def test_what_stays_in_the_graph_is_said(
     found.sum().backward()
 
 
-def test_a_model_without_such_weights_is_told() -> None:
+def test_model_without_cacheable_weights_is_reported() -> None:
     options = {"precision": "bf16", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     compiled = torch.compile(nn.Linear(8, 8), backend="qsync", options=options)
     with pytest.warns(

@@ -1,4 +1,6 @@
-"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a device without them says so."""
+"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a
+device without them says so.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_other_modes_are_refused_by_name(mode: Any) -> None:
     )
 
 
-def test_inductor_is_told_on_cuda_and_other_devices_say_that_there_are_none() -> None:
+def test_cudagraphs_are_enabled_on_cuda_only() -> None:
     wanted = Options(cudagraphs=True)
     assert inductor_config.captures(wanted, CUDA) and not inductor_config.captures(Options(), CUDA)
     assert inductor_config.inductor(CUDA, True) == {
@@ -65,5 +67,5 @@ def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [True, True, False]
 
 
-def test_the_seed_of_a_step_is_drawn_outside_of_what_is_captured() -> None:
+def test_seed_is_drawn_outside_the_cuda_graph() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.qsync.draw.default.tags

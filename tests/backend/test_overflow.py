@@ -1,4 +1,6 @@
-"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it, or trains in another format, is not."""
+"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it,
+or trains in another format, is not.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def trained(
     ]
 
 
-def test_an_overflow_is_told_once() -> None:
+def test_overflow_is_reported_once() -> None:
     [text] = trained("fp16", loss=1e9, steps=4)
     assert (
         "gradients of Sequential are not finite in step 1" in text
@@ -58,11 +60,11 @@ def test_gradients_that_fit_are_not() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_keeps_them_from_the_optimizer(fused: bool) -> None:
+def test_grad_scaler_skips_overflow_steps(fused: bool) -> None:
     assert trained("fp16", loss=1e9, steps=2, scaler=torch.amp.GradScaler("cpu"), fused=fused) == []
 
 
-def test_other_formats_are_nobody_s_business() -> None:
+def test_other_formats_are_not_checked() -> None:
     assert trained("bf16", loss=1e39) == [] and not [
         m for m in numeric_guards._watched if isinstance(m, nn.Sequential)
     ]

@@ -1,4 +1,6 @@
-"""Copies of weights outside of graphs: made anew when torch counts a write, of any size, and no longer there than their weight."""
+"""Copies of weights outside of graphs: made anew when torch counts a write, of any size, and no
+longer there than their weight.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,10 @@ def test_steps_of_optimizers_are_counted(name: str) -> None:
     assert found[0] is not before[0] and equal([*found], [*how.of(layer.weight, seed)])
 
 
-def test_memory_that_comes_back_is_not_taken_for_what_lay_there() -> None:
-    """A parameter that is given other memory twice, between two passes, would find itself where it was."""
+def test_reused_memory_invalidates_the_copy() -> None:
+    """A parameter that is given other memory twice, between two passes, would find itself where it
+    was.
+    """
     weight, seed = nn.Parameter(torch.ones(1000)), torch.zeros([1], dtype=torch.int64)
     how = CopySpec(0, "int8", "nearest", ())
     copies([(weight, how)], seed)
@@ -128,7 +132,7 @@ def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRe
     assert all(q is found[0] for q in found) and not recwarn.list
 
 
-def test_tensors_without_values_are_quantized_and_not_kept() -> None:
+def test_fake_tensors_are_not_cached() -> None:
     """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
     with FakeTensorMode():
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
@@ -137,7 +141,7 @@ def test_tensors_without_values_are_quantized_and_not_kept() -> None:
     assert weight not in weight_cache._kept
 
 
-def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_capture_reads_no_cached_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that was at hand would be replayed for good."""
     weight, seed, how = (
         nn.Parameter(torch.ones(4)),
@@ -151,7 +155,7 @@ def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.Mon
     assert copies([(weight, how)], seed)[0][0] is before[0][0]
 
 
-def test_queues_of_a_device_have_copies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_streams_have_separate_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another one has made it may not have made yet."""
     weight, seed, how = (
         nn.Parameter(torch.ones(4)),

@@ -1,4 +1,6 @@
-"""cache_quantized_weights under FSDP: weights are gathered from parts that an optimizer updates, and torch counts no write to them."""
+"""cache_quantized_weights under FSDP: weights are gathered from parts that an optimizer updates,
+and torch counts no write to them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Block(nn.Module):
 
 
 def losses(once: bool) -> list[float]:
-    """Returns the losses of some steps of several passes each, of blocks that are compiled and then sharded."""
+    """Returns the losses of some steps of several passes each, of blocks that are compiled and then
+    sharded.
+    """
     torch.manual_seed(0)
     model, mesh = nn.Sequential(Block(), Block()), init_device_mesh("cpu", (1,))
     # To the nearest value: which passes share a rounding makes no difference then.
@@ -63,7 +67,7 @@ def losses(once: bool) -> list[float]:
     return found
 
 
-def test_gathered_weights_are_quantized_anew_behind_each_step() -> None:
+def test_gathered_weights_are_requantized_after_each_step() -> None:
     expected = losses(once=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)

@@ -1,4 +1,7 @@
-"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32. On an H200 a BERT in BF16 by "aot_eager" found it."""
+"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32.
+
+On an H200 a BERT in BF16 by "aot_eager" found it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def parameters(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("norm", [layer, group, by_name])
 @pytest.mark.parametrize("narrow", [BF16, torch.float16])
-def test_parameters_and_input_are_of_one_type(
+def test_parameters_and_input_share_a_dtype(
     norm: Callable[..., Tensor], narrow: torch.dtype
 ) -> None:
     x, given = (torch.randn(4, 8) * 3).to(narrow), parameters(torch.float32)
@@ -57,7 +60,7 @@ def test_parameters_and_input_are_of_one_type(
     assert torch.equal(module(x, *given), norm(x.float(), *given).to(narrow))
 
 
-def test_of_a_native_one_the_activation_alone_is_narrow() -> None:
+def test_native_norm_narrows_only_the_activation() -> None:
     x, given = torch.randn(4, 8).to(BF16), parameters(torch.float32)
     got = widened(traced(native, x, *given))(x, *given)
     y, mean, deviation = native(x.float(), *given)
@@ -67,7 +70,7 @@ def test_of_a_native_one_the_activation_alone_is_narrow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_what_is_of_one_type_stays(dtype: torch.dtype) -> None:
+def test_norm_with_one_dtype_is_unchanged(dtype: torch.dtype) -> None:
     module = traced(layer, torch.randn(4, 8).to(dtype), *parameters(dtype))
     before = str(module.graph)
     assert str(widened(module).graph) == before

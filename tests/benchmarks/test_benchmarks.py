@@ -1,4 +1,5 @@
-"""Benchmarks of a CPU run: what they ask of the package is still there, and their rows are written. Nothing is said of speed.
+"""Benchmarks of a CPU run: what they ask of the package is still there, and their rows are written.
+Nothing is said of speed.
 
 The tier all has one of each kind, and the tier every all of them.
 """
@@ -47,8 +48,9 @@ MORE_OF_A_KIND = {
     "table4": "table2",
     "table6": "table2",
 }
-"""Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over links, graphs, steps, kernels, replays,
-and tables of trainings."""
+"""Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over
+links, graphs, steps, kernels, replays, and tables of trainings.
+"""
 SCRIPTS = {
     str(path.relative_to(ROOT)): path.stem
     for path in sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -57,12 +59,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", ["fleets", "fig6"])
-def test_results_of_fleets_tell_the_origin_of_their_variances(name: str) -> None:
+def test_fleet_results_name_the_source_of_their_variances(name: str) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert results["note"] == fleets.VARIANCES
 
 
-def test_what_stands_for_others_runs_itself() -> None:
+def test_representative_cases_run() -> None:
     assert MORE_OF_A_KIND.keys() <= set(SCRIPTS.values())
     assert set(MORE_OF_A_KIND.values()) <= set(SCRIPTS.values()) - MORE_OF_A_KIND.keys()
 

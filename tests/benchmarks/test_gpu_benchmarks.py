@@ -1,4 +1,6 @@
-"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine that has none."""
+"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine
+that has none.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make smoke-gpu")
-def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(
+def test_smoke_reports_a_missing_gpu_before_installing_packages(
     tmp_path: Path,
 ) -> None:
     done = ran("make", "smoke-gpu", f"GPU_PYTHON={sys.executable}", f"GPU_OUT={tmp_path}")
@@ -41,11 +43,14 @@ def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(
     assert "nothing was tested" in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_smoke_knows_what_else_the_packages_that_it_brings_require(tmp_path: Path) -> None:
-    """It installs them without what they require, as pip would put another numpy in front of the machine's."""
+def test_smoke_lists_the_requirements_of_its_packages(tmp_path: Path) -> None:
+    """It installs them without what they require, as pip would put another numpy in front of the
+    machine's.
+    """
     site = tmp_path / "site"
     requires = {
-        "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'", "old; python_version < '3'"),
+        "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'",
+        "old; python_version < '3'"),
         "also-brought": ("neither.there",),
         "nvidia-cutlass": ("cuda-python>=11.8",),
     }  # fmt: skip
@@ -60,7 +65,9 @@ def test_smoke_knows_what_else_the_packages_that_it_brings_require(tmp_path: Pat
         ]
         (folder / "METADATA").write_text("\n".join(lines) + "\n")
     done = ran(
-        sys.executable, "-c", "import pathlib, smoke, sys; print(*sorted(smoke.unmet(pathlib.Path(sys.argv[1]))))", str(site),
+        sys.executable, "-c",
+        "import pathlib, smoke, sys; print(*sorted(smoke.unmet(pathlib.Path(sys.argv[1]))))",
+        str(site),
         PYTHONPATH=str(ROOT / "tests" / "gpu"),
     )  # fmt: skip
     assert done.stdout.split() == ["neither.there", "nowhere-else>=1.5"], done.stderr
@@ -74,7 +81,8 @@ def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     stages = json.loads((out / "smoke.json").read_text())["stages"]
     assert {name: stage["status"] for name, stage in stages.items()} == {
-        "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed", "speed": "passed",
+        "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed",
+        "speed": "passed",
     }  # fmt: skip
     # The notebook's last cell reads the same file.
     shown: dict[str, Any] = {"folder": tmp_path, "pathlib": pathlib}
@@ -98,7 +106,7 @@ def test_the_notebook_runs_the_same_script() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")
 @pytest.mark.parametrize("target", ["test-gpu", pytest.param("bench-gpu", marks=tiers.ALL)])
-def test_make_says_that_there_is_no_gpu(target: str) -> None:
+def test_make_reports_a_missing_gpu(target: str) -> None:
     done = ran("make", target, f"GPU_PYTHON={sys.executable}")
     assert done.returncode and "no GPU: nothing was tested or measured" in done.stderr
 
@@ -130,7 +138,8 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
 def test_benchmarks_judge_by_their_targets() -> None:
     script = (
         "from benchmarks.gpu import linear, measuring, quantize, step\n"
-        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, 1.37), (step.OVERHEAD, 0.05), "
+        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, "
+        "1.37), (step.OVERHEAD, 0.05), "
         "(step.OVERHEAD, 0.06), (quantize.BANDWIDTH, None), (measuring.GATE, 0.98))])"
     )
     assert (

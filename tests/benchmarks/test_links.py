@@ -1,4 +1,6 @@
-"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays, however the process ends."""
+"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays,
+however the process ends.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def test_rates_are_read() -> None:
 
 
 def test_without_a_rate_ranks_speak_over_loopback() -> None:
-    show = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
+    show = (
+        "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', "
+        "'GLOO_SOCKET_IFNAME')))"
+    )
     with links.shaped(2, None) as places:
         ended = links.run(places, [sys.executable, "-c", show], caught=True)
     assert ended.codes == (0, 0)
@@ -76,9 +81,7 @@ def test_without_a_rate_ranks_speak_over_loopback() -> None:
         pytest.param(2, "1gbit", marks=tiers.EVERY),
     ],
 )
-def test_ranks_reduce_over_links_that_are_as_slow_as_asked(
-    ranks: int, rate: str, able: Any
-) -> None:
+def test_ranks_reduce_at_the_requested_bandwidth(ranks: int, rate: str, able: Any) -> None:
     values = 2**20 if rate == "100mbit" else 2**23
     with able.shaped(ranks, rate) as places:
         ended = able.run(
@@ -87,7 +90,8 @@ def test_ranks_reduce_over_links_that_are_as_slow_as_asked(
         assert left(os.getpid())
     assert ended.codes == (0,) * ranks, ended.printed
     assert not left(os.getpid())
-    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is no fault.
+    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is
+    # no fault.
     least = 2 * (ranks - 1) / ranks * 4 * values * 8 / able.bits_per_second(rate)
     for printed in ended.printed:
         total, seconds = printed.splitlines()[-1].split()  # gloo tells whom it has reached before
@@ -103,8 +107,11 @@ def test_a_rank_that_fails_ends_all(able: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)])
-def test_nothing_stays_after_a_kill(how: signal.Signals, able: Any, tmp_path: Path) -> None:
-    inside = f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(100)"
+def test_kill_leaves_no_namespaces(how: signal.Signals, able: Any, tmp_path: Path) -> None:
+    inside = (
+        f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], "
+        "'w').write(str(os.getpid())); time.sleep(100)"
+    )
     command = [
         sys.executable,
         str(LINKS),
@@ -134,7 +141,7 @@ def test_nothing_stays_after_a_kill(how: signal.Signals, able: Any, tmp_path: Pa
         process.kill()
 
 
-def test_what_a_killed_run_has_left_the_next_one_removes(able: Any) -> None:
+def test_next_run_removes_files_of_a_killed_run(able: Any) -> None:
     """As when its helper was killed with it: a name of a process that is no more."""
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -145,7 +152,7 @@ def test_what_a_killed_run_has_left_the_next_one_removes(able: Any) -> None:
         assert not left(gone.pid)
 
 
-def test_where_links_cannot_be_made_it_says_why() -> None:
+def test_missing_link_support_has_a_reason() -> None:
     command = [sys.executable, str(LINKS), "--rate", "1gbit", "--", "true"]
     done = subprocess.run(
         command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False

@@ -1,4 +1,6 @@
-"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs, goes on, and says where it ran."""
+"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs,
+goes on, and says where it ran.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch import nn
 
 from benchmarks.paper import table3
 from benchmarks.paper.support import curves, devices, text, timelines as timeline_picture
-from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
+from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
 from qsync_fx.allocator import PlanEvaluator
 from tests.support import experiment_tables, tiers
@@ -29,7 +31,7 @@ PAPER = ROOT / "benchmarks" / "paper"
 
 
 @tiers.ALL
-def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path) -> None:
+def test_pair_in_one_process_is_bit_equal_to_two_ranks(tmp_path: Path) -> None:
     environment, script = {**os.environ, **ENVIRONMENT}, Path(pair_rank.__file__)
     logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
     ranks = [
@@ -56,7 +58,7 @@ def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: 
 
 
 @tiers.ALL
-def test_a_plan_is_made_for_a_wide_network_of_the_operators_that_are_trained() -> None:
+def test_plan_of_the_wide_network_covers_the_trained_operators() -> None:
     batch = (torch.randn(16, 8), torch.randn(16, 4))
 
     def network(width: int, *more: nn.Module) -> nn.Module:
@@ -81,20 +83,20 @@ def test_a_plan_is_made_for_a_wide_network_of_the_operators_that_are_trained() -
         look(network(64, nn.Linear(4, 4)))
 
 
-def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) -> None:
+def test_completed_runs_are_cached_by_their_settings(tmp_path: Path) -> None:
     path, ran = tmp_path / "partial.json", []
 
     def run() -> int:
         ran.append(1)
         return len(ran)
 
-    assert Kept(path).get({"seed": 0}, run) == 1
-    assert Kept(path).get({"seed": 0}, run) == 1
-    assert Kept(path).get({"seed": 1}, run) == 2
-    assert Kept(None).get({"seed": 1}, run) == 3
+    assert RunCache(path).get({"seed": 0}, run) == 1
+    assert RunCache(path).get({"seed": 0}, run) == 1
+    assert RunCache(path).get({"seed": 1}, run) == 2
+    assert RunCache(None).get({"seed": 1}, run) == 3
 
 
-def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
+def test_timeline_picture_is_proportional_to_time() -> None:
     asked = fleet("mlp")
     timelines = {
         name: PlanEvaluator(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")
@@ -131,7 +133,7 @@ def test_texts_are_the_same_each_time_and_none_is_trained_and_tested() -> None:
     assert not trained & tested
 
 
-def test_a_curve_lies_where_its_numbers_are() -> None:
+def test_curve_is_drawn_at_its_values() -> None:
     series = {"a <b>": [(0.0, 3.0), (10.0, 1.0)], "c": [(5.0, 2.0)]}
     drawn = ElementTree.fromstring(curves.picture({"one": series, "two": series}, "across", "up"))
     lines = [
@@ -175,7 +177,7 @@ def test_table_three_is_on_the_page_once_it_is_measured(
 
 
 @tiers.ALL
-def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared_with(
+def test_networks_are_trained_with_each_codec_and_fp32(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "found.json"

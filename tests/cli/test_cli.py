@@ -34,7 +34,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_help_tells_every_option_in_the_words_of_the_options(
+def test_help_lists_every_option_with_its_documented_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("--help") == 0
@@ -146,7 +146,9 @@ def test_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounding is stochastic in training alone, and what --train and --eval say goes before what the function returns."""
+    """Rounding is stochastic in training alone, and what --train and --eval say goes before what
+    the function returns.
+    """
     modes = {
         ("models_of_test:small", "--eval"): "nearest",
         ("models_of_test:evaluated", "--train"): "stochastic",
@@ -207,7 +209,7 @@ def fits(text: str) -> None:
     assert "flops" not in text, "costs give way where there is no room"
 
 
-def test_a_pipe_gets_a_table_of_the_width_that_columns_says(
+def test_columns_sets_the_width_of_a_table_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("inspect", "models_of_test:small", "--precision", "int8")
@@ -237,7 +239,7 @@ def test_a_pipe_gets_a_table_of_the_width_that_columns_says(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_print_shows_the_same_whatever_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = load("models_of_test:small")
     explanation = explain(model, *args)
     text = str(explanation)
@@ -262,8 +264,10 @@ def _read(handle: int) -> bytes:
 
 
 @tiers.ALL
-def test_a_reader_that_has_seen_enough(folder: Path) -> None:
-    """The other end of the pipe is closed before anything is written; no traceback and no second complaint at exit."""
+def test_closed_pipe_ends_the_command_without_an_error(folder: Path) -> None:
+    """The other end of the pipe is closed before anything is written; no traceback and no second
+    complaint at exit.
+    """
     command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--json"]
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -1,4 +1,6 @@
-"""Verbs of the command line: found by their files, with one set of arguments for models, and imported when they are asked for."""
+"""Verbs of the command line: found by their files, with one set of arguments for models, and
+imported when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
         ["sensitivity", "--help"],
     ],
 )
-def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom qsync_fx.cli import main\n"
         f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
@@ -75,7 +77,9 @@ def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
 
 
 def options_of(command: Command) -> dict[str, str | None]:
-    """Returns the flags of the groups that say what a model is and how it is trained, with their help."""
+    """Returns the flags of the groups that say what a model is and how it is trained, with their
+    help.
+    """
     parser = argparse.ArgumentParser()
     assert command.arguments is not None
     command.arguments(parser)
@@ -92,7 +96,7 @@ def options_of(command: Command) -> dict[str, str | None]:
     }
 
 
-def test_each_verb_takes_a_model_in_the_same_way() -> None:
+def test_verbs_share_the_model_arguments() -> None:
     told = options_of(tune.COMMAND)
     assert options_of(inspect.COMMAND).keys() == told.keys() | {"--train", "--eval", "--target"}
     assert options_of(kernels.BUILD).items() - told.items() == {
@@ -107,11 +111,14 @@ def test_each_verb_takes_a_model_in_the_same_way() -> None:
     }
 
 
-def test_options_are_those_of_the_backend(here: Path) -> None:
+def test_options_equal_the_backend_options(here: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
     model_args.add(parser)
-    line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --emulate-unsupported --root a.b"
+    line = (
+        "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling "
+        "channel --emulate-unsupported --root a.b"
+    )
     read = Options.parse(
         model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"]))
     )
@@ -135,7 +142,7 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
         ["kernels", "build", "--arch", "sm_80", "--model"],
     ],
 )
-def test_a_wrong_option_is_told_before_the_model_is_made(
+def test_invalid_option_is_reported_before_the_model_is_built(
     verb: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from qsync_fx.backend.cuda import tuning
@@ -157,7 +164,7 @@ def test_a_wrong_option_is_told_before_the_model_is_made(
     "flags",
     ["--precision int8", "--emulate-unsupported", "--pass one", "--gradient-rounding nearest"],
 )
-def test_what_is_said_of_no_model_is_told(
+def test_invalid_model_reference_is_reported(
     flags: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
@@ -186,7 +193,7 @@ def test_text_with_percent_signs_is_text(
     assert all(text in said for text in ("100 % and %(prog)s", "50 % of %d", "5 %s"))
 
 
-def test_tables_say_what_they_are_given(
+def test_tables_print_their_cells_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -204,7 +211,7 @@ def test_tables_say_what_they_are_given(
     assert narrow.count("x") == 300
 
 
-def test_a_pipe_that_nobody_reads_is_no_complaint(tmp_path: Path) -> None:
+def test_unread_pipe_prints_no_error(tmp_path: Path) -> None:
     """Of the list of commands neither, which argparse prints."""
     read_end, write_end = os.pipe()
     os.close(read_end)

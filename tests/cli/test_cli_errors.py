@@ -1,4 +1,6 @@
-"""How the command line fails: arguments, references and files that are wrong, and what comes through."""
+"""How the command line fails: arguments, references and files that are wrong, and what comes
+through.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def test_references_that_lead_somewhere() -> None:
     assert load("models_of_test:small")[2] == {}
 
 
-def test_what_the_users_code_raises_comes_through() -> None:
+def test_exception_of_user_code_is_not_caught() -> None:
     with pytest.raises(RuntimeError, match="from the user's function"):
         run("inspect", "models_of_test:broken")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
@@ -164,7 +166,7 @@ def test_what_the_users_code_raises_comes_through() -> None:
         ),
         (
             ["--plan", "whole.json"],
-            "the pattern 'heads' selects none of the 2 operators",
+            "the pattern 'heads' selects none of the 2 adjustable operators",
             "nearest: head",
         ),
         (["--pass", "none"], "no installed package offers a pass 'none'", "install one"),
@@ -172,7 +174,7 @@ def test_what_the_users_code_raises_comes_through() -> None:
         (["--diff", "assign", "zzzzz"], "no pass 'zzzzz' has run", "known: "),
     ],
 )
-def test_errors_are_told_in_three_lines(
+def test_errors_have_three_lines(
     arguments: list[str], what: str, do: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "cut.json").write_text('{"format": "qsync-plan", "ver')
@@ -203,7 +205,7 @@ def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
         ["tune", "json:loads", "--record"],
     ],
 )
-def test_what_cannot_be_written_is_told_before_any_work(
+def test_unwritable_output_is_reported_before_any_work(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "missing" / "front.svg"

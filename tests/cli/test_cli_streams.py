@@ -1,4 +1,6 @@
-"""Standard streams that are full or closed: one line on standard error and a status that is not 0."""
+"""Standard streams that are full or closed: one line on standard error and a status that is
+not 0.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.support.processes.command_line import run
 
 pytestmark = pytest.mark.usefixtures("folder")
 FULL = "qsync: standard output cannot be written: No space left on device\n"
-CLOSED = "qsync: standard output is closed, so results cannot be printed: redirect it to a file or to /dev/null\n"
+CLOSED = (
+    "qsync: standard output is closed, so results cannot be printed: redirect it to a file or to "
+    "/dev/null\n"
+)
 WITHOUT_TORCH = ["--help", "--version", *(f"{name} --help" for name in commands.names())]
 SMALL = "models_of_test:small"
 
@@ -86,7 +91,9 @@ def test_full_standard_output(
 def test_output_longer_than_the_buffer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The write itself fails then, which argparse ignores, and Python has nothing left to flush at exit."""
+    """The write itself fails then, which argparse ignores, and Python has nothing left to flush at
+    exit.
+    """
     monkeypatch.setattr("qsync_fx.cli.parser._EXAMPLES", "x" * 100_000)
     assert run_full(monkeypatch, capsys, "--help") == (2, FULL)
 
@@ -100,13 +107,15 @@ def test_output_longer_than_the_buffer(
     ],
 )
 def test_closed_standard_error(arguments: str, status: int, folder: Path) -> None:
-    """Messages must not go to standard output, nor to a file that gets the descriptor of standard error."""
+    """Messages must not go to standard output, nor to a file that gets the descriptor of standard
+    error.
+    """
     result = shell(arguments, "> out 2>&-", folder)
     assert result.returncode == status
     assert "qsync:" not in (folder / "out").read_text()
 
 
-def test_an_error_of_the_users_file_comes_through(folder: Path) -> None:
+def test_os_error_of_user_code_is_not_caught(folder: Path) -> None:
     """It is an `OSError`, too, but not of standard output."""
     (folder / "reads_a_file.py").write_text("open('missing.csv')\n")
     with pytest.raises(FileNotFoundError) as caught:

@@ -1,4 +1,6 @@
-"""`qsync comm bench` where several ranks run it: reductions over their process group, told by one of them."""
+"""`qsync comm bench` where several ranks run it: reductions over their process group, told by one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tests.support.processes import forks, ranks
 
 @tiers.ALL
 def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
-    bench = "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb --codec aqgb16"
+    bench = (
+        "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb "
+        "--codec aqgb16"
+    )
     environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
     torchrun = [
         environment["PYTHON_EXEC"],
@@ -27,7 +32,8 @@ def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
     assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in found.values())
     assert found["torch fp32"]["to_plain"] == found["torch fp16"]["to_half"] == 1
     size = 2**19
-    # In two phases each rank sends two thirds of it twice, in one exchange all of it to both others.
+    # In two phases each rank sends two thirds of it twice, in one exchange all of it to both
+    # others.
     assert size / 4 * 4 / 3 < found["qsgd8"]["wire"] < 1.03 * size / 4 * 4 / 3 * 8.0625 / 8
     assert size < found["aqgb16"]["wire"] < 1.03 * size
     assert 0.375 * 2 * size < found["aqgb"]["wire"] < 1.03 * 2 * size

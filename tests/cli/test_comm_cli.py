@@ -10,7 +10,7 @@ import pytest
 from qsync_fx.cli import main
 
 
-def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_codec_speed_relative_to_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
     how = [
         "comm",
         "bench",
@@ -44,7 +44,7 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
     )
 
 
-def test_what_bench_cannot_take_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_rejects_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["comm", "bench", "--codec", "duo4"]) == 2
     assert "duo4 is a DUO optimizer mode, not a codec" in capsys.readouterr().err
     assert main(["comm", "bench", "--codec", "qsgd9"]) == 2
@@ -70,7 +70,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "wide_of_test:wide"
 
 
-def test_predict_says_which_codec_pays(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_recommends_the_fastest_codec(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     how = ["comm", "predict", model, "--gpus", "16"]
     assert main([*how, "--bandwidth", "1gbit"]) == 0
     told = capsys.readouterr().out
@@ -139,7 +141,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         assert text in capsys.readouterr().err
 
 
-def test_predict_says_not_to_compress_where_nothing_is_won(
+def test_predict_recommends_no_compression_without_a_gain(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -153,7 +155,7 @@ def test_predict_says_not_to_compress_where_nothing_is_won(
     assert "A codec would pay below" in told
 
 
-def test_predict_takes_speeds_that_were_measured(
+def test_predict_reads_measured_speeds(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--json"]) == 0
@@ -201,9 +203,16 @@ def test_predict_takes_speeds_that_were_measured(
             ["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"],
             "qsync comm predict uses one format for all operators",
         ),
+        *(
+            (
+                ["--gpus", "2", "--bandwidth", "1gbit", *option.split()],
+                f"the command does not use {option.split()[0]}",
+            )
+            for option in ("--rounding floor", "--cudagraphs", "--recipe int8_fast")
+        ),
     ],
 )
-def test_what_predict_cannot_take_is_told(
+def test_predict_rejects_invalid_arguments(
     how: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["comm", "predict", *how]) == 2

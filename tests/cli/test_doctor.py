@@ -97,7 +97,7 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_is_located_as_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(
         tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'"
     )
@@ -106,7 +106,7 @@ def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
 
 
-def test_a_broken_nvcc_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_nvcc_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "nvcc", "exit 3")
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "nvcc"))
     report = home.look()
@@ -117,7 +117,7 @@ def test_a_broken_nvcc_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "host compiler" not in text, "which one would do depends on nvcc"
 
 
-def test_finds_the_headers_of_cutlass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_headers_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     include = tmp_path / "include"
     (include / "cutlass").mkdir(parents=True)
     (tmp_path / "tools/util/include").mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_counts_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "does not exist" in shown(home.look(), width=400)
 
 
-def test_what_is_shown_is_data_not_markup() -> None:
+def test_report_escapes_markup() -> None:
     report = home.look()
     gpu = home.Gpu(torch.device("cuda", 0), "[bold]Card[/] [/nothing]", (9, 0), 80 * 2**30)
     nvcc = home.Tool("13.0.88", Path("/opt/[red]/nvcc"))
@@ -148,7 +148,7 @@ def test_what_is_shown_is_data_not_markup() -> None:
     assert "the headers are [bold]missing[/]" in text
 
 
-def test_a_wrong_path_is_told_after_all_else_where_it_is_judged_and_in_the_status() -> None:
+def test_invalid_cpu_isa_is_reported_last_and_sets_the_exit_status() -> None:
     environment = os.environ | {
         "QSYNC_CPU_ISA": "quantum",
         "COLUMNS": "400",
@@ -161,7 +161,7 @@ def test_a_wrong_path_is_told_after_all_else_where_it_is_judged_and_in_the_statu
     assert done.returncode == 2
     assert "no path 'quantum'" in done.stderr and "QSYNC_CPU_ISA" in done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("int8 "))
-    assert "QSYNC_CPU_ISA is wrong" in row and "native" not in row.replace("native module", "")
+    assert "QSYNC_CPU_ISA is invalid" in row and "native" not in row.replace("native module", "")
     assert "threads for this process, kernels use 1" in done.stdout, (
         "OMP_NUM_THREADS is what they go by"
     )

@@ -1,4 +1,7 @@
-"""`qsync kernels`: what it prints and keeps, and how it fails. Kernels are compiled by the real nvcc where there is one."""
+"""`qsync kernels`: what it prints and keeps, and how it fails.
+
+Kernels are compiled by the real nvcc where there is one.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def names(home: Path) -> set[str]:
 
 @tiers.ALL
 @needs_nvcc
-def test_builds_what_a_model_needs_and_another_machine_finds_it(
+def test_build_compiles_kernels_of_a_model_for_another_machine(
     empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = "build --arch sm_80 --model model_of_kernels_test:tiny --precision int8 --output carried".split()
@@ -107,7 +110,8 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
         if isinstance(entry, kernel_cache.CacheEntry)
     ]
     assert made
-    # The product is too small for a kernel of its own; what quantizes its operands is needed nevertheless.
+    # The product is too small for a kernel of its own; what quantizes its operands is needed
+    # nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}
     assert all(entry.manifest.name in said.out for entry in made)
     assert f"{len(made)} kernels for sm_80 in {Path('carried').absolute()}" in said.err
@@ -147,7 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_arguments_are_told(
+def test_invalid_arguments_are_reported(
     arguments: str, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -231,7 +235,9 @@ def test_lists_folders_built_ahead_of_time_too(
 
 
 @needs_nvcc
-def test_damaged_ones_are_told_and_cleared(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_kernels_are_reported_and_cleared(
+    full: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found(full)[0].library.write_text("no library")
     assert run("list") == 0
     assert "1 damaged" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go together."""
+"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_what_it_writes_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_profile_can_be_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, plan = tmp_path / "linear.json", tmp_path / "plan.json"
     assert (
         main(
@@ -60,7 +64,7 @@ def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert [operator["operator"] for operator in found["runs"][0]["operators"]] == ["/linear"]
 
 
-def test_a_plan_corrects_a_profile_that_is_there(
+def test_plan_recalibrates_an_existing_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, other, plan = tmp_path / "linear.json", tmp_path / "other.json", tmp_path / "plan.json"
@@ -96,7 +100,7 @@ def test_a_plan_corrects_a_profile_that_is_there(
         assert says in capsys.readouterr().err
 
 
-def test_it_is_kept_where_torch_compile_finds_it(
+def test_profile_is_saved_in_the_cache_of_torch_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
@@ -162,7 +166,7 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
         (["function"], "the model is a function without parameters"),
     ],
 )
-def test_what_cannot_be_measured_is_said(
+def test_measure_rejects_invalid_options(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *others = arguments

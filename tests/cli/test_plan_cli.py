@@ -1,4 +1,6 @@
-"""`qsync plan`: plans from files and models, what it says of them, and of arguments that do not go together."""
+"""`qsync plan`: plans from files and models, what it says of them, and of arguments that do not go
+together.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ def small():
     model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
     return model, (torch.randn(256, 512),)
 """
-FLEET = "[devices.v100]\ndevice = 'v100'\nbatch = 256\n[devices.t4]\ndevice = 't4'\nbatch = 256\n[network]\nbandwidth = 1e11\n"
+FLEET = (
+    "[devices.v100]\ndevice = 'v100'\nbatch = 256\n[devices.t4]\ndevice = 't4'\nbatch = 256\n"
+    "[network]\nbandwidth = 1e11\n"
+)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the profile of a model on a T4, a cluster of it and of one that is half as fast, and the sensitivity."""
+    """A folder with the profile of a model on a T4, a cluster of it and of one that is half as
+    fast, and the sensitivity.
+    """
     folder = tmp_path_factory.mktemp("plans")
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -47,7 +54,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     found.save(folder / "sensitivity.json")
     links = "[network]\nbandwidth = 1e10\nlatency = 1e-5\n"
-    both = "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\nslowdown = 2\nbatch = 512\n"
+    both = (
+        "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\n"
+        "slowdown = 2\nbatch = 512\n"
+    )
     (folder / "fleet.toml").write_text(both + links)
     return folder
 
@@ -91,7 +101,7 @@ def test_a_plan_for_a_cluster(
     assert found["fits"] and found["classes"]["b"]["computing"] > 0
 
 
-def test_what_is_asked_of_it(
+def test_plan_command_runs_the_requested_analyses(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "front.svg"
@@ -226,7 +236,7 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     assert "--max-replans runs the plan, which requires the model" in capsys.readouterr().err
 
 
-def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
+def test_infeasible_memory_is_reported_before_sensitivities_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed(tmp_path, monkeypatch, nets_that_do_not_fit=MODEL)

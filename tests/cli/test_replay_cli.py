@@ -1,4 +1,6 @@
-"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go together."""
+"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go
+together.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def test_a_plan_on_a_device_of_the_catalog(
     assert "0/linear" in capsys.readouterr().out
 
 
-def test_so_many_operators_as_are_asked_for(
+def test_top_limits_the_number_of_operators(
     profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]
@@ -120,7 +122,7 @@ def test_so_many_operators_as_are_asked_for(
         )
 
 
-def test_a_profile_of_another_machine_is_asked_for(
+def test_profile_of_another_machine_requires_confirmation(
     profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Profile.load(profiled / "t4.json", any_machine=True)
@@ -180,7 +182,7 @@ def test_a_fleet_whose_profiles_the_cluster_names(
         (["{plan}", "--cluster", "{folder}/none.toml"], "the cluster cannot be read"),
     ],
 )
-def test_what_does_not_go_together(
+def test_conflicting_arguments_are_rejected(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.json"

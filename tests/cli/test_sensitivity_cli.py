@@ -117,7 +117,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["sensed:net", "--steps", "0"], "no batches"),
     ],
 )
-def test_mistakes_are_told(
+def test_invalid_arguments_are_rejected(
     here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     assert main(["sensitivity", *arguments]) == 2

@@ -66,7 +66,7 @@ def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     ]
 
 
-def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_without_a_gpu_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert run("tunable:tiny", "--precision", "int8") == 2
@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]
         (("--device", "cpu"), "no GPU cpu"),
     ],
 )
-def test_what_it_does_not_take(
+def test_tune_rejects_unsupported_options(
     here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     assert run("tunable:tiny", *arguments) == 2
@@ -94,7 +94,8 @@ def test_what_it_does_not_take(
 
 def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problems(capsys)
-    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products that INT8 has to beat.
+    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products
+    # that INT8 has to beat.
     assert [p for p in found if p.a == "int8"] == [
         LAYER,
         next(p for p in found if p.a == "int8" and p != LAYER),
@@ -134,7 +135,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     assert {row["name"] for row in said["choices"]} == {"torch", third}
 
 
-def test_int8_that_loses_to_bf16_is_said_and_not_used(
+def test_int8_slower_than_bf16_is_reported_and_not_used(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
@@ -150,7 +151,7 @@ def test_int8_that_loses_to_bf16_is_said_and_not_used(
     assert found.config is None and not found.integers
 
 
-def test_a_model_without_products_has_nothing_to_tune(
+def test_model_without_products_has_no_problem_to_tune(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tuning.save_recording(Path("empty.json"), TimingRecording(HERE, "sm_80", {}))
@@ -214,7 +215,7 @@ def test_peers_compute_the_product(problem: Problem) -> None:
         lambda t: t.clone().fill_(float("nan")),
     ],
 )
-def test_wrong_results_are_seen(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_wrong_results_are_detected(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = MEASURED[2]
     given = event_timer.operands(problem, torch.device("cpu"))
     right = event_timer.peer(problem, given)()

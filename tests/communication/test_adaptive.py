@@ -1,4 +1,6 @@
-"""AQGB's controller: the example of its paper (section 3), exactly, and what it makes of a link whose rate changes."""
+"""AQGB's controller: the example of its paper (section 3), exactly, and what it makes of a link
+whose rate changes.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_two_neighbouring_levels_make_a_ratio(ratio: float) -> None:
     gaps=st.lists(st.floats(1e-3, 0.5), min_size=6, max_size=6),
     rate=st.floats(1e6, 1e10),
 )
-def test_all_is_delivered_in_no_more_bytes_than_fp32_takes(
+def test_complete_delivery_needs_at_most_fp32_bytes(
     sizes: list[float], gaps: list[float], rate: float
 ) -> None:
     times = [sum(gaps[: at + 1]) for at in range(len(sizes))]

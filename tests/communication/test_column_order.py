@@ -1,4 +1,6 @@
-"""Values of gradients come into the order that they are coded in, and back, as torch's own copies have it."""
+"""Values of gradients come into the order that they are coded in, and back, as torch's own copies
+have it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ EXTENTS = st.one_of(st.integers(1, 9), st.integers(1, 130))
 
 @given(EXTENTS, EXTENTS, st.integers(0, 3), st.booleans())
 def test_columns_of_matrices(rows: int, columns: int, ahead: int, room: bool) -> None:
-    """At any address, with infinities and NaN, of matrices that lie as they are shaped and of others."""
+    """At any address, with infinities and NaN, of matrices that lie as they are shaped and of
+    others.
+    """
     buffer = torch.randn(ahead + rows * columns)
     buffer[ahead] = float("nan")
     for gradient in (buffer[ahead:].view(rows, columns), buffer[ahead:].view(columns, rows).t()):
@@ -29,7 +33,7 @@ def test_columns_of_matrices(rows: int, columns: int, ahead: int, room: bool) ->
         assert torch.equal(back.view(torch.int32), gradient.view(torch.int32))
 
 
-def test_what_lies_in_order_is_not_copied() -> None:
+def test_contiguous_columns_are_not_copied() -> None:
     piece = bucket.piece("weight", 0, (8, 4, 3, 3), codec_named("1bit"), 2)
     assert bucket.ordered(piece, torch.randn(8, 4, 3, 3)) is None
     laid = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)

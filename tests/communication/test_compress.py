@@ -1,4 +1,6 @@
-"""Real processes over gloo: gradients in every codec train equal replicas, from where they were saved, whatever the training does."""
+"""Real processes over gloo: gradients in every codec train equal replicas, from where they were
+saved, whatever the training does.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_codecs_train_replicas_that_are_equal(
 def test_gradients_on_another_device_train_the_same_replicas(
     world: int, codecs: list[str], tmp_path: Path
 ) -> None:
-    """They are coded there by torch operators, and their bytes travel from host to host: here the device is the CPU, told to be another."""
+    """They are coded there by torch operators, and their bytes travel from host to host: here the
+    device is the CPU, told to be another.
+    """
     for found in run(
         "elsewhere",
         world,
@@ -93,7 +97,7 @@ def test_gradients_on_another_device_train_the_same_replicas(
             assert made["wire"][0] == made["wire"][1], name
 
 
-def test_what_a_gpu_is_asked_for_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_gpu_code_path_runs_on_the_cpu(tmp_path: Path) -> None:
     """The jobs of tests/gpu/test_gradients.py."""
     first, second = run("placed", 2, tmp_path, codecs=["qsgd4", "1bit*"], devices=["cpu", "cpu"])
     assert first["qsgd4"] == second["qsgd4"]
@@ -107,7 +111,7 @@ def test_what_a_gpu_is_asked_for_runs_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
-def test_buckets_change_nothing(world: int, tmp_path: Path) -> None:
+def test_result_does_not_depend_on_buckets(world: int, tmp_path: Path) -> None:
     first, *others = run("buckets", world, tmp_path)
     assert all(other == first for other in others)
     for codec in ("qsgd4", "1bit*", "1bit"):
@@ -116,7 +120,7 @@ def test_buckets_change_nothing(world: int, tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_path: Path) -> None:
+def test_resumed_training_is_bit_equal(world: int, tmp_path: Path) -> None:
     first, *others = run("resumed", world, tmp_path, where=str(tmp_path))
     assert all(other == first for other in others)
     for codec, (whole, again, without) in first.items():
@@ -129,7 +133,7 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_p
             assert "the state belongs to" in found["refused"]["text"]
 
 
-def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
+def test_different_ranks_are_an_error_before_communication(tmp_path: Path) -> None:
     first, *others = run("disagreement", 3, tmp_path)
     assert all(other == first for other in others)
     assert "rank 1 has another gradient codec than rank 0" in first["codec"]["text"]
@@ -142,7 +146,7 @@ def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) ->
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path) -> None:
+def test_replicas_stay_equal(world: int, tmp_path: Path) -> None:
     first, *others = run("cases", world, tmp_path)
     assert all(other == first for other in others)
     assert all(value is True for name, value in first.items() if isinstance(value, bool)), first
@@ -154,9 +158,7 @@ def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=tiers.EVERY)])
-def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(
-    world: int, tmp_path: Path
-) -> None:
+def test_any_size_is_coded_and_nan_reaches_all_ranks(world: int, tmp_path: Path) -> None:
     units = {"qsgd2": 128, "qsgd8": 512, "qsgd16": 1031, "1bit*": 64, "1bit": 1031}
     codecs = {"fp32": 1, "fp16": 1, "aqgb": 1, "aqgb12": 1, **units}
     first, *others = run("sizes", world, tmp_path, codecs=list(codecs))
@@ -171,9 +173,7 @@ def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(
 
 @tiers.ALL
 @pytest.mark.parametrize("codec", ["qsgd8", "1bit*", "aqgb", "duo4"])
-def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(
-    codec: str, tmp_path: Path
-) -> None:
+def test_torch_distributed_debug_reports_no_error(codec: str, tmp_path: Path) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     first, *others = run("detail", 2, tmp_path, codec=codec)
     assert all(other == first for other in others)
@@ -212,9 +212,7 @@ HARMED = {
         [(how, world) for how in HARMED for world in (2, 3)],
     ),
 )
-def test_a_message_that_is_harmed_is_told_on_all_ranks(
-    how: str, world: int, tmp_path: Path
-) -> None:
+def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
     for found in run("faults", world, tmp_path, script=FAULTS, how=how):
         assert found["kind"] == "RankError"
         assert HARMED[how] in found["text"] or (
@@ -272,10 +270,10 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
     ("world", "feedback"),
     [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)],
 )
-def test_ranks_that_choose_their_own_levels_stay_equal(
-    world: int, feedback: bool, tmp_path: Path
-) -> None:
-    """Decisions are those of the rule for times that are given and messages that are really sent."""
+def test_ranks_with_adaptive_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
+    """Decisions are those of the rule for times that are given and messages that are really
+    sent.
+    """
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
     found = run(
         "adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback
@@ -295,7 +293,8 @@ def test_ranks_that_choose_their_own_levels_stay_equal(
             (world - 1) * sum(size * ratio for _, size, _, ratio in rank["entries"]), rel=0.03
         )
         assert rank["raw"] == (world - 1) * sum(size for _, size, _, _ in rank["entries"])
-        # The first step goes in FP32: what truncation adds is known from the second one, and not after a hundred.
+        # The first step goes in FP32: what truncation adds is known from the second one, and not
+        # after a hundred.
         assert (rank["variance"] == 0) == (rate == 1e9)
         assert rank["checks"] == 2
         assert f"{len(decided)} decisions: " in rank["printed"]
@@ -306,7 +305,7 @@ def test_ranks_that_choose_their_own_levels_stay_equal(
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
-def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> None:
+def test_truncation_remainder_is_sent_later(world: int, tmp_path: Path) -> None:
     first, *others = run("feedback", world, tmp_path, script="adapting_rank.py")
     for found in (first, *others):
         assert found["without"]["lost"] > 1
@@ -323,7 +322,7 @@ def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> Non
         [(how, codec) for how in ("length", "magic", "payload") for codec in ("aqgb", "aqgb16")],
     ),
 )
-def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(
+def test_corrupt_message_of_any_length_is_an_error_on_all_ranks(
     how: str, codec: str, tmp_path: Path
 ) -> None:
     for found in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
@@ -334,7 +333,7 @@ def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(
         )
 
 
-def test_what_cannot_be_compressed_is_an_error() -> None:
+def test_unsupported_compression_is_an_error() -> None:
     with pytest.raises(
         qsync_fx.OptionError, match="requires a DistributedDataParallel or FSDP model, not Linear"
     ):
@@ -352,7 +351,10 @@ def test_a_handle_prints_codec_transport_buckets_and_bytes(world: int, tmp_path:
                 assert shown["after"] == f"{start}one rank, no communication"
                 continue
             if name == "uncoded":
-                text = f"qsgd8, rank {rank} of 2: DistributedDataParallel sends all gradients uncompressed"
+                text = (
+                    f"qsgd8, rank {rank} of 2: DistributedDataParallel sends all gradients "
+                    "uncompressed"
+                )
                 assert shown["before"] == shown["after"] == text
                 continue
             assert shown["before"].startswith(f"{start}no step yet, ")

@@ -1,4 +1,6 @@
-"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans differ are told."""
+"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans
+differ are told.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
         assert "uncompressed" not in found["told"]
 
 
-def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path) -> None:
+def test_different_plans_are_an_error_before_the_first_step(tmp_path: Path) -> None:
     first, second = run("differing", 2, tmp_path)
     assert first == second
     for name, what in (
@@ -90,7 +92,7 @@ def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
-def test_what_one_rank_cannot_take_is_an_error_on_all_at_once(world: int, tmp_path: Path) -> None:
+def test_error_of_one_rank_is_raised_on_all(world: int, tmp_path: Path) -> None:
     first, second, *others = run("unread", world, tmp_path)
     for name, kind, text in (
         ("missing", "PlanError", "nowhere.json"),

@@ -1,4 +1,6 @@
-"""AQGB's controller at work, by a clock that the test turns: it decides as its paper does, and knows what it has been told alone."""
+"""AQGB's controller at work, by a clock that the test turns: it decides as its paper does, and
+knows what it has been told alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Clock:
 
 
 class Link:
-    """Takes what is undelivered away, at its rate and at the controller's ratio, until some time."""
+    """Takes what is undelivered away, at its rate and at the controller's ratio, until some
+    time.
+    """
 
     def __init__(self, controller: Controller, clock: Clock, rate: float = LINK) -> None:
         self.controller, self.clock, self.rate = controller, clock, rate
@@ -73,7 +77,7 @@ def test_the_example_of_the_paper() -> None:
     assert controller.adapted().rate == pytest.approx(LINK)
 
 
-def test_a_link_that_has_little_to_send_passes_for_a_slow_one_only_as_in_the_paper() -> None:
+def test_lightly_loaded_link_is_estimated_as_in_the_paper() -> None:
     def last(elapsed: bool) -> float:
         clock = Clock()
         controller = Controller(elapsed=elapsed, clock=clock)
@@ -92,7 +96,7 @@ def test_a_link_that_has_little_to_send_passes_for_a_slow_one_only_as_in_the_pap
     assert last(elapsed=False) == 1.0
 
 
-def test_the_next_step_is_foreseen_from_the_newest_that_had_the_same_blocks() -> None:
+def test_next_step_is_predicted_from_the_latest_equal_step() -> None:
     clock = Clock()
     controller = Controller(clock=clock)
 
@@ -117,7 +121,7 @@ def test_the_next_step_is_foreseen_from_the_newest_that_had_the_same_blocks() ->
     assert [entry.gap for entry in controller.log][-2:] == pytest.approx([0.2, 0.2])
 
 
-def test_a_step_whose_end_nobody_waited_for_teaches_nothing() -> None:
+def test_unawaited_step_is_not_used() -> None:
     clock = Clock()
     controller = Controller(clock=clock)
     for number in range(3):
@@ -148,7 +152,7 @@ def test_a_slower_link_gets_fewer_bits_and_a_faster_one_all() -> None:
         assert least <= min(ratios) and ratios[2] <= most, ratios
 
 
-def test_what_was_learnt_is_kept() -> None:
+def test_learned_state_is_saved() -> None:
     clock = Clock()
     controller = Controller(elapsed=True, clock=clock)
     step(controller, clock, 0)

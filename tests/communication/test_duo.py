@@ -1,4 +1,6 @@
-"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits, whatever the training does."""
+"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits,
+whatever the training does.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_infinity_on_one_rank_leaves_a_step_out_on_all(world: int, tmp_path: Path) -> None:
+def test_infinity_on_one_rank_skips_the_step_on_all(world: int, tmp_path: Path) -> None:
     first, *others = run("scaled", world, tmp_path)
     assert all(other == first for other in others)
     for name, found in first.items():
@@ -98,7 +100,7 @@ def test_an_infinity_on_one_rank_leaves_a_step_out_on_all(world: int, tmp_path: 
 
 
 @tiers.ALL
-def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -> None:
+def test_resumed_training_is_bit_equal(tmp_path: Path) -> None:
     first, *others = run("resumed", 2, tmp_path, where=str(tmp_path))
     assert all(other == first for other in others)
     for name, (ahead, again_ahead, whole, again) in first.items():
@@ -112,7 +114,7 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -
 
 
 @tiers.ALL
-def test_a_flush_brings_parameters_to_what_is_known_in_full(tmp_path: Path) -> None:
+def test_flush_updates_parameters_at_full_precision(tmp_path: Path) -> None:
     first, second = run("evaluated", 2, tmp_path)
     for name in ("flushed", "after"):
         assert first[name][0] == first[name][1] == second[name][0]
@@ -132,7 +134,7 @@ def test_a_flush_brings_parameters_to_what_is_known_in_full(tmp_path: Path) -> N
 
 
 @tiers.ALL
-def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
+def test_unsupported_duo_setting_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path, script="duo_faults_rank.py")
     texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
     for name, text in {
@@ -157,7 +159,7 @@ def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
+def test_different_ranks_are_an_error_before_communication(tmp_path: Path) -> None:
     first, second = run("disagreement", 2, tmp_path, script="duo_faults_rank.py")
     assert first == second
     assert "another gradient codec" in first["codec"]["text"]

@@ -1,4 +1,6 @@
-"""A training with DUO that ends before its last gradients were used in full says so; one that was flushed or saved says nothing."""
+"""A training with DUO that ends before its last gradients were used in full says so; one that was
+flushed or saved says nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ class Training:
     pass
 
 
-def test_an_end_with_a_step_outstanding_is_told_with_what_to_do() -> None:
+def test_exit_with_an_outstanding_step_has_a_remedy() -> None:
     def ends() -> None:
         training = Training()
         Outstanding(training, 1).step = 3
@@ -27,7 +29,7 @@ def test_an_end_with_a_step_outstanding_is_told_with_what_to_do() -> None:
         ends()
 
 
-def test_an_end_with_nothing_outstanding_is_quiet() -> None:
+def test_exit_without_an_outstanding_step_is_silent() -> None:
     training = Training()
     outstanding = Outstanding(training, 0)
     outstanding.step = 3

@@ -1,4 +1,6 @@
-"""Real processes over gloo: DUO with an optimizer that is sharded over ranks, and parameters that travel as differences in few bits."""
+"""Real processes over gloo: DUO with an optimizer that is sharded over ranks, and parameters that
+travel as differences in few bits.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_holds_its_share_of_the_optimizers_state(world: int, tmp_path: Path) -> None:
+def test_rank_stores_its_shard_of_the_optimizer_state(world: int, tmp_path: Path) -> None:
     everyones = run("held", world, tmp_path)
     whole = everyones[0]["whole"]
     assert sum(found["ours"] for found in everyones) == whole
@@ -100,13 +102,13 @@ def test_a_rank_holds_its_share_of_the_optimizers_state(world: int, tmp_path: Pa
 
 
 @tiers.ALL
-def test_clipping_takes_the_norm_over_all_ranks(tmp_path: Path) -> None:
+def test_clipping_uses_the_norm_over_all_ranks(tmp_path: Path) -> None:
     for found in run("clipped", 2, tmp_path):
         assert found["apart"] < 1e-5 < 1e-2 < found["unclipped"]
 
 
 @tiers.ALL
-def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -> None:
+def test_resumed_training_is_bit_equal(tmp_path: Path) -> None:
     first, *others = run("resumed", 2, tmp_path, where=str(tmp_path))
     for found in (first, *others):
         for name, (ahead, again_ahead, whole, again) in found.items():
@@ -115,7 +117,7 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -
 
 
 @tiers.ALL
-def test_a_flush_gives_all_ranks_what_is_known_and_other_ranks_go_on_from_it(
+def test_flush_allows_resuming_on_other_ranks(
     tmp_path: Path,
 ) -> None:
     first, second = run("evaluated", 2, tmp_path, where=str(tmp_path))
@@ -127,7 +129,7 @@ def test_a_flush_gives_all_ranks_what_is_known_and_other_ranks_go_on_from_it(
 
 
 @tiers.ALL
-def test_what_cannot_be_sharded_is_an_error(tmp_path: Path) -> None:
+def test_unsupported_sharding_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path)
     assert first == second
     texts = {name: found["text"] for name, found in first.items()}
@@ -154,7 +156,7 @@ def test_a_rank_that_is_killed_is_an_error_on_the_other(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_parameters_that_differ_are_told_on_all_ranks(tmp_path: Path) -> None:
+def test_different_parameters_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     for found in run("apart", 2, tmp_path):
         assert found["kind"] == "RankError"
         assert "the parameters of rank" in found["text"]

@@ -28,11 +28,15 @@ run = functools.partial(ranks.results, script="hierarchy_rank.py")
 
 
 EXACT = ("fp32", "1bit*")
-"""Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+"""Those that draw no random numbers and code values as they lie: their means are known to
+the bit.
+"""
 
 
 def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
-    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five steps of the training."""
+    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five
+    steps of the training.
+    """
     parameters = [Parameter(name, p.numel()) for name, p in Network().named_parameters()]
     nodes = world // size
     one = coded(parameters, uniform(parameters, codec), world, of_copy(1e9, ""), size=size)
@@ -98,7 +102,7 @@ def holds_of_plans(first: Any, *others: Any) -> None:
 
 
 @tiers.ALL
-def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
+def test_nodes_are_detected_and_planned(tmp_path: Path) -> None:
     first, *others = run("nodes", 4, tmp_path)
     assert all(other["resumed"] == first["resumed"] for other in others)
     assert first["resumed"][0] == first["resumed"][1]
@@ -125,7 +129,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
         assert text in first[name]["text"], name
 
 
-def test_a_plan_says_between_what_its_codecs_go() -> None:
+def test_plan_records_the_scope_of_its_codecs() -> None:
     def asked(
         notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8"
     ) -> CompressRequest:
@@ -154,7 +158,7 @@ def test_a_plan_says_between_what_its_codecs_go() -> None:
 
 
 @tiers.ALL
-def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_corrupt_message_inside_a_node_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for found in run("harmed", 4, tmp_path):
         assert found["kind"] == "RankError"
         assert (

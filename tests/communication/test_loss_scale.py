@@ -1,4 +1,6 @@
-"""Real processes over gloo: what codecs leave of gradients under a GradScaler whose scale changes, and which leaves steps out."""
+"""Real processes over gloo: what codecs leave of gradients under a GradScaler whose scale changes,
+and which leaves steps out.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
         ],
     ),
 )
-def test_steps_that_are_left_out_leave_nothing(
+def test_skipped_steps_leave_no_state(
     how: str, world: int, codecs: list[str], tmp_path: Path
 ) -> None:
-    """A training whose scale changes is that of the steps that were taken, without a scaler, to the last bit."""
+    """A training whose scale changes is that of the steps that were taken, without a scaler, to the
+    last bit.
+    """
     for found in run("without", world, tmp_path, how=how, codecs=codecs):
         assert len(found) == 3 * len(codecs)
         for name, one in found.items():
@@ -42,7 +46,7 @@ def test_steps_that_are_left_out_leave_nothing(
 
 
 @tiers.ALL
-def test_what_is_left_goes_on_in_another_scale(tmp_path: Path) -> None:
+def test_residual_is_rescaled(tmp_path: Path) -> None:
     first, second = run("resumed", 2, tmp_path)
     assert first["ends"][0] == first["ends"][1] == second["ends"][0]
     for found in (first, second):
@@ -58,10 +62,10 @@ def test_what_is_left_goes_on_in_another_scale(tmp_path: Path) -> None:
     steps=st.lists(st.tuples(st.integers(-60, 60), st.booleans(), st.booleans()), max_size=8),
     last=st.integers(-60, 60),
 )
-def test_a_step_that_is_taken_back_leaves_nothing(
-    steps: list[tuple[int, bool, bool]], last: int
-) -> None:
-    """Against what is left in a training whose loss is not scaled; steps are (scale, taken, all of it used)."""
+def test_reverted_step_leaves_no_state(steps: list[tuple[int, bool, bool]], last: int) -> None:
+    """Against what is left in a training whose loss is not scaled; steps are (scale, taken, all of
+    it used).
+    """
     kept, plain = Residuals(undone=True), torch.zeros(10)
     for power, taken, whole in steps:
         kept.scale = 2.0**power
@@ -78,7 +82,7 @@ def test_a_step_that_is_taken_back_leaves_nothing(
     assert torch.equal(kept.part("weight", 10, slice(0, 10)), plain * kept.scale)
 
 
-def test_one_value_that_is_not_finite_is_found() -> None:
+def test_single_nonfinite_value_is_detected() -> None:
     assert finite(torch.zeros(0)) and finite(torch.tensor([3.4e38, -3.4e38]))
     for bad in (torch.nan, torch.inf, -torch.inf):
         for at in range(70):
@@ -87,7 +91,7 @@ def test_one_value_that_is_not_finite_is_found() -> None:
             assert not finite(values)
 
 
-def test_what_is_left_is_fp32_whatever_the_default_dtype_is() -> None:
+def test_residual_is_fp32_for_any_default_dtype() -> None:
     """Kernels read it by its address."""
     torch.set_default_dtype(torch.float64)
     try:

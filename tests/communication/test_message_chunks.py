@@ -1,4 +1,6 @@
-"""Messages in chunks hold all values once, in order, cut where units of codecs end, whatever the parameters."""
+"""Messages in chunks hold all values once, in order, cut where units of codecs end, whatever the
+parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Real processes over gloo that end like a user's script: the threads of a compressed training end before the interpreter does."""
+"""Real processes over gloo that end like a user's script: the threads of a compressed training end
+before the interpreter does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CODES = {"exception": [1, 1, 1], "interrupt": [-signal.SIGINT] * 3, "one fails":
         ),
     ],
 )
-def test_a_process_exits_with_its_own_status(codec: str, ending: str, tmp_path: Path) -> None:
+def test_process_exit_status_is_preserved(codec: str, ending: str, tmp_path: Path) -> None:
     ended = ranks.run("ending_rank.py", 3, tmp_path, codec=codec, ending=ending)
     logs = "\n".join(rank.log for rank in ended)
     assert [rank.code for rank in ended] == CODES.get(ending, [0, 0, 0]), logs

@@ -57,7 +57,7 @@ def test_stochastic_rounding_is_unbiased(world: int, tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_path: Path) -> None:
+def test_resumed_training_is_bit_equal(world: int, tmp_path: Path) -> None:
     for found in run("resumed", world, tmp_path, where=str(tmp_path)):
         for codec, (whole, again, without) in found.items():
             assert again == whole, codec
@@ -70,7 +70,7 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_p
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_whatever_a_training_does(world: int, tmp_path: Path) -> None:
+def test_sharded_training_settings(world: int, tmp_path: Path) -> None:
     found = run("cases", world, tmp_path)
     for rank in found:
         assert rank["accumulates"] < 1e-5
@@ -81,7 +81,7 @@ def test_whatever_a_training_does(world: int, tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
+def test_unsupported_setting_is_an_error(world: int, tmp_path: Path) -> None:
     first, *others = run("refused", world, tmp_path, where=str(tmp_path))
     alone = [rank.pop("of one rank") for rank in (first, *others)]
     for name, kind, text in (
@@ -118,7 +118,7 @@ def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(tmp_path: Path) -> None:
+def test_torch_distributed_debug_reports_no_error(tmp_path: Path) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     for found in run("codecs", 2, tmp_path, codecs=["fp32", "qsgd8", "1bit*"], debug="DETAIL"):
         assert found["debug"] == "DETAIL"
@@ -127,7 +127,7 @@ def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(tmp_path:
 
 
 @tiers.ALL
-def test_a_message_that_is_harmed_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_corrupt_message_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for found in run("faults", 3, tmp_path, how="harm"):
         assert found["kind"] == "RankError"
         assert (

@@ -1,5 +1,5 @@
-"""Models that are wrapped, sharded, or compiled block by block: operators have the ids of the whole model, each follows its plan, and a
-pattern that fits nothing is told in each.
+"""Models that are wrapped, sharded, or compiled block by block: operators have the ids of the whole
+model, each follows its plan, and a pattern that fits nothing is told in each.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
         assert "compile the module itself before anything is wrapped around it" in told[0]
         return
     if how == "compile(FSDP2)" and kind == "model":
-        # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs as written, which is FP32 here.
+        # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs
+        # as written, which is FP32 here.
         assert found == {
             name: fmt
             for name, fmt in expected(MAKE[kind], plan).items()
@@ -195,7 +196,7 @@ def test_all_modes_of_ddp(mode: str) -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("how", [*WRAPPED, "blocks", "FSDP2(blocks)"])
-def test_a_pattern_that_fits_nothing_fails_in_each(how: str) -> None:
+def test_pattern_without_a_match_is_an_error_in_each_block(how: str) -> None:
     def run(**given: Any) -> list[str]:
         torch._dynamo.reset()
         model = Model()
@@ -216,7 +217,7 @@ def test_a_pattern_that_fits_nothing_fails_in_each(how: str) -> None:
 # Blocks.
 
 
-def test_blocks_follow_the_plan_of_the_whole_model() -> None:
+def test_blocks_follow_the_plan_of_the_model() -> None:
     """Which model it is, is found where the model calls its block."""
     plan = PLANS["model"]
     model = Model()
@@ -237,7 +238,7 @@ def test_blocks_follow_the_plan_of_the_whole_model() -> None:
     assert planned(replaced) == planned(model)
 
 
-def test_what_the_plan_names_outside_of_the_blocks_is_told() -> None:
+def test_rules_outside_the_blocks_are_reported() -> None:
     model = Model()
     (told,) = train(
         every_block(model, plan=Plan("bf16", patterns=[("blocks.0", "int8"), ("head", "int8")])),
@@ -247,7 +248,7 @@ def test_what_the_plan_names_outside_of_the_blocks_is_told() -> None:
     assert "stem" not in told, "a default counts for what is compiled"
 
 
-def test_blocks_that_say_where_they_stand() -> None:
+def test_blocks_with_a_root() -> None:
     plan = PLANS["model"]
     model = Model()
     for at, block in enumerate(model.blocks):
@@ -267,7 +268,7 @@ def test_blocks_that_say_where_they_stand() -> None:
     )
 
 
-def test_a_block_that_says_where_another_stands() -> None:
+def test_block_with_the_root_of_another() -> None:
     model = Model()
     model.blocks[1].compile(backend="qsync", options=options(plan=PLANS["model"], root="blocks.0"))
     with pytest.raises(
@@ -277,7 +278,7 @@ def test_a_block_that_says_where_another_stands() -> None:
         model(X)
 
 
-def test_a_model_with_a_wrapper_of_the_users_around_it_follows_its_own_plan() -> None:
+def test_model_in_a_user_wrapper_follows_its_plan() -> None:
     class Harness(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -309,8 +310,10 @@ def test_a_model_with_a_wrapper_of_the_users_around_it_follows_its_own_plan() ->
         pytest.param(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), marks=tiers.ALL),
     ],
 )
-def test_blocks_of_torchs_own_classes(block: Callable[[], nn.Module]) -> None:
-    """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks do."""
+def test_blocks_of_torch_classes(block: Callable[[], nn.Module]) -> None:
+    """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks
+    do.
+    """
     for wrap in (lambda model: model, sharded):
         torch._dynamo.reset()
         model = Model(block)

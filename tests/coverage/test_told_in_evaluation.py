@@ -46,7 +46,7 @@ def told(call: Any, times: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval"])
-def test_a_typo_is_told_where_no_training_step_comes(how: str) -> None:
+def test_typo_is_reported_in_evaluation(how: str) -> None:
     model, x = build(Broken), torch.randn(4, 8)
     model.train(how != "eval")
     run = compiled(model, plan=TYPO)
@@ -70,7 +70,7 @@ def test_an_error_with_strict() -> None:
         run(torch.randn(4, 8))
 
 
-def test_a_plan_that_fits_is_not_told_of() -> None:
+def test_matching_plan_is_not_reported() -> None:
     class Aided(Broken):
         """A head that training alone uses: evaluation does not show what the plan means by it."""
 
@@ -96,7 +96,7 @@ def test_a_plan_that_fits_is_not_told_of() -> None:
     assert qsync_fx.plan_coverage(run).complete
 
 
-def test_it_is_told_once() -> None:
+def test_mismatch_is_reported_once() -> None:
     """In evaluation, and not again after a training step."""
     model, x = build(Broken), torch.randn(4, 8)
     run = compiled(model, plan=TYPO)
@@ -140,14 +140,14 @@ class Stack(nn.Module):
         return F.relu(x)
 
 
-def test_layers_that_share_code_and_are_planned_differently_are_told_of() -> None:
+def test_layers_with_shared_code_and_different_plans_are_reported() -> None:
     plan = Plan("fp32", patterns=[("layers.1/matmul", "bf16")])
     x = torch.randn(4, 8)
     texts = told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(x))
     assert len(texts) == 1
     assert (
-        "Dynamo uses one compiled code for 3 equal modules. It runs layers.0/matmul in fp32, and therefore layers.1/matmul too"
-        in texts[0]
+        "Dynamo uses one compiled code for 3 equal modules. It runs layers.0/matmul in fp32, and "
+        "therefore layers.1/matmul too" in texts[0]
     )
     assert "for which the plan has bf16" in texts[0]
     with pytest.raises(PlanError, match="use the module"):
@@ -157,11 +157,11 @@ def test_layers_that_share_code_and_are_planned_differently_are_told_of() -> Non
 @pytest.mark.parametrize(
     "plan", [Plan("bf16"), Plan("fp32", patterns=[("layers.*/matmul", "bf16")])]
 )
-def test_one_precision_for_all_is_applied(plan: Plan) -> None:
+def test_uniform_precision_is_applied(plan: Plan) -> None:
     assert told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(torch.randn(4, 8))) == []
 
 
-def test_layers_that_have_code_of_their_own_are_not_told_of() -> None:
+def test_layers_with_separate_code_are_not_reported() -> None:
     plan = Plan("fp32", patterns=[("layers.1/matmul", "bf16")])
     model = build(lambda: Stack(Reading))
     assert told(lambda: compiled(model, plan=plan)(torch.randn(4, 8))) == []

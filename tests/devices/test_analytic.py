@@ -1,4 +1,6 @@
-"""How long work takes on a device that is not at hand: near what others measured there, and longer for more work."""
+"""How long work takes on a device that is not at hand: near what others measured there, and longer
+for more work.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +57,18 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("case", GEMMS, ids=lambda case: " ".join(map(str, case[:6])))
-def test_matrix_products_take_about_what_was_measured(case: Any) -> None:
+def test_matrix_product_times_approximate_measurements(case: Any) -> None:
     device, fmt, layout, m, n, k, milliseconds = case
     assert device.gemm_seconds(m, n, k, fmt, layout) == pytest.approx(milliseconds * 1e-3, rel=0.25)
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: " ".join(map(str, case[:12])))
-def test_convolutions_take_about_what_was_measured(case: Any) -> None:
+def test_convolution_times_approximate_measurements(case: Any) -> None:
     device, fmt, product, *sizes, milliseconds = case
     assert device.conv_seconds(*sizes, fmt, product) == pytest.approx(milliseconds * 1e-3, rel=0.3)
 
 
-def test_all_reduces_take_what_was_measured() -> None:
+def test_all_reduce_times_equal_measurements() -> None:
     """nccl-tests on a server with NVLink, out of place."""
     for ranks, nbytes, seconds in [
         (2, 2**20, 70.14e-6),
@@ -90,7 +92,7 @@ def test_all_reduces_take_what_was_measured() -> None:
     st.integers(0, 2),
     st.integers(1, 64),
 )
-def test_a_larger_product_never_takes_less(
+def test_product_time_is_monotonic(
     name: str, fmt: str, sides: list[int], side: int, more: int
 ) -> None:
     sides = [8 * one for one in sides]
@@ -108,7 +110,7 @@ def test_a_larger_product_never_takes_less(
     st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(7, 60), st.integers(1, 300)),
     st.integers(1, 16),
 )
-def test_a_larger_batch_never_takes_less(
+def test_batch_time_is_monotonic(
     name: str,
     fmt: str,
     product: Any,
@@ -126,7 +128,7 @@ def test_a_larger_batch_never_takes_less(
     assert many >= few * (1 - 1e-9)
 
 
-def test_constants_of_convolutions_are_better_than_nothing(tmp_path: Path) -> None:
+def test_convolution_constants_reduce_the_error(tmp_path: Path) -> None:
     """A file with the constants of 0.1's first days is read as ever, and so is one with none."""
     text = (
         (Path(devices.__file__).parent / "catalog" / "t4.toml").read_text().partition("# Fitted")[0]
@@ -189,7 +191,7 @@ def test_every_device_has_a_finite_time_for_everything(name: str) -> None:
     assert beyond == pytest.approx(1e9 / device.memory.bandwidth / device.memory.fraction)
 
 
-def test_a_conversion_of_a_large_tensor_takes_what_qsyncs_own_model_of_casts_on_a_t4_says() -> None:
+def test_cast_time_on_t4_equals_the_cost_model_of_qsync() -> None:
     assert T4.cast_seconds("fp32", "fp16", 10**8) == pytest.approx(2.878e-11 * 10**8, rel=0.03)
     assert T4.cast_seconds("fp32", "int8", 10**8) > T4.cast_seconds("fp32", "fp16", 10**8)
     assert T4.cast_seconds("fp16", "fp16", 10**8) == T4.cast_seconds("fp32", "fp16", 0) == 0
@@ -199,7 +201,7 @@ def test_a_conversion_of_a_large_tensor_takes_what_qsyncs_own_model_of_casts_on_
     assert small < large / 2
 
 
-def test_a_format_without_a_unit_takes_what_it_is_simulated_in() -> None:
+def test_format_without_a_unit_has_the_time_of_its_emulation() -> None:
     assert T4.gemm_seconds(512, 512, 512, "bf16") == T4.gemm_seconds(512, 512, 512, "fp16")
     assert T4.gemm_seconds(512, 512, 512, "fp8") == T4.gemm_seconds(512, 512, 512, "fp32")
     assert V100.gemm_seconds(512, 512, 512, "int8") == V100.gemm_seconds(512, 512, 512, "fp16")
@@ -210,7 +212,7 @@ def test_a_format_without_a_unit_takes_what_it_is_simulated_in() -> None:
     assert T4.gemm_seconds(512, 512, 512, FORMATS["fp16"]) == T4.gemm_seconds(512, 512, 512, "fp16")
 
 
-def test_constants_of_its_kin_serve_with_a_devices_own_peaks() -> None:
+def test_constants_of_a_related_device_apply_to_its_peaks() -> None:
     large = (8192, 8192, 8192, "fp16")
     a100 = get("a100").gemm_seconds(*large)
     assert a100 == pytest.approx(V100.gemm_seconds(*large) * 125 / 312, rel=0.35)
@@ -241,7 +243,7 @@ def test_constants_of_its_kin_serve_with_a_devices_own_peaks() -> None:
         (lambda d: d.cast_seconds("fp32", "fp16", -1), "numel is -1, but must be"),
     ],
 )
-def test_what_is_no_work_is_refused(ask: Any, what: str) -> None:
+def test_empty_work_is_rejected(ask: Any, what: str) -> None:
     with pytest.raises(DeviceError, match=what):
         ask(T4)
 
@@ -267,7 +269,7 @@ def test_lines_between_points_pass_through_them_and_never_fall(
     )
 
 
-def test_a_device_is_asked_by_way_of_the_package() -> None:
+def test_device_is_available_from_the_package() -> None:
     import qsync_fx
 
     assert isinstance(qsync_fx.devices.get("t4"), Device)

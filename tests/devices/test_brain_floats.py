@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("supported", "features", "narrowed", "native"), CASES)
-def test_the_default_is_bf16_where_there_is_a_unit(
+def test_default_is_bf16_with_a_native_unit(
     monkeypatch: pytest.MonkeyPatch,
     supported: bool,
     features: tuple[str, ...],

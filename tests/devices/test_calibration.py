@@ -1,4 +1,6 @@
-"""Constants are found again from times that were reckoned with them, and say something of shapes that were not looked at."""
+"""Constants are found again from times that were reckoned with them, and say something of shapes
+that were not looked at.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def convolutions(count: int) -> list[Point]:
 @pytest.mark.parametrize(
     "points", [products(60), convolutions(60)], ids=["products", "convolutions"]
 )
-def test_constants_are_found_again(points: list[Point]) -> None:
+def test_fit_recovers_constants(points: list[Point]) -> None:
     problem = Problem(points, tuple(sorted({point.device for point in points})))
     away = RANDOM.normal(0, 0.7, (len(problem.devices), len(problem.usual())))
     away[:] = away[0]
@@ -63,7 +65,7 @@ def test_constants_are_found_again(points: list[Point]) -> None:
     assert np.abs(np.exp(before) / seconds - 1).mean() > 0.1
 
 
-def test_constants_that_a_file_holds_are_those_that_were_found() -> None:
+def test_committed_constants_equal_the_fit() -> None:
     found = fit(
         [replace(point, seconds=1e-4 + 1e-6 * at) for at, point in enumerate(products(12))], steps=5
     )

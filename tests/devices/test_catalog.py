@@ -1,6 +1,7 @@
 """A device is one file of TOML.
 
-What the catalog says is sound, and what anyone wrote is read to the letter or refused with what is wrong.
+What the catalog says is sound, and what anyone wrote is read to the letter or refused with what is
+wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", sorted(CATALOG.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_device_of_the_catalog_is_called_as_its_file_and_has_units_for_what_its_capability_has(
+def test_catalog_device_has_the_name_of_its_file_and_its_units(
     path: Path,
 ) -> None:
     device = devices.get(path.stem)
@@ -63,7 +64,7 @@ def test_a_device_of_the_catalog_is_called_as_its_file_and_has_units_for_what_it
     assert device.gemm_seconds(512, 512, 512, "int8") > 0
 
 
-def test_devices_that_are_calibrated_as_one_another_are_refused(mine: Path) -> None:
+def test_cyclic_calibration_is_rejected(mine: Path) -> None:
     for name, other in (("one", "two"), ("two", "one")):
         text = f'name = "{name}"\ncalibrated_as = "{other}"\n' + PLAIN
         (mine / f"{name}.toml").write_text(text)
@@ -71,7 +72,7 @@ def test_devices_that_are_calibrated_as_one_another_are_refused(mine: Path) -> N
         devices.get("one").gemm_seconds(8, 8, 8, "fp32")
 
 
-def test_the_gpus_that_a_graph_may_be_looked_at_for_are_those_of_the_catalog() -> None:
+def test_explain_targets_equal_the_catalog() -> None:
     assert {"v100", "t4", "a100", "a30", "a10", "a40", "l4", "l40s", "h100", "h200", "b200"} == set(
         TARGETS
     )
@@ -80,7 +81,7 @@ def test_the_gpus_that_a_graph_may_be_looked_at_for_are_those_of_the_catalog() -
     assert "epyc-9004" not in TARGETS
 
 
-def test_a_file_of_the_users_is_a_device_by_name_and_by_path_and_a_target(mine: Path) -> None:
+def test_device_file_is_found_by_name_and_path(mine: Path) -> None:
     (mine / "slow.toml").write_text(
         T4.replace('name = "t4"', 'name = "slow"').replace("processors = 40", "processors = 4")
     )
@@ -112,7 +113,7 @@ def test_the_users_configuration_is_looked_in_too(
     assert devices.get("mine").title == "NVIDIA T4"
 
 
-def test_what_is_no_device_is_named_with_the_nearest() -> None:
+def test_unknown_device_names_the_nearest() -> None:
     with pytest.raises(DeviceError, match="unknown device 'v10'") as raised:
         devices.get("v10")
     assert "did you mean 'v100'?" in str(raised.value)
@@ -214,7 +215,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG, ids=[what for what, _ in WRONG.values()])
-def test_a_file_that_is_wrong_says_what_where_and_what_to_do(text: str, mine: Path) -> None:
+def test_invalid_device_file_is_an_error_with_a_remedy(text: str, mine: Path) -> None:
     what, also = WRONG[text]
     assert text != T4
     (mine / "t4.toml").write_text(text)
@@ -226,7 +227,7 @@ def test_a_file_that_is_wrong_says_what_where_and_what_to_do(text: str, mine: Pa
     assert raised.value.do
 
 
-def test_a_file_that_is_no_file_or_too_large_or_no_text_is_refused(mine: Path) -> None:
+def test_unreadable_device_file_is_rejected(mine: Path) -> None:
     (mine / "folder.toml").mkdir()
     (mine / "large.toml").write_text("#" * 2**21)
     (mine / "bytes.toml").write_bytes(b"\xff\xfe\x00")
@@ -251,9 +252,7 @@ LINES = T4.splitlines()
         ["", "= 1", "x = -1", "x = 1e999", "[x]", '"', "peak = inf", "bytes = -5", "[memory]"]
     ),
 )
-def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wrong(
-    at: int, line: str
-) -> None:
+def test_fuzzed_device_file_is_valid_or_an_error(at: int, line: str) -> None:
     text = "\n".join([*LINES[:at], line, *LINES[at + 1 :]])
     try:
         found: object = DEVICE.decode(text.encode())
@@ -265,7 +264,8 @@ def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wron
 def test_import_of_the_package_reads_no_file_of_a_device() -> None:
     code = (
         "import sys, pathlib; opened = []\n"
-        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
+        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else "
+        "None)\n"
         "import qsync_fx.options; print([name for name in opened if name.endswith('.toml')])"
     )
     assert (
@@ -299,10 +299,11 @@ def test_all_products_together_are_the_mean_over_every_time_that_was_measured() 
         )
 
 
-def test_the_page_tells_how_near_the_catalog_comes_as_the_benchmark_found_it() -> None:
+def test_page_equals_the_catalog_benchmark() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "catalog.json").read_text())["rows"]
     lines = [
-        "| work | device | format | measured | held out, mean | held out, median | by the catalog |",
+        "| work | device | format | measured | held out, mean | held out, median | by the catalog "
+        "|",
         "| --- " * 7 + "|",
     ]
     for row in rows:

@@ -41,7 +41,9 @@ GLIBC = ("glibc", "2.36")
         ("", "", GLIBC, "unknown"),
     ],
 )
-def test_what_is_said(policy: str, tunables: str, library: tuple[str, str], said: str) -> None:
+def test_huge_page_messages(
+    policy: str, tunables: str, library: tuple[str, str], said: str
+) -> None:
     found = of(policy, tunables, library)
     assert str(found) == said
     assert found.missing == ("python" in said)

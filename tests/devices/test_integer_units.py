@@ -1,4 +1,6 @@
-"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong setting where it is judged."""
+"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong
+setting where it is judged.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_exact_sums_are_no_unit(
         assert found.how == how and found.runs_as.name == name and reason in found.reason
 
 
-def test_a_wrong_setting_is_said_where_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_is_reported_in_format_support(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = OptionError("there is no path 'quantum'", where="environment variable QSYNC_CPU_ISA")
     monkeypatch.setattr(format_support, "wrong_path", lambda: wrong)
     found = support.__wrapped__(torch.device("cpu"), precision("int8"))
@@ -56,7 +58,7 @@ def test_a_wrong_setting_is_said_where_it_is_judged(monkeypatch: pytest.MonkeyPa
     assert wrong_path() is None
 
 
-def test_paths_are_known_in_capitals() -> None:
+def test_isa_names_ignore_case() -> None:
     asked = os.environ | {"QSYNC_CPU_ISA": _C.available_isas()[-1].upper()}
     code = "from qsync_fx import _C; print(_C.isa())"
     done = subprocess.run(

@@ -1,6 +1,8 @@
-"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16 there, and nothing is skipped in silence.
+"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16
+there, and nothing is skipped in silence.
 
-No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made to believe that the CPU is one.
+No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made
+to believe that the CPU is one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
+def test_format_support_is_one_row_per_device(target: str) -> None:
     with on_a(target):
         old = TARGETS[target] < (8, 0)
         for name, fmt in FORMATS.items():
@@ -72,7 +74,7 @@ def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
     assert row_on(CPU, FORMATS["int8"]) is FORMATS["int8"]
 
 
-def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() -> None:
+def test_bf16_is_substituted_by_fp16_or_an_error_if_exact() -> None:
     explanation = qsync_fx.explain(
         Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4"}
     )
@@ -88,7 +90,7 @@ def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() 
 
 
 @pytest.mark.parametrize("target", ["v100", "t4", "a100"])
-def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> None:
+def test_explain_shows_the_graph_of_an_absent_device(target: str) -> None:
     model, x = Convolutional(), torch.randn(2, 1, 8, 8)
     explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
     text, old = explanation.graph("lower"), target != "a100"
@@ -110,7 +112,7 @@ def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> N
     )
 
 
-def test_compiling_for_another_device_than_the_one_at_hand_is_an_error() -> None:
+def test_compilation_for_an_absent_device_is_an_error() -> None:
     model = torch.compile(
         Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"}
     )
@@ -141,7 +143,9 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
 def test_models_train_in_int8_where_inductor_compiles_no_bf16(
     make: Any, kernels: bool, built: bool
 ) -> None:
-    """What is not built is compiled as far as to Inductor's text of its kernels, and has no numbers."""
+    """What is not built is compiled as far as to Inductor's text of its kernels, and has no
+    numbers.
+    """
     model, inputs = make()
 
     def train(call: Any) -> dict[str, Tensor]:
@@ -178,7 +182,9 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(
 def test_sums_stay_in_the_range_of_fp16(
     precision: str, layer: str, scaling: str, kernels: bool
 ) -> None:
-    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and larger than what it holds."""
+    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and
+    larger than what it holds.
+    """
     torch.manual_seed(0)
     module = nn.Linear(300, 24) if layer == "linear" else nn.Conv2d(33, 24, 3)
     x = torch.full((40, 300), 0.5) if layer == "linear" else torch.full((2, 33, 7, 5), 0.5)
@@ -244,7 +250,7 @@ def test_no_format_that_the_device_does_not_compile_is_put_in() -> None:
 
 
 @pytest.mark.usefixtures("believing")
-def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_without() -> None:
+def test_skipped_graph_is_an_error_only_with_a_plan() -> None:
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     with on_a("t4"):
         planned = torch.compile(
@@ -259,8 +265,10 @@ def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_witho
             assert unplanned(x).dtype is torch.bfloat16
 
 
-def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
-    """What a layer asks kernels for is found on tensors without values, which lie on no device of their own."""
+def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
+    """What a layer asks kernels for is found on tensors without values, which lie on no device of
+    their own.
+    """
     model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
         explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
@@ -269,7 +277,7 @@ def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
         assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
 
 
-def test_support_says_in_what_an_old_device_carries() -> None:
+def test_support_names_the_emulation_dtype_of_old_devices() -> None:
     with on_a("v100"):
         assert "computed in fp16" in support(CPU, FORMATS["int8"]).reason
         assert "computed in fp32" in support(CPU, FORMATS["fp8"]).reason

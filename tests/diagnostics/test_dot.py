@@ -24,7 +24,7 @@ class Branches(nn.Module):
         return nn.functional.linear(y, self.vector) + h.sum(-1)
 
 
-def test_edges_are_those_of_the_dag(tmp_path: Path) -> None:
+def test_edges_equal_the_dag(tmp_path: Path) -> None:
     explanation = qsync_fx.explain(Branches(), torch.randn(2, 8), options={"precision": "int8"})
     explanation.save_dot(tmp_path / "net.dot")
     text = (tmp_path / "net.dot").read_text()
@@ -41,7 +41,7 @@ def test_edges_are_those_of_the_dag(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_lowering_refuses_is_no_state() -> None:
+def test_states_exclude_formats_without_a_lowering() -> None:
     explanation = qsync_fx.explain(Branches(), torch.randn(2, 8), options={"precision": "int8"})
     precisions = {
         name: data["precisions"]

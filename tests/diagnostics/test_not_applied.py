@@ -1,4 +1,6 @@
-"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out, and a training step warns of it."""
+"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out,
+and a training step warns of it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ def test_rnns(rnn: Callable[..., nn.Module]) -> None:
     model = Outer(rnn(16, 4, batch_first=True))
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
     assert (
-        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward"
-        in told
+        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python "
+        "(Outer.forward" in told
     )
     assert "allow_rnn" in told
     assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
@@ -120,7 +122,7 @@ def test_a_forward_that_dynamo_gives_up_on() -> None:
     assert uncovered(model) == {"first": "skipped", "second": "skipped"}
 
 
-def test_each_reason_is_given_to_the_modules_it_holds_for() -> None:
+def test_each_reason_lists_its_modules() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,8 +213,8 @@ def test_a_sparse_tensor() -> None:
     model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
     assert (
-        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python"
-        in told
+        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor "
+        "to Python" in told
     )
     assert "under @torch.compiler.disable" in told
     assert "fullgraph" not in told
@@ -223,7 +225,7 @@ def test_a_sparse_tensor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "rnn", "hook"])
-def test_nothing_is_warned_of_where_nobody_gave_a_plan(kind: str) -> None:
+def test_no_warning_without_a_plan(kind: str) -> None:
     x: tuple[Tensor, ...] = (torch.randn(4, 16),)
     model: nn.Module = Plain()
     if kind == "sparse":

@@ -24,9 +24,7 @@ from qsync_fx.formatting import number, short
         (10 * sympy.Symbol("s0"), "10*s0", None),
     ],
 )
-def test_sizes_are_numbers_where_they_are_known(
-    size: object, said: str, known: float | None
-) -> None:
+def test_known_sizes_are_numbers(size: object, said: str, known: float | None) -> None:
     assert short(size) == said
     found = number(size)
     assert found == known and type(found) is type(known)

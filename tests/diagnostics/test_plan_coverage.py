@@ -1,6 +1,6 @@
-"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a model, `plan_coverage` names it with the
-reason
-and the way out, a training step warns of it, and with the option "strict" it raises.
+"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a
+model, `plan_coverage` names it with the reason and the way out, a training step warns of it, and
+with the option "strict" it raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _fresh() -> None:
 # What is applied.
 
 
-def test_every_module_with_what_runs_in_it() -> None:
+def test_every_module_has_its_running_formats() -> None:
     model = build(Perceptron)
     plan = Plan("int8", patterns=[("head", "bf16")])
     assert step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16))) == []
@@ -78,7 +78,7 @@ def test_a_model_that_was_never_compiled_or_never_called() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int8"}], ids=["default", "int8"])
-def test_nothing_is_applied_before_the_first_call(options: dict[str, Any]) -> None:
+def test_plan_is_not_applied_before_the_first_call(options: dict[str, Any]) -> None:
     model = Plain()
     fast = compiled(model, **options)
     before = qsync_fx.plan_coverage(fast)
@@ -154,8 +154,10 @@ def test_modules_that_share_compiled_code() -> None:
     assert uncovered(twin) == {}
 
 
-def test_models_of_torchs_own_classes_share_compiled_code() -> None:
-    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one, though the first is gone by then."""
+def test_models_of_torch_classes_share_compiled_code() -> None:
+    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one,
+    though the first is gone by then.
+    """
 
     def trained(width: int) -> list[str]:
         model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
@@ -267,7 +269,7 @@ def test_functions_and_trainers() -> None:
     assert uncovered(plain) == {}
 
 
-def test_explain_lists_what_is_in_no_graph() -> None:
+def test_explain_lists_modules_outside_graphs() -> None:
     inner = Plain()
     inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
     model, x = Outer(inner), torch.randn(4, 16)
@@ -288,7 +290,7 @@ def test_explain_lists_what_is_in_no_graph() -> None:
         qsync_fx.explain(model, x, options={"plan": Plan("int8", patterns=[("inner", "bf16")])})
 
 
-def test_what_is_used_of_torch_is_there() -> None:
+def test_required_torch_internals_exist() -> None:
     """The names of torch's that are no promise of its: where one is gone, this says which."""
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.convert_frame import CatchErrorsWrapper

@@ -1,4 +1,6 @@
-"""A plan is checked after the first training step: entries that decide on nothing, once for each model, raised with "strict"."""
+"""A plan is checked after the first training step: entries that decide on nothing, once for each
+model, raised with "strict".
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "told", "near"), WRONG)
-def test_what_decides_on_nothing_is_known_after_a_step(
+def test_rules_without_effect_are_known_after_a_step(
     wrong: dict[str, Any], told: str, near: str
 ) -> None:
     model, plan = Breaking(), Plan("bf16", **wrong)
@@ -50,7 +52,9 @@ def test_what_decides_on_nothing_is_known_after_a_step(
 
 
 def test_hooks_of_others_on_optimizers_run_too() -> None:
-    """The check takes its hook away after the first step, in the middle of torch going through all hooks."""
+    """The check takes its hook away after the first step, in the middle of torch going through all
+    hooks.
+    """
     calls = []
     model = Plain()
     fast = compiled(model)
@@ -75,7 +79,7 @@ def test_strict_raises_it(wrong: dict[str, Any], told: str, near: str) -> None:
 @pytest.mark.parametrize(
     "entry", [{"patterns": [("frist", "int8")]}, {"operators": {"frist/linear": "int8"}}]
 )
-def test_a_module_that_does_not_exist_is_known_at_once(entry: dict[str, Any]) -> None:
+def test_missing_module_is_detected_at_once(entry: dict[str, Any]) -> None:
     """However the graph breaks, and in evaluation as in training."""
     model, plan = Breaking(), Plan("bf16", **entry)
     with pytest.raises(PlanError, match=r"frist|names 1 operator") as caught:
@@ -86,7 +90,7 @@ def test_a_module_that_does_not_exist_is_known_at_once(entry: dict[str, Any]) ->
         compiled(model, plan=plan)(torch.randn(4, 16))
 
 
-def test_one_warning_a_model_and_no_hook_left() -> None:
+def test_one_warning_per_model_and_no_remaining_hook() -> None:
     model = Breaking()
     fast = compiled(model, plan=Plan("bf16", patterns=[("first/lienar", "int8")]))
     assert _global_optimizer_post_hooks
@@ -95,7 +99,7 @@ def test_one_warning_a_model_and_no_hook_left() -> None:
     assert step(model, lambda: fast(torch.randn(9, 16))) == []
 
 
-def test_a_model_is_checked_at_a_step_of_its_own() -> None:
+def test_each_model_is_checked_at_its_step() -> None:
     first, second = Breaking(), Breaking()
     plan = Plan("bf16", patterns=[("first/lienar", "int8")])
     one, other = compiled(first, plan=plan), compiled(second, plan=plan)
@@ -104,7 +108,7 @@ def test_a_model_is_checked_at_a_step_of_its_own() -> None:
     assert not any(p.grad is not None for p in second.parameters())
 
 
-def test_what_runs_in_its_planned_format_as_written_is_as_planned() -> None:
+def test_module_in_its_planned_format_counts_as_applied() -> None:
     model = Outer(nn.LSTM(16, 4, batch_first=True))
     plan = Plan("bf16", patterns=[("start", "fp32"), ("end", "fp32"), ("inner", "fp32")])
     assert step(model, lambda: compiled(model, plan=plan, strict=True)(torch.randn(2, 3, 16))) == []
@@ -155,8 +159,10 @@ def test_evaluation_may_have_less_than_training() -> None:
     assert qsync_fx.plan_coverage(model).complete
 
 
-def test_helpers_are_not_the_whole_model() -> None:
-    """What a model calls after a graph break is compiled alone, and has none of the operators that the plan names."""
+def test_helper_modules_are_not_the_model() -> None:
+    """What a model calls after a graph break is compiled alone, and has none of the operators that
+    the plan names.
+    """
 
     def loss_of(y: Tensor) -> Tensor:
         return (y * 2).square().mean()

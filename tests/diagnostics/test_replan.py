@@ -1,4 +1,6 @@
-"""Another plan without another trace: whatever the plan, all is as if it had been explained afresh."""
+"""Another plan without another trace: whatever the plan, all is as if it had been explained
+afresh.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def _of_zoo(name: str) -> tuple[tuple[nn.Module, tuple[Any, ...]], dict[str, Any
         *OWN,
     ],
 )
-def test_it_is_what_explaining_afresh_says(name: str) -> None:
+def test_replan_equals_a_new_explanation(name: str) -> None:
     torch.manual_seed(0)
     (model, inputs), named = (OWN[name](), {}) if name in OWN else _of_zoo(name)
     first = qsync_fx.explain(model, *inputs, **named)

@@ -1,4 +1,6 @@
-"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and noise alone never is."""
+"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and
+noise alone never is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ANY = st.floats(0.1, 10)
 
 
 def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
-    """Returns the steps after which a rank that is alone would be planned for anew, with a cool-down after each."""
+    """Returns the steps after which a rank that is alone would be planned for anew, with a
+    cool-down after each.
+    """
     seen, decided = StepWindow(), []
     for step, pace in enumerate(paces):
         seen = seen.after_step(pace, rooms[step] if rooms else None, how.patience)
@@ -35,7 +39,7 @@ def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = No
 
 
 @given(st.lists(WITHIN, max_size=200))
-def test_what_stays_within_the_tolerance_is_no_drift(paces: list[float]) -> None:
+def test_changes_within_the_tolerance_are_no_drift(paces: list[float]) -> None:
     assert run(paces) == []
 
 
@@ -43,9 +47,7 @@ def test_what_stays_within_the_tolerance_is_no_drift(paces: list[float]) -> None
     st.lists(st.lists(ANY, max_size=HOW.patience - 1), max_size=20),
     st.lists(WITHIN, min_size=20, max_size=20),
 )
-def test_noise_of_any_size_is_none_where_a_step_in_time_comes_before_patience_ends(
-    bursts: list[list[float]], between: list[float]
-) -> None:
+def test_noise_is_no_drift_within_patience(bursts: list[list[float]], between: list[float]) -> None:
     paces = [pace for burst, calm in zip(bursts, between, strict=False) for pace in (*burst, calm)]
     assert run(paces) == []
 
@@ -77,19 +79,21 @@ def _beyond(paces: list[float]) -> bool:
     st.floats(1.4, 5),
     st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50),
 )
-def test_a_device_that_has_become_slower_is_seen_after_patience_and_once(
+def test_slower_device_is_detected_once_after_patience(
     before: list[float], slowdown: float, noise: list[float]
 ) -> None:
     steps = run([*before, *(slowdown * one for one in noise)])
     assert steps[0] <= len(before) + HOW.patience - 1
-    # What was seen is what is reckoned with from then on, so that the same slowness is not seen again.
+    # What was seen is what is reckoned with from then on, so that the same slowness is not seen
+    # again.
     assert run([*before, *(one for one in noise)]) == []
 
 
 @given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))
 def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) -> None:
     everyones = [
-        WindowSummary(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace, _ in ranks
+        WindowSummary(pace, slower=pace > 1.15, faster=pace < 1 / 1.15,
+        allowed=1e9 * pace) for pace, _ in ranks
     ]  # fmt: skip
     classes = [name for _, name in ranks]
     found = drift(everyones, classes) or Drift()
@@ -104,7 +108,7 @@ def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) 
 
 
 @given(st.lists(st.floats(1e6, 1e12), min_size=8, max_size=40))
-def test_memory_counts_where_the_plan_takes_more_than_there_is(allowed: list[float]) -> None:
+def test_memory_above_the_limit_is_drift(allowed: list[float]) -> None:
     rooms = [Room(size, needed=1e9) for size in allowed]
     tight = [at for at in range(8, len(rooms) + 1) if max(allowed[at - 8 : at]) < 1e9]
     assert run([1.0] * len(rooms), rooms=rooms)[:1] == [at - 1 for at in tight][:1]
@@ -117,7 +121,7 @@ def test_memory_that_is_back_counts_where_the_plan_was_made_for_less() -> None:
     assert run([1.0] * 8, rooms=[Room(0.55e9, 0.4e9, planned=0.5e9)] * 8) == []
 
 
-def test_a_rank_that_has_seen_too_little_states_nothing() -> None:
+def test_rank_with_few_steps_reports_no_state() -> None:
     assert StepWindow((9.0,) * 7, (None,) * 7).summary(HOW) == WindowSummary()
     assert drift([WindowSummary(), WindowSummary(1.0)], ["a", "b"]) is None
     assert drift([WindowSummary(), WindowSummary(2.0, slower=True)], ["a", "b"]) == Drift(
@@ -138,6 +142,6 @@ def test_a_plan_is_worth_compiling_for_where_it_wins_time_or_exactness(
 @pytest.mark.parametrize(
     "wrong", [{"patience": 0}, {"cooldown": -1}, {"tolerance": -0.1}, {"gain": float("nan")}]
 )
-def test_what_cannot_be_is_said(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_reported(wrong: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         Hysteresis(**wrong)  # type: ignore[arg-type]

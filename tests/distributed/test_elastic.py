@@ -1,4 +1,6 @@
-"""torchrun with one to two nodes: training starts again when one is gone, and when one joins, each time under a plan for who is there."""
+"""torchrun with one to two nodes: training starts again when one is gone, and when one joins, each
+time under a plan for who is there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def machine(device: str) -> Iterator[tuple[forks.Server, dict[str, str]]]:
         **os.environ,
         **ranks.ENVIRONMENT,
         "DEVICE": device,
-        # Else a launcher keeps the store of its first world, and one that joins later waits for its address in vain.
+        # Else a launcher keeps the store of its first world, and one that joins later waits for its
+        # address in vain.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with forks.own(environment) as server:

@@ -1,4 +1,6 @@
-"""Ranks that find their plan, and what may go wrong: an error or the right answer on all of them, and the old plan still there."""
+"""Ranks that find their plan, and what may go wrong: an error or the right answer on all of them,
+and the old plan still there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ pytestmark = tiers.ALL
 
 
 @pytest.mark.timeout(600)
-def test_what_goes_wrong_on_one_is_told_on_both(tmp_path: Path) -> None:
+def test_error_of_one_rank_is_reported_on_both(tmp_path: Path) -> None:
     first, second = ended = ranks.run("faults_rank.py", 2, tmp_path, seconds=500, name="survived")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     ours, theirs = first.result, second.result

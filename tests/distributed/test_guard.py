@@ -1,4 +1,6 @@
-"""Real processes over gloo: what differs between ranks, and what fails on one, is named on all of them, and none waits for ever."""
+"""Real processes over gloo: what differs between ranks, and what fails on one, is named on all of
+them, and none waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,21 @@ def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
         assert rank.result["steps"] == 0
 
 
-def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_difference_is_named_on_every_rank(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="agreement")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     ours, theirs = first.result, second.result
     for name, section, where in (
-        ("model", "model", "rank 1: 0.weight float32[17, 8], 0.bias float32[17], 1.weight float32[4, 17]; rank 0: 0.weight float32[16, 8]"),
+        ("model", "model",
+        "rank 1: 0.weight float32[17, 8], 0.bias float32[17], 1.weight float32[4, 17]; rank "
+"0: 0.weight float32[16, 8]"),
         ("version", "version", "rank 1: torch "),
-        ("DDP", "DDP", "rank 1: gradient_as_bucket_view=True; rank 0: gradient_as_bucket_view=False"),
+        ("DDP", "DDP",
+        "rank 1: gradient_as_bucket_view=True; rank 0: gradient_as_bucket_view=False"),
         ("plan", "plan for the cluster", "rank 1: "),
-        ("replanning", "replanning", "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02, links=0.5); rank 0: none"),
+        ("replanning", "replanning",
+        "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02, links=0.5); "
+"rank 0: none"),
         ("batch", "batch", "float32 of 2 dimensions, 3 samples; rank 0:"),
     ):  # fmt: skip
         assert ours[name]["rank"] == 1
@@ -65,7 +72,7 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_a_layer_that_other_ranks_alone_reach_is_not_said_to_run_as_written(tmp_path: Path) -> None:
+def test_layer_reached_by_other_ranks_is_not_reported(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="branches")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     for rank in ended:
@@ -119,7 +126,8 @@ def test_a_rank_that_fails_is_named_on_the_others(
     for rank in others:
         assert f"rank {world - 1} {what}" in rank.log, rank.log + odd.log
         if how == "stop":
-            # Gloo cannot be interrupted: a process that does not come back ends itself, once the group's limit has passed.
+            # Gloo cannot be interrupted: a process that does not come back ends itself, once the
+            # group's limit has passed.
             assert rank.code == 1
         else:
             assert rank.code == 0
@@ -166,9 +174,7 @@ def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path)
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(
-    world: int, tmp_path: Path
-) -> None:
+def test_ranks_wait_for_a_slow_rank_within_the_limit(world: int, tmp_path: Path) -> None:
     ended = ranks.run("guarded_rank.py", world, tmp_path, name="patience", limit=5, slow=8)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     assert len({rank.result["weights"] for rank in ended}) == 1
@@ -178,7 +184,9 @@ def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limi
 @tiers.ALL
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs the scheduling policies of Linux")
 def test_a_process_ends_after_a_guard_however_late_gloo_frees_its_work(tmp_path: Path) -> None:
-    """Without the guard torch hangs or aborts: its thread waits for the GIL, and the thread that has it waits for that thread."""
+    """Without the guard torch hangs or aborts: its thread waits for the GIL, and the thread that
+    has it waits for that thread.
+    """
     ended = ranks.run("starved_rank.py", 3, tmp_path, seconds=90)
     assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.log for rank in ended)
     assert [rank.result for rank in ended] == ["trained"] * 3

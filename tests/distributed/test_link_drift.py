@@ -1,4 +1,6 @@
-"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow send gradients otherwise."""
+"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow
+send gradients otherwise.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,25 @@ def links() -> Any:
 
 
 @given(st.lists(st.floats(1 / 1.5, 1.5), min_size=1, max_size=5), st.floats(0.01, 100))
-def test_one_time_within_the_tolerance_is_no_change(within: list[float], other: float) -> None:
+def test_single_time_within_the_tolerance_is_no_change(within: list[float], other: float) -> None:
     assert link_drift([*within, other], HOW) is None
 
 
 @given(st.lists(st.floats(1.51, 50), min_size=1, max_size=5))
-def test_what_lies_beyond_on_one_side_is_one(beyond: list[float]) -> None:
+def test_repeated_times_beyond_the_tolerance_are_a_change(beyond: list[float]) -> None:
     slower, faster = link_drift(beyond, HOW), link_drift([1 / ratio for ratio in beyond], HOW)
     assert slower is not None and min(beyond) <= slower <= max(beyond)
     assert faster is not None and 1 / max(beyond) <= faster <= 1 / min(beyond)
     assert link_drift([*beyond, 1 / beyond[0]], HOW) is None
 
 
-def test_a_share_below_nothing_is_refused() -> None:
+def test_negative_share_is_rejected() -> None:
     with pytest.raises(OptionError, match="links must be a share"):
         Hysteresis(links=-1)
 
 
 @pytest.mark.parametrize("bandwidth", [1e6, 1.25e8, 1.25e9, 1e12])
-def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
+def test_measured_time_follows_from_bytes(bandwidth: float) -> None:
     cluster = Cluster({"cpu": ClusterDevice(4)}, Network(bandwidth, 1e-4))
     probe = LinkProbe.of(cluster)
     assert probe.seconds == pytest.approx(cluster.all_reduce.seconds([float(probe.nbytes)], 4)[0])
@@ -63,7 +65,7 @@ def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
     assert LinkProbe.noted({}) is None
 
 
-def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(
+def test_monitor_pauses_after_a_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
@@ -88,7 +90,7 @@ def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(
     assert ProbedLinks({}, HOW).look() is None
 
 
-def test_a_change_of_links_is_said_with_numbers() -> None:
+def test_link_change_is_reported_with_numbers() -> None:
     decided = ReplanReport(
         40,
         (ReplanCause(-1, "", PlanChange.LINKS, 0.02, 0.4),),
@@ -127,7 +129,8 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     for name in ("before", "after", "replanned", "weights", "name", "note"):
         assert first[name] == second[name], name
     assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
-    # What was measured before training may have been off, which is a decision, too, and keeps the plan.
+    # What was measured before training may have been off, which is a decision, too, and keeps the
+    # plan.
     (decided,) = (
         found
         for one in first["replanned"]

@@ -1,6 +1,8 @@
-"""Every way that torch has to train on several ranks, a plan of its own on each: graphs are compiled, and replicas equal to the last bit.
+"""Every way that torch has to train on several ranks, a plan of its own on each: graphs are
+compiled, and replicas equal to the last bit.
 
-A world is started once for all of its ways, and anew behind one that fails. Of DistributedDataParallel the fast tier has test_ddp.py.
+A world is started once for all of its ways, and anew behind one that fails. Of
+DistributedDataParallel the fast tier has test_ddp.py.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ EACH, ALL_OF_THEM = 60, 500
 
 @functools.cache
 def trained(world: int) -> dict[str, list[dict[str, Any]] | str]:
-    """Returns what each rank says of each way, or what went wrong in it: then others train the ways that are left."""
+    """Returns what each rank says of each way, or what went wrong in it: then others train the ways
+    that are left.
+    """
     found: dict[str, list[dict[str, Any]] | str] = {}
     left, until = list(WAYS), time.monotonic() + ALL_OF_THEM
     while left and (seconds := until - time.monotonic()) > 0:
@@ -80,7 +84,7 @@ def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
 
 
 @tiers.ALL
-def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: Path) -> None:
+def test_checkpoint_of_three_ranks_resumes_on_two(tmp_path: Path) -> None:
     results = {}
     for world in (3, 2):
         folder = tmp_path / str(world)
@@ -102,5 +106,5 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: 
     assert [rank["steps"] for rank in results[2]] == [6, 6]
 
 
-def test_ways_are_those_of_the_ranks() -> None:
+def test_variants_equal_the_cases_of_the_ranks() -> None:
     assert set(matrix_rank.cases(2)) == set(WAYS)

@@ -1,4 +1,6 @@
-"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it stands on is there."""
+"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it
+stands on is there.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def train(model: nn.Module) -> float:
     return loss.item()
 
 
-def test_a_guard_without_other_ranks_does_nothing(group: None) -> None:
+def test_guard_of_a_single_rank_is_inactive(group: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     fast = torch.compile(
@@ -75,7 +77,7 @@ def test_limits_of_groups_are_changed_and_put_back(group: None) -> None:
     assert limit_of_group() == 7
 
 
-def test_a_channel_holds_texts_and_failures(group: None) -> None:
+def test_channel_transports_texts_and_failures(group: None) -> None:
     first, second = Channel(), Channel()
     first.put("a", "text of é\n" * 1000)
     assert first.get("a") == "text of é\n" * 1000
@@ -88,7 +90,7 @@ def test_a_channel_holds_texts_and_failures(group: None) -> None:
     assert str(told.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
 
 
-def test_it_is_known_when_a_rank_compiles(group: None) -> None:
+def test_compilation_of_a_rank_is_detected(group: None) -> None:
     meeting, seen = Meeting(60, 5), []
 
     @qsync_fx.graph_pass(after="lower")
@@ -104,7 +106,7 @@ def test_it_is_known_when_a_rank_compiles(group: None) -> None:
     assert seen == [True]
 
 
-def test_a_process_that_has_ended_is_known() -> None:
+def test_ended_process_is_detected() -> None:
     mine = identity()
     assert mine
     assert not has_ended(mine)
@@ -123,7 +125,7 @@ def test_a_process_that_has_ended_is_known() -> None:
 
 
 @tiers.ALL
-def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
+def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
@@ -142,7 +144,8 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     saved = ClusterPlan.load(tmp_path / "plan.json")
     assert (plan == saved, saved == plan, hash(plan) == hash(saved)) == (True, True, True)
     assert type(pickle.loads(pickle.dumps(plan))) is ClusterPlan
-    # What it was found from is kept, so that another plan takes no measurement: for a device that is three times as slow.
+    # What it was found from is kept, so that another plan takes no measurement: for a device that
+    # is three times as slow.
     assert plan.survey is not None
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
@@ -156,7 +159,7 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_one_rank_runs_the_plan_that_it_finds() -> None:
+def test_single_rank_runs_its_plan() -> None:
     plan = qsync_fx.distributed.measure_and_plan(
         nn.Linear(16, 16),
         lambda model, x: model(x).square().mean(),
@@ -173,7 +176,7 @@ def test_one_rank_runs_the_plan_that_it_finds() -> None:
     )
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_settings_are_reported() -> None:
     with pytest.raises(OptionError, match=r"guard requires a torch\.nn\.Module"):
         guard(torch.relu)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="compiling must be a positive number of seconds, not 0"):
@@ -201,14 +204,14 @@ def test_numbers_that_compress_cannot_take_are_refused(
         compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8", **how)
 
 
-def test_what_is_no_state_of_a_compression_is_refused(group: None) -> None:
+def test_invalid_compression_state_is_rejected(group: None) -> None:
     handle = compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8")
     with pytest.raises(OptionError, match="not a state of gradient compression"):
         handle.load_state_dict(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_digests_tell_every_bit(dtype: torch.dtype) -> None:
+def test_digests_depend_on_every_bit(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Linear(700, 1000, dtype=dtype)
     before = digests(model)

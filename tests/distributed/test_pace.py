@@ -1,4 +1,5 @@
-"""What of a step counts as computing: from where the compiled model is called to the last gradient, and the optimizer's step.
+"""What of a step counts as computing: from where the compiled model is called to the last gradient,
+and the optimizer's step.
 
 The clock is one that the model itself advances, so that every part of a step takes what it says.
 """
@@ -39,7 +40,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("saves", "inside"), [(False, False), (False, True), (True, False)])
-def test_a_step_takes_its_passes_and_the_optimizer(saves: bool, inside: bool) -> None:
+def test_step_time_includes_passes_and_optimizer(saves: bool, inside: bool) -> None:
     now = [0.0]
 
     def ticks(seconds: float) -> None:

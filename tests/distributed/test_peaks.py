@@ -20,7 +20,9 @@ SIZE = 256
 
 
 def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, int]:
-    """Returns the check of a short training, what is held throughout, and what a step holds beyond, as `measure` measures it."""
+    """Returns the check of a short training, what is held throughout, and what a step holds beyond,
+    as `measure` measures it.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
     fast = torch.compile(
@@ -47,19 +49,19 @@ def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, 
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["gradients are let go", "gradients are kept"])
-def test_what_is_said_is_what_is_held(keep: bool) -> None:
+def test_reported_peak_equals_the_allocator(keep: bool) -> None:
     check, held, beyond = trained(1e6, keep)
     assert check.over == pytest.approx((held + beyond) / 1e6, rel=0.05)
 
 
-def test_within_the_limit_nothing_is_said() -> None:
+def test_no_warning_within_the_limit() -> None:
     check, _, _ = trained(1e9, False)
     assert check.over is not None
     check, _, _ = trained(1e9, False, steps=3)
     assert check.over is None, "too early to be measured"
 
 
-def test_nothing_is_measured_while_the_user_profiles() -> None:
+def test_no_measurement_during_user_profiling() -> None:
     with profile(activities=[ProfilerActivity.CPU]):
         model = torch.compile(
             nn.Linear(4, 4),
@@ -80,7 +82,7 @@ def test_a_machine_has_memory_free() -> None:
 
 
 @tiers.ALL
-def test_a_rank_that_holds_more_than_its_plan_may_take_says_so(tmp_path: Path) -> None:
+def test_rank_above_its_memory_limit_warns(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="capped")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     assert "limit of" not in first.log, "its class has no limit"

@@ -1,4 +1,6 @@
-"""Two ranks of which one really changes while they train: another plan is in force once, on both, and nothing else changes."""
+"""Two ranks of which one really changes while they train: another plan is in force once, on both,
+and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
 
 @tiers.ALL
 @pytest.mark.timeout(600)
-def test_a_plan_with_codecs_is_found_and_changed(tmp_path: Path) -> None:
+def test_plan_with_codecs_is_found_and_changed(tmp_path: Path) -> None:
     ended = ranks.run("replanning_rank.py", 2, tmp_path, seconds=500, name="coded")
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.log for rank in ended)
     first, second = (rank.result for rank in ended)
@@ -75,7 +77,7 @@ def switched(told: list[dict[str, Any]]) -> ReplanReport:
     return found
 
 
-def test_what_was_decided_is_said_with_numbers() -> None:
+def test_decision_is_reported_with_numbers() -> None:
     causes = (
         ReplanCause(1, "t4", PlanChange.SLOWER, 0.01, 0.03),
         ReplanCause(2, "t4", PlanChange.TIGHT, 4e9, 3e9),
@@ -86,7 +88,8 @@ def test_what_was_decided_is_said_with_numbers() -> None:
     )
     decided = ReplanReport(40, causes, before, after)
     assert str(decided).splitlines() == [
-        "a new plan is active from step 41, because rank 1 (t4) computes 30 ms per step instead of the predicted 10 ms (ratio 3.00); "
+        "a new plan is active from step 41, because rank 1 (t4) computes 30 ms per step instead "
+        "of the predicted 10 ms (ratio 3.00); "
         "rank 2 (t4) has 3GB of memory for a step, but its plan needs 4GB",
         "  before: 50 ms per step, variance 1; t4: 4 in fp32",
         "  after:  30 ms per step, variance 2.5; t4: 1 in fp32, 3 in int8",
@@ -98,7 +101,7 @@ def test_what_was_decided_is_said_with_numbers() -> None:
     assert ReplanReport.from_dict(kept.to_dict()) == kept
 
 
-def test_a_plan_of_which_nothing_was_measured_is_refused() -> None:
+def test_plan_without_measurement_is_rejected() -> None:
     plan: Any = ClusterPlan({"a": Plan.uniform("fp32")}, ranks=["a"])
     with pytest.raises(
         OptionError, match="a FleetPlan with its measurements, not a value of type ClusterPlan"

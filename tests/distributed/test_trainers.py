@@ -1,4 +1,6 @@
-"""The examples of trainers, each as a user starts it: two ranks that find their plan, train under a guard, and learn the digits."""
+"""The examples of trainers, each as a user starts it: two ranks that find their plan, train under a
+guard, and learn the digits.
+"""
 
 from __future__ import annotations
 
@@ -54,5 +56,6 @@ def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
     assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", said)), said[
         -2000:
     ]
-    # Both hold the same parameters, to the last bit: the guard compares them, and what they get right is the same.
+    # Both hold the same parameters, to the last bit: the guard compares them, and what they get
+    # right is the same.
     assert len(set(re.findall(r"accuracy ([\d.]+)", said))) <= 2

@@ -1,4 +1,6 @@
-"""A process group that refuses tensors on the CPU, as NCCL's does: what ranks tell one another beside gradients goes over gloo."""
+"""A process group that refuses tensors on the CPU, as NCCL's does: what ranks tell one another
+beside gradients goes over gloo.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def test_ranks_measure_one_another(tmp_path: Path) -> None:
     assert "qsgd8" in first["ways"]
 
 
-def test_ranks_find_a_plan_train_under_a_guard_and_plan_anew(tmp_path: Path) -> None:
+def test_ranks_plan_train_and_replan(tmp_path: Path) -> None:
     first, second = ranks.results(
         "trained", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo"
     )

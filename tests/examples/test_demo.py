@@ -1,6 +1,7 @@
 """The main job, as a user runs it: two processes, two plans, one set of weights.
 
-Every run is the real one, on scikit-learn's digits. Of the demo the fast tier has its data and what it says of wrong arguments.
+Every run is the real one, on scikit-learn's digits. Of the demo the fast tier has its data and what
+it says of wrong arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def test_both_ranks_end_with_the_same_weights_that_have_learned_something(demo: 
     assert finished.stderr == ""
 
 
-def test_each_rank_ran_its_own_plan_and_explains_it(demo: Any) -> None:
+def test_each_rank_runs_and_explains_its_plan(demo: Any) -> None:
     finished, output = demo
     explained = [(output / f"explain-rank{rank}.txt").read_text() for rank in (0, 1)]
     assert "17 adjustable operators: 17 in fp32" in explained[0]
@@ -99,7 +100,8 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
     assert "is recovered" in finished.stdout or "are recovered" in finished.stdout
 
 
-# That a seed decides all bits, tests/rounding says of the same training by two ranks; here it takes another whole demo.
+# That a seed decides all bits, tests/rounding says of the same training by two ranks; here it takes
+# another whole demo.
 @tiers.EVERY
 def test_the_same_seed_and_plan_give_the_same_weights(demo: Any, tmp_path: Path) -> None:
     finished, _ = demo

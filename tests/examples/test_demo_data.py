@@ -1,4 +1,6 @@
-"""The demo's data and digests: files of MNIST's format are read whole or named as damaged; a digest sees a single bit."""
+"""The demo's data and digests: files of MNIST's format are read whole or named as damaged; a digest
+sees a single bit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.support.processes.demo_runs import EXAMPLES
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    """Imports modules of the example, whose names are too general to stay in a process that tests other things."""
+    """Imports modules of the example, whose names are too general to stay in a process that tests
+    other things.
+    """
     before = set(sys.modules)
     sys.path.insert(0, str(EXAMPLES))
 
@@ -35,7 +39,7 @@ def example() -> Iterator[Any]:
             sys.modules.pop(path.stem, None)
 
 
-def test_the_digest_sees_a_single_bit(example: Any) -> None:
+def test_digest_detects_a_single_bit(example: Any) -> None:
     model = example("models").ResNet(10)
     digest = example("training").digest
     before = digest(model)
@@ -58,7 +62,9 @@ def idx(values: np.ndarray[Any, Any]) -> bytes:
 
 
 def write(folder: Path, zipped: bool = False, **changed: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Writes a data set of random images, with other content where `changed` says so; returns what is in it."""
+    """Writes a data set of random images, with other content where `changed` says so; returns what
+    is in it.
+    """
     random = np.random.default_rng()
     values: dict[str, np.ndarray[Any, Any]] = {}
     for part, count in (("train", 7), ("t10k", 3)):

@@ -1,4 +1,6 @@
-"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or interrupted."""
+"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
         ),
     ],
 )
-def test_wrong_arguments_are_told_before_a_process_starts(
+def test_invalid_arguments_are_reported_before_a_process_starts(
     option: str, value: str, tmp_path: Path
 ) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
@@ -58,7 +60,7 @@ def test_wrong_arguments_are_told_before_a_process_starts(
     assert not list(tmp_path.glob("out/*.log"))
 
 
-def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
+def test_missing_package_names_the_setup_command(tmp_path: Path) -> None:
     finished = run(*DIGITS, output=tmp_path, python=("-S",))
     assert (
         finished.returncode == 2
@@ -117,7 +119,9 @@ def gone(pids: list[int]) -> bool:
 
 
 def soon_gone(pids: list[int]) -> bool:
-    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python takes to end."""
+    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python
+    takes to end.
+    """
     until = time.monotonic() + 60
     while not gone(pids) and time.monotonic() < until:
         time.sleep(0.1)
@@ -125,7 +129,11 @@ def soon_gone(pids: list[int]) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs. One that has ended stays in /proc until somebody asks for its status, which init may be slow to do."""
+    """Whether a process runs.
+
+    One that has ended stays in /proc until somebody asks for its status, which init may be slow to
+    do.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,10 +1,13 @@
-"""Compiles the kernels that the tests on a GPU run, in the order in which they matter, until the time given is over.
+"""Compiles the kernels that the tests on a GPU run, in the order in which they matter, until the
+time given is over.
 
-    python tests/gpu/build_kernels.py --arch sm_90a --jobs 16 --seconds 420 --json runs/gpu/kernels.json
+    python tests/gpu/build_kernels.py --arch sm_90a --jobs 16 --seconds 420 --json
+    runs/gpu/kernels.json
 
-First what models and quantizers need and one kernel of each kind, as `qsync kernels build` compiles them; then, round after round, one
-more of each kind. What is done when the time is over stays in the cache, and is not compiled again when this is run anew; tests of the
-others are skipped, and the summary says how many. The status is 1 where a kernel failed to compile.
+First what models and quantizers need and one kernel of each kind, as `qsync kernels build` compiles
+them; then, round after round, one more of each kind. What is done when the time is over stays in
+the cache, and is not compiled again when this is run anew; tests of the others are skipped, and the
+summary says how many. The status is 1 where a kernel failed to compile.
 """
 
 from __future__ import annotations
@@ -121,7 +124,8 @@ def main() -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.json, json.dumps(found, indent=1) + "\n")
     print(
-        f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, {found['seconds']:.0f} s"
+        f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, "
+        f"{found['seconds']:.0f} s"
     )
     for name, error in found["failures"].items():
         print(f"{name}: {error}", file=sys.stderr)

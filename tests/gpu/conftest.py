@@ -1,6 +1,7 @@
 """Skips every test of this folder where there is no GPU that kernels can be had for, and says why.
 
-Invariant: a test here that runs, runs on the GPU. Collecting them needs none, so `make test` sees that they can be.
+Invariant: a test here that runs, runs on the GPU. Collecting them needs none, so `make test` sees
+    that they can be.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def _fresh() -> Iterator[None]:
     except RuntimeError as error:
         if "PYTEST_XDIST_WORKER" not in os.environ:
             raise
-        # Nothing runs on the GPU in this process any more. xdist names the test that ends it, and goes on in another process.
+        # Nothing runs on the GPU in this process any more. xdist names the test that ends it, and
+        # goes on in another process.
         print(f"the GPU is lost to this process: {error}", file=sys.stderr, flush=True)
         os._exit(1)

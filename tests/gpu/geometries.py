@@ -1,4 +1,6 @@
-"""Convolutions that a kernel is tried with: small and odd, with every kind of window that it serves."""
+"""Convolutions that a kernel is tried with: small and odd, with every kind of window that it
+serves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ MOST = 6
 
 
 def problems(config: KernelConfig) -> list[ConvProblem]:
-    """Returns problems that a kernel serves, the least first: less than a tile, then several with a rest each way.
+    """Returns problems that a kernel serves, the least first: less than a tile, then several with a
+    rest each way.
 
     Never none: a kernel that serves nothing here would go untested.
     """

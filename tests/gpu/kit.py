@@ -1,9 +1,12 @@
-"""What the tests on a GPU share: the GPU, compiled kernels, operands, and the two ways of asking whether a result is right.
+"""What the tests on a GPU share: the GPU, compiled kernels, operands, and the two ways of asking
+whether a result is right.
 
-Exact: operands are small whole numbers, so that sums are exact in any order, and what is left is the epilogue, which `cuda_emulation`
-computes to the last bit. Bounded: operands are random, and a result is as far from FP64's as its roundings allow.
+Exact: operands are small whole numbers, so that sums are exact in any order, and what is left is
+    the epilogue, which `cuda_emulation` computes to the last bit. Bounded: operands are random, and
+    a result is as far from FP64's as its roundings allow.
 
-Invariant: nothing here is bound to CUDA but `DEVICE`: the same functions check kernels that run on the CPU, which is how they are tested.
+Invariant: nothing here is bound to CUDA but `DEVICE`: the same functions check kernels that run on
+    the CPU, which is how they are tested.
 """
 
 from __future__ import annotations
@@ -32,10 +35,14 @@ from tests.support.cuda.on_cpu import cuda_emulation as emulation
 AVAILABLE = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0)
 COMPILES = os.environ.get("QSYNC_GPU_COMPILE", "1") != "0"
-"""Whether tests may compile what `build_kernels.py` has not: with 0 they are skipped, as minutes on a GPU are dear."""
+"""Whether tests may compile what `build_kernels.py` has not: with 0 they are skipped, as minutes on
+a GPU are dear.
+"""
 
 FP8_SUMS = 2.0**-8
-"""How far FP8 sums may be off, relative to the sum of magnitudes: tensor cores keep some 14 bits of them (DeepSeek-V3 report, 3.3.2)."""
+"""How far FP8 sums may be off, relative to the sum of magnitudes: tensor cores keep some 14 bits of
+them (DeepSeek-V3 report, 3.3.2).
+"""
 
 GAP = 16
 
@@ -49,13 +56,17 @@ def missing() -> str:
 
 
 def arch() -> Arch:
-    """Returns the architecture of this GPU; H100's where there is none, so that tests can be collected."""
+    """Returns the architecture of this GPU; H100's where there is none, so that tests can be
+    collected.
+    """
     found = known_of(DEVICE).arch if AVAILABLE else None
     return found or "sm_90a"
 
 
 def lacks(fmt: str) -> str:
-    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of ours multiplies it; "" where one does."""
+    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of
+    ours multiplies it; "" where one does.
+    """
     read = fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name
     since = CUDA_SINCE.get(read, (0, 0))
     here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
@@ -68,7 +79,8 @@ def lacks(fmt: str) -> str:
     if here >= since or read in multiplied:
         return ""
     return (
-        f"{fmt} has units from compute capability {since[0]}.{since[1]} on, this GPU is of {here[0]}.{here[1]}, and there is no kernel "
+        f"{fmt} has units from compute capability {since[0]}.{since[1]} on, this GPU is of "
+        f"{here[0]}.{here[1]}, and there is no kernel "
         "without them"
     )
 
@@ -79,7 +91,9 @@ def here(*formats: str) -> tuple[str, ...]:
 
 
 def each_of(*formats: str) -> list[Any]:
-    """Returns formats as parameters of a test, which is skipped, and says why, for those that this GPU has no unit for."""
+    """Returns formats as parameters of a test, which is skipped, and says why, for those that this
+    GPU has no unit for.
+    """
     return [
         pytest.param(fmt, marks=[pytest.mark.skip(reason=why)] if (why := lacks(fmt)) else [])
         for fmt in formats
@@ -87,7 +101,9 @@ def each_of(*formats: str) -> list[Any]:
 
 
 def configs(*operations: str) -> list[KernelConfig]:
-    """Returns every configuration of this GPU for these operations; without one, a single kernel for each format, to collect tests with."""
+    """Returns every configuration of this GPU for these operations; without one, a single kernel
+    for each format, to collect tests with.
+    """
     found = [config for config in candidates.all_configs(arch()) if config.operation in operations]
     if AVAILABLE or os.environ.get("QSYNC_GPU_COLLECT") == "all":
         return found
@@ -104,7 +120,9 @@ def compiled(unit: TranslationUnit) -> bool:
 
 
 def library(unit: TranslationUnit) -> Library:
-    """Returns a unit's library; skips the test where it would have to be compiled and must not be."""
+    """Returns a unit's library; skips the test where it would have to be compiled and must
+    not be.
+    """
     if not COMPILES and not compiled(unit):
         pytest.skip("its kernel was not compiled in the time given for that")
     found = kernel_registry.library(unit)
@@ -113,7 +131,9 @@ def library(unit: TranslationUnit) -> Library:
 
 
 def whole_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns numbers that every format has, whose sums of products are exact in the sums of tensor cores."""
+    """Returns numbers that every format has, whose sums of products are exact in the sums of tensor
+    cores.
+    """
     high = 128 if fmt == "int8" else 3 if fmt.startswith("fp8") else 5
     return torch.randint(-high, high, tuple(shape), device=device).float().to(FORMATS[fmt].dtype)
 
@@ -152,7 +172,10 @@ def gemm(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Runs one kernel, past everything that surrounds it, and returns `d` `[m, n]`. What lies around `d` must stay as it is."""
+    """Runs one kernel, past everything that surrounds it, and returns `d` `[m, n]`.
+
+    What lies around `d` must stay as it is.
+    """
     (m, k), n = a.shape, b.shape[1]
     a_memory = surrounded(a if config.a_major == "row" else a.t())
     b_memory = surrounded(b if config.b_major == "row" else b.t())
@@ -160,7 +183,8 @@ def gemm(
     vectors = [None if t is None else t.float().contiguous() for t in (a_scale, b_scale, bias)]
     pointers = [None if t is None else t.data_ptr() for t in vectors]
     arguments = GemmArguments(
-        a=a_memory.data_ptr(), b=b_memory.data_ptr(), d=d.data_ptr(), a_scale=pointers[0], b_scale=pointers[1], bias=pointers[2],
+        a=a_memory.data_ptr(), b=b_memory.data_ptr(), d=d.data_ptr(), a_scale=pointers[0],
+        b_scale=pointers[1], bias=pointers[2],
         lda=a_memory.shape[1], ldb=b_memory.shape[1], ldd=d.shape[1], m=m, n=n, k=k,
         a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
         b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
@@ -173,7 +197,9 @@ def gemm(
 
 
 def gemm_sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
-    """Returns sizes that a kernel serves: less than one tile, some tiles with a rest each way, and a long sum over few tiles."""
+    """Returns sizes that a kernel serves: less than one tile, some tiles with a rest each way, and
+    a long sum over few tiles.
+    """
     step = {"m": 1, "n": config.out_alignment, "k": 1}
     for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
         contiguous = "k" if major == inner else "m" if name == "a" else "n"
@@ -190,7 +216,9 @@ def _up(size: int, step: int) -> int:
 def scales(
     config: KernelConfig, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns scales for each row and column, where a kernel reads any; such that no sum of INT8 leaves FP16."""
+    """Returns scales for each row and column, where a kernel reads any; such that no sum of INT8
+    leaves FP16.
+    """
     if config.a_scale == "none":
         return None, None
     unit = 1 / 64 if config.out == "fp16" else 1.0
@@ -203,7 +231,8 @@ def scales(
 def assert_equal(
     found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None
 ) -> None:
-    """Asserts that a result is its exact sums (FP64, `[..., n]`) with scales and bias, to the last bit.
+    """Asserts that a result is its exact sums (FP64, `[..., n]`) with scales and bias, to the last
+    bit.
 
     Args:
         epilogue: a's scale, b's scale and the bias, as the kernel got them.
@@ -228,7 +257,8 @@ def assert_near(
     config: KernelConfig,
     *epilogue: Tensor | None,
 ) -> None:
-    """Asserts that a result is FP64's sums with scales and bias, up to the roundings that a kernel makes.
+    """Asserts that a result is FP64's sums with scales and bias, up to the roundings that a kernel
+    makes.
 
     Args:
         magnitudes: sums of the products' magnitudes.
@@ -258,7 +288,9 @@ def assert_near(
 
 
 def convolved(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
-    """Returns the sums of a convolution's product in FP64, its channels last, `[..., channels]`, on the operands' device."""
+    """Returns the sums of a convolution's product in FP64, its channels last, `[..., channels]`, on
+    the operands' device.
+    """
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     how = p.stride, p.padding, p.dilation
     return reference_result.convolve(wide(a), wide(b), size, how, p.operation).permute(0, 2, 3, 1)

@@ -1,6 +1,8 @@
-"""Small models of real architectures for the tests on a GPU, and what makes their layers run as kernels though they are small.
+"""Small models of real architectures for the tests on a GPU, and what makes their layers run as
+kernels though they are small.
 
-Invariant: built from a seed alone, without dropout, so two calls give two equal models; only rounding is random.
+Invariant: built from a seed alone, without dropout, so two calls give two equal models; only
+    rounding is random.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def _bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        vocab_size=500, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=1024,
+        vocab_size=500, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=1024,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertModel(config, add_pooling_layer=False)
@@ -61,7 +64,8 @@ def _tokens() -> Tensor:
 
 def _bert_loss(output: Any) -> Tensor:
     states = output.last_hidden_state.float()
-    # One that depends on the token: with the same for all, the last norm's bias would be all there is to learn.
+    # One that depends on the token: with the same for all, the last norm's bias would be all there
+    # is to learn.
     return F.mse_loss(states, _target(tuple(states.shape), states.device))
 
 
@@ -111,7 +115,9 @@ def step(name: str, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
 
 
 def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the gradients of what layers multiply by: those of norms and biases are sums, which no format changes much."""
+    """Returns the gradients of what layers multiply by: those of norms and biases are sums, which
+    no format changes much.
+    """
     layers = {
         name: part.weight
         for name, part in model.named_modules()
@@ -145,7 +151,9 @@ def units(arch: Arch) -> list[TranslationUnit]:
 
 
 def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
-    """Returns the kernels that compute problems, under `kernels_win` and without, and the quantizers of their formats."""
+    """Returns the kernels that compute problems, under `kernels_win` and without, and the
+    quantizers of their formats.
+    """
     own = [kernel_registry.unit_of(config) for problem in asked for config in _first(problem, arch)]
     return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
 
@@ -182,7 +190,8 @@ def winning(
 
 @contextlib.contextmanager
 def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[None]:
-    """Has kernels compute what they can, by a tuning table as `qsync tune` writes it, in place of the user's own.
+    """Has kernels compute what they can, by a tuning table as `qsync tune` writes it, in place of
+    the user's own.
 
     A real table, since the backward pass runs in a thread that no assumption of this one reaches.
     """

@@ -1,9 +1,11 @@
-"""Runs the tests on a GPU in parts, each within its time, and keeps what each has found: `make test-gpu`.
+"""Runs the tests on a GPU in parts, each within its time, and keeps what each has found: `make
+test-gpu`.
 
     python tests/gpu/run.py --parts kernels numerics --out runs/gpu
 
-`tests.json` in the folder is written anew after each part: its status, seconds, and how many tests passed, failed and were skipped; beside
-it lie pytest's own reports. The status is 1 where a part failed, ran out of time or tested nothing.
+`tests.json` in the folder is written anew after each part: its status, seconds, and how many tests
+passed, failed and were skipped; beside it lie pytest's own reports. The status is 1 where a part
+failed, ran out of time or tested nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
     )
     beside = [] if part == "models" else ["test_wrapper.py"]
     paths = [str(HERE / name) for name in (*files, *beside)]
-    # Processes of their own, also since a kernel that fails takes its process's GPU with it: the others' tests go on.
+    # Processes of their own, also since a kernel that fails takes its process's GPU with it: the
+    # others' tests go on.
     workers = ["-n", "3" if part == "models" else "4", "--max-worker-restart", "50"]
     report = ["--junitxml", str(out / f"{part}.xml")]
     return [sys.executable, "-m", "pytest", "-q", *workers, "--timeout", "240", *report, *paths]
@@ -94,7 +97,9 @@ def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Interrupts a part, with all that it has started, so that it writes its report; kills it if that takes too long."""
+    """Interrupts a part, with all that it has started, so that it writes its report; kills it if
+    that takes too long.
+    """
     for number, patience in ((signal.SIGINT, MERCY), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -104,7 +109,9 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def counted(report: Path) -> dict[str, int] | None:
-    """Returns how many tests passed, failed and were skipped by pytest's report; None without one."""
+    """Returns how many tests passed, failed and were skipped by pytest's report; None
+    without one.
+    """
     try:
         suites = ElementTree.parse(report).getroot().iter("testsuite")
     except (OSError, ElementTree.ParseError):

@@ -1,7 +1,9 @@
-"""Runs a sample of the kernels once, small, for NVIDIA's compute-sanitizer to look at: memory that is not theirs, races.
+"""Runs a sample of the kernels once, small, for NVIDIA's compute-sanitizer to look at: memory that
+is not theirs, races.
 
-    python tests/gpu/sanitize.py --sample 24 --json runs/gpu/sanitize.json    runs itself under memcheck and racecheck
-    python tests/gpu/sanitize.py --run --sample 24                            runs the kernels alone
+    python tests/gpu/sanitize.py --sample 24 --json runs/gpu/sanitize.json    runs itself under
+    memcheck and racecheck python tests/gpu/sanitize.py --run --sample 24
+    runs the kernels alone
 
 The status is 1 where a tool found something, 2 where there is no tool or no GPU to run them with.
 """
@@ -79,7 +81,9 @@ def run(count: int) -> int:
 
 
 def command(tool: str, sanitizer: str, count: int) -> list[str]:
-    """Returns the command that runs this file under a tool; options that this version of it does not know are left out."""
+    """Returns the command that runs this file under a tool; options that this version of it does
+    not know are left out.
+    """
     text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False).stdout
     options = ["--tool", tool, "--error-exitcode", str(FOUND)]
     if "--kernel-name" in text:

@@ -1,13 +1,15 @@
-"""First contact with a GPU, in ten minutes: does what we have compile, compute and train there, and how fast?
+"""First contact with a GPU, in ten minutes: does what we have compile, compute and train there, and
+how fast?
 
     make smoke-gpu                       or, in one cell of a notebook:
     python3 tests/gpu/smoke.py --install --out runs/smoke
 
-No virtual environment, pytest or transformers is needed: a stock machine with a driver, torch, g++ and nvcc will do, and without nvcc it
-says what is had without. Each stage is a function below, runs by itself, and goes into one JSON; the text at the end is what to paste into
-a report.
+No virtual environment, pytest or transformers is needed: a stock machine with a driver, torch, g++
+and nvcc will do, and without nvcc it says what is had without. Each stage is a function below,
+runs by itself, and goes into one JSON; the text at the end is what to paste into a report.
 
-Invariant: a stage that does not run is named with the reason, and the status is 1 where one has failed.
+Invariant: a stage that does not run is named with the reason, and the status is 1 where one has
+    failed.
 """
 
 from __future__ import annotations
@@ -44,9 +46,15 @@ class SkippedError(Exception):
 
 
 def lacking(device: str) -> str:
-    """Says what is not there that every stage needs; "" where nothing is. Asked before anything is installed, which takes minutes."""
+    """Says what is not there that every stage needs; "" where nothing is.
+
+    Asked before anything is installed, which takes minutes.
+    """
     if importlib.util.find_spec("torch") is None:
-        return f"no torch for {sys.executable}: name a Python that has it, as in make smoke-gpu GPU_PYTHON=/usr/bin/python3"
+        return (
+            f"no torch for {sys.executable}: name a Python that has it, as in make smoke-gpu "
+            "GPU_PYTHON=/usr/bin/python3"
+        )
     import torch
 
     if device != "cuda" or torch.cuda.is_available():
@@ -63,11 +71,16 @@ def lacking(device: str) -> str:
         if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None
         else ""
     )
-    return f"no GPU: torch {torch.__version__} for CUDA {torch.version.cuda} finds none; {driver}{hidden}"
+    return (
+        f"no GPU: torch {torch.__version__} for CUDA {torch.version.cuda} finds none; "
+        f"{driver}{hidden}"
+    )
 
 
 def install(site: Path) -> None:
-    """Puts qsync_fx, and what of it is missing beside this torch, into a folder of its own; nothing else on the machine changes."""
+    """Puts qsync_fx, and what of it is missing beside this torch, into a folder of its own; nothing
+    else on the machine changes.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [name for name in project["dependencies"] if not name.startswith("torch")]
     modules = {name: name.split(">")[0].split("[")[0].replace("-", "_") for name in needed}
@@ -109,8 +122,8 @@ def install(site: Path) -> None:
 def unmet(site: Path) -> list[str]:
     """Returns what packages in a folder require that is neither there nor on this machine.
 
-    Pip itself would put what is here in the folder again, numpy in front of the one that torch is used with. Of CUTLASS nothing but headers
-    is read.
+    Pip itself would put what is here in the folder again, numpy in front of the one that torch is
+    used with. Of CUTLASS nothing but headers is read.
     """
     from pip._vendor.packaging.requirements import Requirement
 
@@ -144,22 +157,27 @@ def versions(device: Any) -> dict[str, Any]:
             return f"missing: {error.what}"
 
     found: dict[str, Any] = {
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "cores": os.cpu_count(),
-        "nvcc": told(toolchain.nvcc), "host": told(lambda: toolchain.host_compiler(toolchain.nvcc())),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "cores": os.cpu_count(),
+        "nvcc": told(toolchain.nvcc),
+        "host": told(lambda: toolchain.host_compiler(toolchain.nvcc())),
         "cutlass": told(lambda: toolchain.dotted(toolchain.cutlass().version)),
     }  # fmt: skip
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         known = known_of(device)
         found |= {
-            "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "memory": properties.total_memory,
+            "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
+            "memory": properties.total_memory,
             "kernels": known.arch or f"none: {known.reason}", "lacks": quantize_launch.told(device),
         }  # fmt: skip
     return found
 
 
 def kernels(device: Any) -> dict[str, Any]:
-    """Eight units for this device, one of each kind: compiled, and to the last bit what torch computes."""
+    """Eight units for this device, one of each kind: compiled, and to the last bit what torch
+    computes.
+    """
     import smoke_kernels
 
     from qsync_fx.backend.cuda.runtime.device_state import known_of
@@ -180,7 +198,9 @@ def launches(device: Any) -> dict[str, Any]:
 
 
 def training(device: Any) -> dict[str, Any]:
-    """Three steps of a small BERT and a small ResNet, by "aot_eager" and by Inductor: loss near FP32's, and our operators ran."""
+    """Three steps of a small BERT and a small ResNet, by "aot_eager" and by Inductor: loss near
+    FP32's, and our operators ran.
+    """
     import smoke_models
 
     return smoke_models.trained(device)
@@ -239,7 +259,8 @@ def text(report: dict[str, Any]) -> str:
     lines = [f"qsync_fx smoke test, {report['date']}, {report['device']}"]
     for name, stage in report["stages"].items():
         lines.append(
-            f"{stage['status']:>8}  {name} ({stage['seconds']} s){': ' + stage['why'] if 'why' in stage else ''}"
+            f"{stage['status']:>8}  {name} ({stage['seconds']} "
+            f"s){': ' + stage['why'] if 'why' in stage else ''}"
         )
         for key, value in stage.get("found", {}).items():
             lines.append(f"{'':>10}{key}: {value if isinstance(value, str) else json.dumps(value)}")

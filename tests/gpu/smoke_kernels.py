@@ -1,4 +1,6 @@
-"""What `smoke.py` does with kernels: one of each kind against torch, to the last bit, on a stream of its own and in a CUDA graph."""
+"""What `smoke.py` does with kernels: one of each kind against torch, to the last bit, on a stream
+of its own and in a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -154,9 +156,11 @@ def _copy(device: torch.device) -> str:
 
 
 def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a kernel's product of INT8, by rows and by columns; the operator's where there are no kernels.
+    """Returns a kernel's product of INT8, by rows and by columns; the operator's where there are no
+    kernels.
 
-    The operator itself would leave a product as small as the one below to torch, but on GPUs before Ampere.
+    The operator itself would leave a product as small as the one below to torch, but on GPUs before
+    Ampere.
     """
     from qsync_fx.backend.cuda.runtime.device_state import known_of
     from qsync_fx.backend.operators.gemm.gemm import gemm
@@ -176,7 +180,9 @@ def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def streams_and_graphs(device: torch.device) -> dict[str, Any]:
-    """A product of INT8 waits for what is before it on its stream, and computes anew when it is replayed."""
+    """A product of INT8 waits for what is before it on its stream, and computes anew when it is
+    replayed.
+    """
     multiply = _multiplier(device)
     a, b = _whole((256, 512), "int8", device), _whole((384, 512), "int8", device).t()
     bt = b.cpu()

@@ -1,4 +1,5 @@
-"""What `smoke.py` trains: a small BERT and a small ResNet in plain torch, so that no package is needed.
+"""What `smoke.py` trains: a small BERT and a small ResNet in plain torch, so that no package is
+needed.
 
 Invariant: steps of all variants begin from the same weights and see the same data.
 """
@@ -104,7 +105,9 @@ def steps(
 
 
 def trained(device: torch.device) -> dict[str, Any]:
-    """Trains both models in INT8; raises where losses leave FP32's or a layer of a large product was not ours."""
+    """Trains both models in INT8; raises where losses leave FP32's or a layer of a large product
+    was not ours.
+    """
     found: dict[str, Any] = {}
     for name in ("bert", "resnet"):
         model, x, y = case(name, device)
@@ -143,7 +146,8 @@ def _check_ours(device: torch.device, name: str, ran: set[str]) -> None:
     from qsync_fx.backend.cuda.runtime.device_state import known_of
 
     known = known_of(device)
-    # Before Ampere nothing is faster than INT8, whatever the size, so its products are kernels without tuning.
+    # Before Ampere nothing is faster than INT8, whatever the size, so its products are kernels
+    # without tuning.
     if device.type == "cuda" and known.arch == "sm_75" and known.lacks is None:
         assert "qsync::gemm" in ran, f"{name}: no product was a kernel of ours, of {sorted(ran)}"
 
@@ -158,7 +162,9 @@ def _warned() -> Any:
 
 
 def timed(device: torch.device) -> dict[str, Any]:
-    """Returns the median seconds of a step by wall-clock, variants taking turns, and of its kernels on the device."""
+    """Returns the median seconds of a step by wall-clock, variants taking turns, and of its kernels
+    on the device.
+    """
     found: dict[str, Any] = {}
     inner = "aot_eager" if device.type == "cpu" else "inductor"
     for name in ("bert",) if device.type == "cpu" else ("bert", "resnet"):

@@ -1,4 +1,6 @@
-"""Every convolution kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64 on random data."""
+"""Every convolution kernel of this GPU: to the last bit where sums are exact, within its roundings
+of FP64 on random data.
+"""
 
 from __future__ import annotations
 
@@ -90,10 +92,12 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 @pytest.mark.parametrize("fmt", kit.each_of("int8", "bf16", "fp16", "tf32"))
 @pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("channels", [(64, 128), (3, 20)])
-def test_the_operator_takes_any_channels_and_layout(
+def test_operator_supports_any_channels_and_layout(
     fmt: str, operation: str, channels: tuple[int, int]
 ) -> None:
-    """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting between two multiples of 16 bytes."""
+    """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting
+    between two multiples of 16 bytes.
+    """
     (c, k), (h, w) = channels, (13, 10)
     x, weight, y = (5, c, h, w), (k, c, 3, 3), (5, k, 7, 5)
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[operation]

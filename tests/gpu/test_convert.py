@@ -1,4 +1,6 @@
-"""Copies and conversions on a GPU: torch's bits, whatever the matrix; streams, CUDA graphs, more than 2^31 elements."""
+"""Copies and conversions on a GPU: torch's bits, whatever the matrix; streams, CUDA graphs, more
+than 2^31 elements.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,7 @@ def test_more_than_two_to_the_31() -> None:
     assert not launch_utils.reasons()
 
 
-def test_a_stream_of_one_s_own_and_a_graph() -> None:
+def test_custom_stream_and_cuda_graph() -> None:
     x = drawn(torch.int8, (513, 2050))
     want = wanted(x, torch.int8, None, True, (2050, 528))
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

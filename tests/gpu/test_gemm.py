@@ -1,4 +1,6 @@
-"""Every GEMM kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64 on random data, whatever the size."""
+"""Every GEMM kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64
+on random data, whatever the size.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 
 
 @each
-def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
+def test_nonfinite_values_stay_in_their_rows(config: KernelConfig) -> None:
     library = kit.library(kernel_registry.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[1]
     a, b = operands(config, m, n, k, draw=kit.whole_numbers)
@@ -84,7 +86,9 @@ def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
 
 @each
 def test_the_largest_values(config: KernelConfig) -> None:
-    """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that overflow the output."""
+    """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that
+    overflow the output.
+    """
     library = kit.library(kernel_registry.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[0]
     if config.a == "int8":
@@ -105,8 +109,10 @@ def test_the_largest_values(config: KernelConfig) -> None:
     assert (near | (found.isinf() & (want > 0.99 * limit))).all()
 
 
-def test_the_tuner_s_own_check_of_results_agrees() -> None:
-    """What keeps a wrong kernel from winning (`peers.differs`) says of a right one that it is, and of another that it is not."""
+def test_tuner_check_accepts_the_results() -> None:
+    """What keeps a wrong kernel from winning (`peers.differs`) says of a right one that it is, and
+    of another that it is not.
+    """
     fmt = "fp16" if kit.lacks("bf16") else "bf16"
     config = next(config for config in CONFIGS if config.a == fmt)
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
@@ -123,7 +129,9 @@ FORMATS = kit.here("int8", "fp8", "fp16", "bf16", "tf32", "fp32")
 
 
 def asked() -> list[GemmProblem]:
-    """Returns the problems that the operator is tried with, for their kernels to be compiled before."""
+    """Returns the problems that the operator is tried with, for their kernels to be compiled
+    before.
+    """
     many = ((m, n, k, fmt) for m, n, k in SIZES for fmt in FORMATS if m * n * k)
     return [
         GemmProblem(m, n, k, fmt, fmt, "fp32", "row", "row", "channel", "none", True)
@@ -133,8 +141,10 @@ def asked() -> list[GemmProblem]:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_operator_takes_any_size(fmt: str, size: tuple[int, int, int]) -> None:
-    """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it says what is right."""
+def test_operator_supports_any_size(fmt: str, size: tuple[int, int, int]) -> None:
+    """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it
+    says what is right.
+    """
     from qsync_fx.backend.operators.gemm.gemm import gemm
 
     m, n, k = size

@@ -1,4 +1,6 @@
-"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and trainings of two ranks that share the GPU."""
+"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and
+trainings of two ranks that share the GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from tests.gpu import kit
 from tests.support.processes import ranks
 
 CODECS = (
-    *(Qsgd(bits, size, norm, layout) for bits, size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
+    *(Qsgd(bits, size, norm, layout) for bits,
+    size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
       (("max", "sign"), ("two", "endpoints"))),
-    Reshaped(64), Truncated(12), Truncated(28), codec_named("fp16"), codec_named("bf16"), codec_named("fp32"),
+    Reshaped(64), Truncated(12), Truncated(28), codec_named("fp16"), codec_named("bf16"),
+    codec_named("fp32"),
 )  # fmt: skip
 SIZES = (1, 511, 512, 40_000, 1_000_003)
 
@@ -51,7 +55,7 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}"
 )
-def test_bytes_and_values_are_those_of_the_cpu(
+def test_bytes_and_values_equal_the_cpu(
     codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_kernels, "_failed", [] if how == "fused" else ["told so by a test"])
@@ -69,9 +73,7 @@ def test_bytes_and_values_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)
-def test_gradients_come_to_what_they_do_on_the_cpu(
-    devices: tuple[str, str], tmp_path: Path
-) -> None:
+def test_gradients_equal_the_cpu(devices: tuple[str, str], tmp_path: Path) -> None:
     job: dict[str, Any] = {"script": "compressed_rank.py", "seconds": 120, "forked": False}
     names = ["qsgd8", "qsgd2", "1bit*", "1bit", "bf16", "aqgb16"]
     expected = ranks.results(

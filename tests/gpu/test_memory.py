@@ -1,4 +1,6 @@
-"""What is kept for the backward pass is what was quantized: one byte a value in INT8, two in BF16."""
+"""What is kept for the backward pass is what was quantized: one byte a value in INT8, two
+in BF16.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WIDTH, BATCH, LAYERS = 1024, 8192, 6
 
 
 def stack() -> nn.Module:
-    """Linear layers with nothing between them: an activation would be kept besides, or computed again from what is kept."""
+    """Linear layers with nothing between them: an activation would be kept besides, or computed
+    again from what is kept.
+    """
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
@@ -35,7 +39,9 @@ def asked(precision: str = "int8") -> list[Problem]:
 
 
 def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int]:
-    """Returns the bytes held between forward and backward pass, and the most that are held in a step; parameters left out."""
+    """Returns the bytes held between forward and backward pass, and the most that are held in a
+    step; parameters left out.
+    """
     torch.compiler.reset()
     fast = torch.compile(model, backend="qsync", options={"precision": precision})
 
@@ -57,7 +63,7 @@ def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int
 
 
 @pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
-def test_a_quantized_activation_is_kept_at_one_byte_a_value(tmp_path: Path) -> None:
+def test_quantized_activation_is_saved_in_one_byte_per_value(tmp_path: Path) -> None:
     x = torch.randn(BATCH, WIDTH, device=kit.DEVICE)
     with models.kernels_win(asked(), kit.arch(), tmp_path):
         (int8, int8_peak), (bf16, bf16_peak) = (
@@ -79,7 +85,7 @@ def test_bert_trains_in_less_memory_than_in_bf16() -> None:
     assert peaks["int8"] < peaks["bf16"], peaks
 
 
-def test_workspace_and_operands_are_given_back() -> None:
+def test_workspace_and_operands_are_released() -> None:
     """A thousand calls take no more memory than ten."""
     from qsync_fx.backend.operators.gemm.gemm import gemm
     from qsync_fx.backend.operators.quantize import quantize

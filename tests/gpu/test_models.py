@@ -1,4 +1,6 @@
-"""Whole models on a GPU: they train as FP32 does, agree with the CPU, and run under the compilers and tools that people train with."""
+"""Whole models on a GPU: they train as FP32 does, agree with the CPU, and run under the compilers
+and tools that people train with.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ GRADIENTS = {
     # Batch norms over few pixels divide by what is small, so this one shows roundings tenfold.
     "resnet": {"bf16": 0.35, "fp16": 0.2, "int8": 0.75, "int8_grad": 0.75, "fp8": 1.1},
 }
-"""How far gradients of weights may be from FP32's, relative to these: half as much again as measured with the same models on a CPU."""
+"""How far gradients of weights may be from FP32's, relative to these: half as much again as
+measured with the same models on a CPU.
+"""
 
 PROGRESS = 0.02
-"""How far the loss after the last step may be from FP32's, relative to FP32's progress; on a CPU 0.003 at the most."""
+"""How far the loss after the last step may be from FP32's, relative to FP32's progress; on a CPU
+0.003 at the most.
+"""
 
 STEPS = 25
 
@@ -113,7 +119,8 @@ def test_a_model_trains_by_kernels_as_fp32_does(
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize("precision", kit.each_of("bf16", "int8", "int8_grad", "fp8"))
 def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
-    """With nothing random, both compute the same model in the same formats: what differs is the order of FP32 sums.
+    """With nothing random, both compute the same model in the same formats: what differs is the
+    order of FP32 sums.
 
     A sum that falls just beside the border between two levels goes to the other one; few do.
     """
@@ -139,7 +146,9 @@ def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
 
 
 def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
-    """Stochastic rounding draws from torch's generator: the same seed gives the same bits, another seed others."""
+    """Stochastic rounding draws from torch's generator: the same seed gives the same bits, another
+    seed others.
+    """
     with models.kernels_win(models.problems("resnet", "int8", kit.arch()), kit.arch(), tmp_path):
         model = models.build("resnet", kit.DEVICE)
         fast, x = compiled(model, "int8"), models.CASES["resnet"].inputs().to(kit.DEVICE)
@@ -153,7 +162,9 @@ def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**120])
 def test_grad_scaler_in_fp16(scale: float) -> None:
-    """With a scale that fits, a scaled step is the unscaled one; with one that overflows it is left out, and the scale falls."""
+    """With a scale that fits, a scaled step is the unscaled one; with one that overflows it is left
+    out, and the scale falls.
+    """
     model = Perceptron().to(kit.DEVICE)
     plain = copy.deepcopy(model)
     fast = compiled(model, "fp16")

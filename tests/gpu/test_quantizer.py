@@ -1,4 +1,6 @@
-"""The quantizer on a GPU: the reference's bits, whatever the tensor; unbiased; the transpose is the transpose."""
+"""The quantizer on a GPU: the reference's bits, whatever the tensor; unbiased; the transpose is the
+transpose.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def bits(t: Tensor) -> Tensor:
 
 
 def assert_reference(x: Tensor, fmt: str, rounding: str, keep: tuple[int, ...]) -> None:
-    """Asserts that the kernel ran and gave the bits of the reference, on this device and, Philox mirrored, on the CPU."""
+    """Asserts that the kernel ran and gave the bits of the reference, on this device and, Philox
+    mirrored, on the CPU.
+    """
     launch_utils.forget()
     row = precision(fmt)
     q, scale = quantize(x, seed(), 5, fmt, rounding, keep)
@@ -99,7 +103,9 @@ def test_layouts(fmt: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("keep", [(), (0,), (1,)])
 def test_odd_values(fmt: str, dtype: torch.dtype, keep: tuple[int, ...]) -> None:
-    """Zeros, the smallest and largest numbers, NaN and infinities, each alone in its row and all at once."""
+    """Zeros, the smallest and largest numbers, NaN and infinities, each alone in its row and all at
+    once.
+    """
     info = torch.finfo(dtype)
     values = [
         0.0,
@@ -145,12 +151,16 @@ def test_the_transpose_in_the_same_pass(fmt: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_unbiased(fmt: str) -> None:
-    """The mean over many roundings is the value (QSync, section IV-A), in units of what a mean of so many may be off; "floor" is not."""
+    """The mean over many roundings is the value (QSync, section IV-A), in units of what a mean of
+    so many may be off; "floor" is not.
+    """
     repeats = 400
     x = torch.randn(512, 256, device=kit.DEVICE)
 
     def errors(rounding: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the mean error, and the least and largest one: the distances of the two levels, where both have come up."""
+        """Returns the mean error, and the least and largest one: the distances of the two levels,
+        where both have come up.
+        """
         total = torch.zeros_like(x, dtype=torch.float64)
         least, most = torch.full_like(total, torch.inf), torch.full_like(total, -torch.inf)
         for value in range(repeats):
@@ -173,7 +183,7 @@ def test_unbiased(fmt: str) -> None:
     assert float(below.mean()) < -10 * abs(float(mean.mean()))
 
 
-def test_streams_and_seeds_are_told_apart() -> None:
+def test_streams_and_seeds_are_distinct() -> None:
     x = torch.rand(256, 256, device=kit.DEVICE)
     found = [
         quantize(x, seed(s), stream, "int8", "stochastic", ())[0]

@@ -1,4 +1,6 @@
-"""What stands around kernels, on a GPU: any operand, any stream, any device, CUDA graphs, and no kernel that waits or compiles there."""
+"""What stands around kernels, on a GPU: any operand, any stream, any device, CUDA graphs, and no
+kernel that waits or compiles there.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def assert_right(
 
 
 def layouts(t: Tensor) -> list[Tensor]:
-    """The same matrix in memory that kernels do not take as it is: off by one element, in wider rows, turned, with gaps."""
+    """The same matrix in memory that kernels do not take as it is: off by one element, in wider
+    rows, turned, with gaps.
+    """
     rows, columns = t.shape
     shifted = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(rows, columns)
     wider = torch.empty(rows, columns + 3, dtype=t.dtype, device=t.device)[:, 3:]
@@ -100,8 +104,10 @@ def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
-    """Kernels wait for what is before them on the current stream: here something slow that makes their operands."""
+def test_custom_stream(fmt: str, tmp_path: Path) -> None:
+    """Kernels wait for what is before them on the current stream: here something slow that makes
+    their operands.
+    """
     a, b, scale, bias = operands(fmt, SIZES[0])
     with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
         call(fmt, a, b, scale, bias)
@@ -117,7 +123,7 @@ def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
         assert_right(found, fmt, a, b, scale, bias)
 
 
-def test_the_quantizer_on_a_stream_of_one_s_own() -> None:
+def test_quantizer_on_a_custom_stream() -> None:
     x, seed = (
         torch.randn(512, 512, device=kit.DEVICE),
         torch.zeros(1, dtype=torch.int64, device=kit.DEVICE),
@@ -135,7 +141,9 @@ def test_the_quantizer_on_a_stream_of_one_s_own() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_captured_in_a_cuda_graph(fmt: str, tmp_path: Path) -> None:
-    """A graph is captured, without a kernel being compiled or a device waited for, and computes anew what its operands now hold."""
+    """A graph is captured, without a kernel being compiled or a device waited for, and computes
+    anew what its operands now hold.
+    """
     a, b, scale, bias = operands(fmt, SIZES[1])
     with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
         call(fmt, a, b, scale, bias)
@@ -175,7 +183,7 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here: this needs two")
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
+def test_tensors_on_a_device_other_than_the_current_one(fmt: str) -> None:
     a, b, scale, bias = (t.to("cuda:1") for t in operands(fmt, SIZES[0]))
     with torch.cuda.device(0):
         found = call(fmt, a, b, scale, bias)
@@ -186,7 +194,7 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
     assert_right(found, fmt, a, b, scale, bias)
 
 
-def test_explain_says_what_runs(tmp_path: Path) -> None:
+def test_explain_names_the_kernels(tmp_path: Path) -> None:
     from qsync_fx.diagnostics import explain
 
     model = torch.nn.Sequential(
@@ -201,7 +209,8 @@ def test_explain_says_what_runs(tmp_path: Path) -> None:
             for precision in ("int8", "int8_grad")
         }
     assert any(f"CUTLASS {kit.arch()} kernels for output" in reason for reason in given["int8"])
-    # With gradients in INT8 too, both products of the first layer, whose input needs no gradient, are INT8's.
+    # With gradients in INT8 too, both products of the first layer, whose input needs no gradient,
+    # are INT8's.
     assert any(
         f"CUTLASS {kit.arch()} kernels for output, weight gradient" in reason
         for reason in given["int8_grad"]

@@ -1,4 +1,6 @@
-"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes insert."""
+"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes
+insert.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def costs(draw: st.DrawFn) -> Cost:
 
 
 @given(st.lists(costs(), max_size=4))
-def test_costs_add_up_in_any_order_and_what_is_kept_counts_once(parts: list[Cost]) -> None:
+def test_costs_add_up_in_any_order_and_saved_tensors_count_once(parts: list[Cost]) -> None:
     total = sum(parts, start=Cost())
     assert total == sum(reversed(parts), start=Cost())
     assert total.flops == sum((part.flops for part in parts), start=0)
@@ -102,8 +104,10 @@ def total(explanation: Explanation) -> Cost:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_casts_are_foreseen(name: str, precision: str) -> None:
-    """The casts that costs are charged for are those that the passes insert: as many, between the same formats."""
+def test_casts_are_predicted(name: str, precision: str) -> None:
+    """The casts that costs are charged for are those that the passes insert: as many, between the
+    same formats.
+    """
     *_, explanation = explained(name, precision)
     for part in explanation.graphs:
         assert foreseen(part.graph) == inserted(part.graph)
@@ -126,7 +130,7 @@ class ReadsOtherwise(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16", "int8", "fp8"])
-def test_casts_are_foreseen_where_operands_differ(precision: str) -> None:
+def test_casts_of_different_operands_are_predicted(precision: str) -> None:
     explanation = qsync_fx.explain(
         ReadsOtherwise(), torch.randn(4, 8), options={"precision": precision}
     )
@@ -161,8 +165,10 @@ def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit"])
-def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> None:
-    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode, and narrow where they are compiled."""
+def test_saved_bytes_equal_autograd(name: str, precision: str) -> None:
+    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode,
+    and narrow where they are compiled.
+    """
     model, _, explanation = explained(name, precision, wanted=True)
     (part,) = explanation.graphs
     lowered = part.snapshots.graphs["lower"]
@@ -209,7 +215,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: bool) -> None:
+def test_attention_dropout_saves_weights_without_a_fused_kernel(named: bool) -> None:
     """A GPU's fused kernel keeps its result and a number a row, and draws again what it dropped."""
     shape, mask = (2, 3, 16, 8), torch.ones(2, 1, 1, 16, dtype=torch.bool)
     given = [torch.randn(shape, requires_grad=True) for _ in range(3)]
@@ -227,7 +233,9 @@ def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: 
 
 
 def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
-    """Returns values for an input of a graph: parameters and buffers by their name, else numbers that are valid for both uses."""
+    """Returns values for an input of a graph: parameters and buffers by their name, else numbers
+    that are valid for both uses.
+    """
     named = {
         name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())
     }
@@ -246,7 +254,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["bert", "resnet", "vit", "gpt2"])
-def test_operations_are_those_that_torch_counts(name: str) -> None:
+def test_operations_equal_the_flop_counter(name: str) -> None:
     model, inputs, explanation = explained(name, "fp32")
     cost = total(explanation)
     attention = [
@@ -254,7 +262,8 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
         for op in explanation.operators
         if op.id.operator == "scaled_dot_product_attention"
     ]
-    # torch's counter does not know the fused kernel of the CPU, which computes the scores once more.
+    # torch's counter does not know the fused kernel of the CPU, which computes the scores once
+    # more.
     again = sum(part.forward.flops for part in attention if part) // 2
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
@@ -307,8 +316,10 @@ def test_another_batch_needs_no_new_trace() -> None:
             ), op.id
 
 
-def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
-    """A region of inference mode costs the same as one of no_grad, and recording resumes after it."""
+def test_inference_mode_saves_no_tensors() -> None:
+    """A region of inference mode costs the same as one of no_grad, and recording resumes
+    after it.
+    """
 
     class Model(nn.Module):
         def __init__(self, region: Callable[[], AbstractContextManager[None]]) -> None:

@@ -1,4 +1,6 @@
-"""Products of groups of rows with a parameter each, as models of experts compute them: formats, gradients, and where there are none."""
+"""Products of groups of rows with a parameter each, as models of experts compute them: formats,
+gradients, and where there are none.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ def test_experts_of_a_model_train_in_int8(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str) -> None:
+def test_grouped_products_use_scaled_formats(device: str) -> None:
     operator = torch.ops.aten._grouped_mm.default
     row = row_for(operator)
     assert row is not None

@@ -1,4 +1,6 @@
-"""What is known of a node has one file that names it, and every kernel's time can be charged to an operator of the model."""
+"""What is known of a node has one file that names it, and every kernel's time can be charged to an
+operator of the model.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,9 @@ def attention() -> tuple[nn.Module, dict[str, Any]]:
 def trained(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
 ) -> tuple[tuple[fx.Graph, ...], Any]:
-    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of the model."""
+    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of
+    the model.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, given = make()
@@ -245,7 +249,7 @@ def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> 
         assert {charge.part for charge in found} == {Part.CONVERT}
 
 
-def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> None:
+def test_fused_pattern_belongs_to_its_last_product() -> None:
     (forward, backward), _ = trained(attention, "int8")
     (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
     (gradient,) = [n for n in backward.nodes if computes(n) and "scaled_dot_product" in n.name]
@@ -256,7 +260,7 @@ def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> 
     assert charges(backward)[gradient].owner.startswith("/")
 
 
-def test_a_constant_is_charged_where_its_only_reader_is_charged_to_what_it_reads() -> None:
+def test_constant_is_attributed_to_its_single_reader() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     product = graph.call_function(aten.mm.default, (x, x))
@@ -275,7 +279,7 @@ def test_a_constant_is_charged_where_its_only_reader_is_charged_to_what_it_reads
 
 
 @tiers.ALL
-def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
+def test_batch_norm_statistics_are_attributed_to_it() -> None:
     (forward, _), _ = trained(residual, "bf16")
     found = charges(forward)
     written = [node for node in forward.nodes if node.target is aten.copy_.default]

@@ -42,7 +42,9 @@ class Shapes(nn.Module):
 
 
 class Moves(fx.Interpreter):
-    """Runs a graph on real tensors and notes, by operator, whether it gives back memory of its operands as it is."""
+    """Runs a graph on real tensors and notes, by operator, whether it gives back memory of its
+    operands as it is.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)

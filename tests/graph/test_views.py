@@ -1,7 +1,9 @@
-"""Outputs that share memory share it in every format: what a user writes to one shows in the others, and in their gradients.
+"""Outputs that share memory share it in every format: what a user writes to one shows in the
+others, and in their gradients.
 
-Invariant: values are small whole numbers, exact in BF16 as in FP32, so that all is equal to what torch.compile itself does ("aot_eager"),
-to the last bit, and where that raises the backend raises too.
+Invariant: values are small whole numbers, exact in BF16 as in FP32, so that all is equal to what
+    torch.compile itself does ("aot_eager"), to the last bit, and where that raises the backend
+    raises too.
 """
 
 from __future__ import annotations
@@ -149,8 +151,10 @@ def test_views_outlive_a_graph_break() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_a_view_of_a_cast_that_goes_stale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits are read through a cast, and written to afterwards: no pass makes that right, so the verifier has to find it."""
+def test_stale_view_of_a_cast_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are read through a cast, and written to afterwards: no pass makes that right, so the
+    verifier has to find it.
+    """
 
     def model(x: Tensor) -> Tensor:
         y = product(x)

@@ -1,4 +1,6 @@
-"""Products of an activation and a parameter, however a model writes them: outputs and gradients are those of a layer in each format."""
+"""Products of an activation and a parameter, however a model writes them: outputs and gradients are
+those of a layer in each format.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,7 @@ def _varies(case: Case, factor: int) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_bf16_it_is_torchs_own(name: str) -> None:
+def test_bf16_product_equals_torch(name: str) -> None:
     case = CASES[name]
     net, x = Net(case), activation(case)
     y = torch.compile(

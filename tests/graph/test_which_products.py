@@ -1,4 +1,6 @@
-"""Which products are of a parameter, whatever moves or converts it, and what the others are; plans, reports and costs know the weight."""
+"""Which products are of a parameter, whatever moves or converts it, and what the others are; plans,
+reports and costs know the weight.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> q
         ),
     ],
 )
-def test_what_only_moves_or_converts_a_parameter_is_a_weight(
+def test_moved_or_converted_parameter_is_a_weight(
     product: Callable[..., Tensor],
 ) -> None:
     found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
@@ -65,23 +67,30 @@ def test_what_only_moves_or_converts_a_parameter_is_a_weight(
 @pytest.mark.parametrize(
     ("product", "row", "says"),
     [
-        (lambda net, x: x @ x.t(), "a product of two activations", "int8 applies to products with a weight, matmul runs in bf16"),
-        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
+        (lambda net, x: x @ x.t(), "a product of two activations",
+        "int8 applies to products with a weight, matmul runs in bf16"),
+        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters",
+        "both of its factors are parameters"),
         (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
         (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),
-        (lambda net, x: x @ net.vector, "not as a layer's", "its weight is a vector, so its output has no channels"),
-        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's", "only one of its factors has"),
-        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's", "it sums over nothing"),
-        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's", "it takes a diagonal"),
-        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's", "3 tensors at once"),
-        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's", "it weighs its bias"),
-        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's", "something else than a bias"),
+        (lambda net, x: x @ net.vector, "not as a layer's",
+        "its weight is a vector, so its output has no channels"),
+        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's",
+        "only one of its factors has"),
+        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's",
+        "it sums over nothing"),
+        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's",
+        "it takes a diagonal"),
+        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's",
+        "3 tensors at once"),
+        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's",
+        "it weighs its bias"),
+        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's",
+        "something else than a bias"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_any_other_product_says_what_it_is(
-    product: Callable[..., Tensor], row: str, says: str
-) -> None:
+def test_other_products_have_a_reason(product: Callable[..., Tensor], row: str, says: str) -> None:
     found = explained(product, torch.randn(7, 7, requires_grad=True))
     (operator,) = [op for op in found.operators if op.kind == "adjustable"]
     assert row in operator.row.reason and says in operator.reason
@@ -127,7 +136,8 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     (operator,) = found.operators
     cost = operator.note.cost
     assert cost is not None
-    # One byte a value of both operands, a product each; the gradient of the weight is one of a parameter.
+    # One byte a value of both operands, a product each; the gradient of the weight is one of a
+    # parameter.
     assert (
         cost.forward.flops
         == cost.weight_gradient.flops
@@ -139,7 +149,7 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
 
 @tiers.ALL
 @pytest.mark.filterwarnings("ignore")
-def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
+def test_transformers_products_with_parameters_are_int8() -> None:
     """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
     import transformers
 

@@ -1,7 +1,8 @@
 """Models that write in place, share memory and switch gradients off, in narrow formats.
 
-Invariant: every value here is a small whole number, exact in BF16 as in FP32. So whatever a program writes, reads and differentiates is
-equal to the last bit in both, and a cast that holds a stale value, hides a write or loses a gradient shows at once.
+Invariant: every value here is a small whole number, exact in BF16 as in FP32. So whatever a program
+    writes, reads and differentiates is equal to the last bit in both, and a cast that holds a stale
+    value, hides a write or loses a gradient shows at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def whole(*shape: int) -> Tensor:
 
 
 def assert_as_eager(model: Callable[..., Any], *inputs: Tensor, precision: str = "bf16") -> None:
-    """Asserts that outputs, inputs that are written to and gradients equal those of the model itself."""
+    """Asserts that outputs, inputs that are written to and gradients equal those of the model
+    itself.
+    """
     results = []
     for call in (model, compiled(model, precision=precision)):
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
@@ -97,7 +100,7 @@ class TestWrites:
 
         assert_as_eager(model, whole(4, 4).requires_grad_())
 
-    def test_by_an_operator_that_is_given_where_to(self) -> None:
+    def test_write_by_an_out_operator(self) -> None:
         def model(x: Tensor) -> Any:
             with torch.no_grad():
                 y = product(x)
@@ -156,7 +159,9 @@ class TestGradients:
         assert_as_eager(model, whole(4, 4).requires_grad_())
 
     def test_none_flow_around_a_conversion_without(self) -> None:
-        """The quantized product goes back to the original of its operand, but not to one that gradients do not reach."""
+        """The quantized product goes back to the original of its operand, but not to one that
+        gradients do not reach.
+        """
 
         def model(x: Tensor, weight: Tensor) -> Tensor:
             with torch.no_grad():
@@ -212,6 +217,7 @@ def test_spectral_norm_trains(norm: Callable[[nn.Module], nn.Module]) -> None:
     wanted = trained(None)
     bound = float((trained(None, autocast=True) - wanted).norm())
     assert torch.equal(trained("fp32"), wanted)
-    # The product of matrix and vector is in BF16, too, which autocast leaves in FP32 on CPUs. Measured: 4 and 10 times.
+    # The product of matrix and vector is in BF16, too, which autocast leaves in FP32 on CPUs.
+    # Measured: 4 and 10 times.
     assert float((trained("bf16") - wanted).norm()) < 10 * bound
     assert float((trained("int8") - wanted).norm()) < 30 * bound

@@ -1,7 +1,8 @@
-"""A transformer in plain torch trains in every spelling of attention, with Inductor, as it does in eager mode.
+"""A transformer in plain torch trains in every spelling of attention, with Inductor, as it does in
+eager mode.
 
-Invariant: the loss and the gradients of all parameters equal those of eager FP32 up to the error of the
-format. Dropout draws other numbers, so that its bound is wide.
+Invariant: the loss and the gradients of all parameters equal those of eager FP32 up to the error of
+    the format. Dropout draws other numbers, so that its bound is wide.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ MERGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rearranged(y: Tensor) -> Tensor:
-    """Return "b h t w -> b t (h w)", by einops where it is installed, else by the calls that einops makes."""
+    """Return "b h t w -> b t (h w)", by einops where it is installed, else by the calls that einops
+    makes.
+    """
     try:
         from einops import rearrange
     except ImportError:
@@ -96,7 +99,9 @@ def rearranged(y: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """A block of attention and a perceptron, and a head over all tokens: `[B, T, CHANNELS]` to `[B, T, CLASSES]`."""
+    """A block of attention and a perceptron, and a head over all tokens: `[B, T, CHANNELS]` to `[B,
+    T, CLASSES]`.
+    """
 
     def __init__(self, attention: str, split: str, merge: str) -> None:
         super().__init__()
@@ -124,7 +129,9 @@ DROPPING = 0.8
 
 
 def cases() -> Iterator[Any]:
-    """Yield each attention, each split and each merge in each format; the fast tier has two of them."""
+    """Yield each attention, each split and each merge in each format; the fast tier has two of
+    them.
+    """
     spellings = [(attention, "view", "contiguous, view") for attention in ATTENTION]
     spellings += [("positional", "view", merge) for merge in MERGE]
     spellings += [("positional", split, "contiguous, view") for split in SPLIT]

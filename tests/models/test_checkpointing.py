@@ -1,7 +1,8 @@
-"""Activation checkpointing: the same gradients with and without, to the last bit, stochastic rounding included.
+"""Activation checkpointing: the same gradients with and without, to the last bit, stochastic
+rounding included.
 
-The recomputed forward pass must see the random numbers of the first one. With the same seed a checkpointed model then trains exactly as
-it does without.
+The recomputed forward pass must see the random numbers of the first one. With the same seed a
+checkpointed model then trains exactly as it does without.
 """
 
 from __future__ import annotations
@@ -88,14 +89,14 @@ def test_fp32_gradients_are_torch_s() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_what_is_recomputed_equals_what_could_have_been_saved(precision: str) -> None:
+def test_recomputed_values_equal_saved_values(precision: str) -> None:
     """The reference is the same region with every value saved instead of recomputed."""
     recomputed = _gradients(lambda: Stack(True, 0.5), precision=precision)
     saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision=precision)
     assert_equal(recomputed, saved)
 
 
-def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
+def test_tensors_saved_for_recomputation_are_narrow() -> None:
     """A border in FP32 would keep twice as much as the model without checkpointing keeps there."""
 
     class Chain(nn.Module):
@@ -138,7 +139,9 @@ def test_a_region_in_a_region() -> None:
 
 @tiers.ALL
 def test_recomputed_under_inductor() -> None:
-    """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
+    """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a
+    saved one: equal but for roundings.
+    """
 
     def inductors(**how: Any) -> dict[str, Tensor]:
         return _gradients(
@@ -166,8 +169,10 @@ def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_around_compiled_blocks_nothing_but_memory_changes(precision: str) -> None:
-    """torch.utils.checkpoint sets the state of torch's generator back to recompute, in a step that compiles and in those after it."""
+def test_checkpoint_around_compiled_blocks_changes_only_memory(precision: str) -> None:
+    """torch.utils.checkpoint sets the state of torch's generator back to recompute, in a step that
+    compiles and in those after it.
+    """
 
     def run(checkpointed: bool) -> list[dict[str, Tensor]]:
         torch._dynamo.reset()

@@ -1,6 +1,8 @@
-"""Compiled autograd: hooks on gradients stay in the compiled graph, and the backward pass is a graph that Dynamo compiles too.
+"""Compiled autograd: hooks on gradients stay in the compiled graph, and the backward pass is a
+graph that Dynamo compiles too.
 
-The plan has had its say when the forward pass was compiled; the backward pass that is recorded is left as it is.
+The plan has had its say when the forward pass was compiled; the backward pass that is recorded is
+left as it is.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor
     [(Perceptron, no_hook), (Perceptron, full_hooks), (Perceptron, pre_hooks), (Hooking, no_hook)],
     ids=["plain", "full", "pre", "value"],
 )
-def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
+def test_hooks_under_compiled_autograd_equal_torch(
     make: Callable[[], nn.Module], prepare: Prepare
 ) -> None:
     plain = build(make)
@@ -119,7 +121,9 @@ def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
-    """Recorded or not: to the bit, with a plan that names operators, which none of the backward graph's are."""
+    """Recorded or not: to the bit, with a plan that names operators, which none of the backward
+    graph's are.
+    """
     plan = (
         qsync_fx.Plan.uniform("bf16")
         .with_precision("head", "int8")
@@ -139,7 +143,7 @@ def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
         assert relative_error(found[1], found[0]) < 1e-5
 
 
-def test_a_backward_pass_in_an_autocast_region_keeps_its_formats() -> None:
+def test_backward_in_an_autocast_region_preserves_formats() -> None:
     found = []
     for region in (False, True):
         torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """Two real processes over gloo, a plan of its own on each rank, DDP in several buckets.
 
-DDP compiles each bucket as a graph of its own, and each of them has a node called "linear": operators must keep the ids that they have
-without DDP, or a plan means something else under it.
+DDP compiles each bucket as a graph of its own, and each of them has a node called "linear":
+operators must keep the ids that they have without DDP, or a plan means something else under it.
 """
 
 from __future__ import annotations

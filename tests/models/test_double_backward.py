@@ -1,7 +1,8 @@
-"""Derivatives of gradients: right where torch has them, and an error that says what to do elsewhere.
+"""Derivatives of gradients: right where torch has them, and an error that says what to do
+elsewhere.
 
-A gradient penalty is what Wasserstein GANs add to a loss; a product of the Hessian with a vector is what second-order optimizers and
-influence functions take.
+A gradient penalty is what Wasserstein GANs add to a loss; a product of the Hessian with a vector is
+what second-order optimizers and influence functions take.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def inputs(make: type[nn.Module]) -> Tensor:
 
 @every_model
 @every_use
-def test_fp32_is_torchs_own_to_the_bit(make: type[nn.Module], use: Use) -> None:
+def test_fp32_is_bit_equal_to_torch(make: type[nn.Module], use: Use) -> None:
     x, model = inputs(make), build(make)
     wanted = use(model, model, x)
     model = build(make)
@@ -129,7 +130,7 @@ def operators(model: nn.Module, make: type[nn.Module], fmt: str) -> Iterator[Any
 
 
 @every_use
-def test_a_plan_decides_what_has_a_second_derivative(use: Use) -> None:
+def test_plan_determines_second_derivatives(use: Use) -> None:
     """INT8 where no second derivative goes: behind what it is taken in."""
     plan = (
         qsync_fx.Plan.uniform("int8").with_precision("conv", "bf16").with_precision("last", "bf16")
@@ -144,7 +145,9 @@ def test_a_plan_decides_what_has_a_second_derivative(use: Use) -> None:
 
 
 def test_a_penalty_is_never_left_out() -> None:
-    """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for one: the penalty would do nothing."""
+    """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for
+    one: the penalty would do nothing.
+    """
     layer = nn.Linear(16, 1)
     x = torch.randn(4, 16, requires_grad=True)
     (slope,) = torch.autograd.grad(
@@ -155,7 +158,9 @@ def test_a_penalty_is_never_left_out() -> None:
 
 
 def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
-    """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does not lead to."""
+    """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does
+    not lead to.
+    """
     model = build(Perceptron)
     run = compiled(model, precision="int8", inner_backend="eager")
     (first,) = torch.autograd.grad(
@@ -174,7 +179,9 @@ def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
         pytest.param("inductor", "bf16", marks=tiers.ALL),
     ],
 )
-def test_compiled_backward_passes_say_what_to_do(use: Use, inner_backend: str, fmt: str) -> None:
+def test_compiled_double_backward_is_an_error_with_a_remedy(
+    use: Use, inner_backend: str, fmt: str
+) -> None:
     model = build(Perceptron)
     with pytest.raises(QSyncError) as caught:
         use(model, compiled(model, precision=fmt, inner_backend=inner_backend), inputs(Perceptron))
@@ -186,7 +193,7 @@ def test_compiled_backward_passes_say_what_to_do(use: Use, inner_backend: str, f
 
 @pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fmt", ["fp32", "int8"])
-def test_a_graph_that_nobody_differentiates_changes_nothing(inner_backend: str, fmt: str) -> None:
+def test_graph_without_gradients_is_unchanged(inner_backend: str, fmt: str) -> None:
     """What keeps the graph of its gradients, and then drops it, gets the gradients."""
     found = []
     for create_graph in (False, True):

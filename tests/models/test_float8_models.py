@@ -1,6 +1,8 @@
-"""Models that store values in float8 themselves. It is a format of storage: torch computes in it next to nowhere.
+"""Models that store values in float8 themselves. It is a format of storage: torch computes in it
+next to nowhere.
 
-What the model rounds to float8 stays so under every plan; what it makes of it again is computed as planned.
+What the model rounds to float8 stays so under every plan; what it makes of it again is computed as
+planned.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def in_autocast(model: Storing, x: Tensor) -> Tensor:
 
 
 CALLS = (
-    there_and_back, other_float8, straight_through, rounded_weight, buffer_and_parameter, moved_about, looked_up, written_to, multiplied,
+    there_and_back, other_float8, straight_through, rounded_weight, buffer_and_parameter,
+    moved_about, looked_up, written_to, multiplied,
     in_autocast,
 )  # fmt: skip
 
@@ -132,7 +135,8 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
     # A region of the model's own gives way to a plan.
     fp32 = 0.02 if forward is in_autocast else 0.0
     for precision, inner_backend, bound in (
-        ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05), ("int8", "aot_eager", 0.2),
+        ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05),
+        ("int8", "aot_eager", 0.2),
         ("fp8", "aot_eager", 0.3),
     ):  # fmt: skip
         torch._dynamo.reset()
@@ -144,7 +148,7 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
             assert_equal(found, exact)
 
 
-def test_an_output_in_float8_keeps_its_type() -> None:
+def test_float8_output_preserves_its_dtype() -> None:
     def forward(model: Storing, x: Tensor) -> Tensor:
         return model.first(x).to(E5M2)
 
@@ -161,7 +165,7 @@ def test_autocast_regions_convert_float8_as_autocast_does() -> None:
     assert torch.equal(compiled(model)(x), model(x))
 
 
-def test_the_report_shows_what_is_stored_in_float8() -> None:
+def test_report_shows_float8_storage() -> None:
     explanation = qsync_fx.explain(
         Storing(there_and_back), torch.randn(4, 16), options={"precision": "int8"}
     )

@@ -1,4 +1,6 @@
-"""What docs/integrations.md says of other libraries: where their own switches do not do, and what wins beside a plan."""
+"""What docs/integrations.md says of other libraries: where their own switches do not do, and what
+wins beside a plan.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def compiled(model: nn.Module, plan: Plan) -> list[dict[str, str]]:
 @pytest.fixture
 def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("accelerate")
-    # Trainers hand their switch on through the environment, and Accelerate keeps what it was made with first.
+    # Trainers hand their switch on through the environment, and Accelerate keeps what it was made
+    # with first.
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     module.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield module

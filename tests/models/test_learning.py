@@ -1,4 +1,6 @@
-"""Narrow formats learn: a real task reaches what FP32 reaches, and loss scaling does what it is for."""
+"""Narrow formats learn: a real task reaches what FP32 reaches, and loss scaling does what it is
+for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _fresh() -> None:
 
 @functools.cache
 def _digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels, in a fixed order without order."""
+    """The 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels, in a fixed order without
+    order.
+    """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -83,7 +87,7 @@ class TestGradScaler:
             {"precision": "fp8"},
         ],
     )
-    def test_takes_steps_and_unscales(self, options: dict[str, Any]) -> None:
+    def test_training_steps_with_unscaled_gradients(self, options: dict[str, Any]) -> None:
         model, plain, x = build(Perceptron), build(Perceptron), torch.randn(16, 16)
         assert self._step(model, compiled(model, **options), x, 1024.0) == (True, 1024.0)
         self._step(plain, plain, x, 1.0)

@@ -1,9 +1,12 @@
-"""Models as people write them, from the user's end: `torch.compile(model, backend="qsync")` against torch itself.
+"""Models as people write them, from the user's end: `torch.compile(model, backend="qsync")` against
+torch itself.
 
-Invariant: in FP32 the backend changes nothing, to the last bit. In a narrow format the gradients differ from FP32's by no more than the
-format costs this very model, which torch.autocast's own BF16 measures: a random ResNet magnifies rounding thirty times more than BLOOM
-does, so that one bound for all would let a broken operator pass in most of them. And whatever was planned ran: the products that Python
-calls in the model are counted by a function mode that knows nothing of graphs.
+Invariant: in FP32 the backend changes nothing, to the last bit. In a narrow format the gradients
+    differ from FP32's by no more than the format costs this very model, which torch.autocast's own
+    BF16 measures: a random ResNet magnifies rounding thirty times more than BLOOM does, so that one
+    bound for all would let a broken operator pass in most of them. And whatever was planned ran:
+    the products that Python calls in the model are counted by a function mode that knows nothing of
+    graphs.
 """
 
 from __future__ import annotations
@@ -31,16 +34,19 @@ from tests.support.models.zoo_torch import Inputs
 
 Gradients = dict[str, Tensor | None]
 
-# How much larger the error of all gradients together, relative to their norm, may be than that of autocast in BF16, and by how much.
-# INT8 rounds stochastically to 127 levels of the largest magnitude, in the forward pass; its backward pass is BF16's. Measured: at
-# most 1.4 times and 4.3 times, after the offset. The largest of one parameter: 2.5 (the CPU's layer norm adds up the gradient of its
-# bias in BF16).
+# How much larger the error of all gradients together, relative to their norm, may be than that of
+# autocast in BF16, and by how much. INT8 rounds stochastically to 127 levels of the largest
+# magnitude, in the forward pass; its backward pass is BF16's. Measured: at most 1.4 times and 4.3
+# times, after the offset. The largest of one parameter: 2.5 (the CPU's layer norm adds up the
+# gradient of its bias in BF16).
 BOUNDS = {"bf16": (2.0, 0.005), "int8": (6.0, 0.02)}
 ONE_PARAMETER = 3
 
 
 def parameters(*precisions: str) -> list[Any]:
-    """Each model in each precision; as compiling is what takes time, the fast tier has one of three for each, in turn, the next one two."""
+    """Each model in each precision; as compiling is what takes time, the fast tier has one of three
+    for each, in turn, the next one two.
+    """
     turns = ("int8", "bf16", "fp32")
     tier = {0: (), 1: tiers.ALL, 2: tiers.EVERY}
     return [
@@ -130,10 +136,13 @@ class Notes:
 
 
 class Products(TorchFunctionMode):
-    """Counts the products with a weight that Python calls: linear layers, `addmm` and convolutions, and others of a parameter."""
+    """Counts the products with a weight that Python calls: linear layers, `addmm` and convolutions,
+    and others of a parameter.
+    """
 
     counted = (
-        F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d,
+        F.conv_transpose2d, F.conv_transpose3d,
     )  # fmt: skip
     others = (
         torch.matmul,
@@ -150,7 +159,8 @@ class Products(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch's own attention calls two behind the mode's back: to query, key and value, and to the output.
+        # torch's own attention calls two behind the mode's back: to query, key and value, and to
+        # the output.
         self.count += 2 if func is F.multi_head_attention_forward else func in self.counted
         several = func is torch.einsum and len(args) > 3  # which takes no scaled format
         self.count += func in self.others and any(map(is_parameter, args)) and not several
@@ -164,7 +174,7 @@ def is_parameter(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))
-def test_a_narrow_format_costs_what_it_should(case: Case, precision: str) -> None:
+def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> None:
     model, inputs = make(case)
     with Products() as called:
         loss, exact = train(model, model, inputs)
@@ -195,7 +205,9 @@ def error(found: Gradients, exact: Gradients) -> float:
 
 
 def worst(found: Gradients, exact: Gradients, bound: float) -> float:
-    """The largest error of one parameter's gradient in units of `bound`, small gradients taken for a twentieth of all."""
+    """The largest error of one parameter's gradient in units of `bound`, small gradients taken for
+    a twentieth of all.
+    """
     scale = total(exact)
     errors = {name: (difference(found[name], g), g) for name, g in exact.items() if g is not None}
     return (
@@ -216,7 +228,9 @@ def total(gradients: Gradients) -> float:
 
 
 def assert_planned(notes: Notes, precision: str, called: int) -> None:
-    """Every adjustable operator runs as planned, or says why not, and there are as many products as the model calls."""
+    """Every adjustable operator runs as planned, or says why not, and there are as many products as
+    the model calls.
+    """
     elsewhere = FORMATS[precision].elsewhere.name
     with_weight = 0
     for note in notes.adjustable():
@@ -229,10 +243,12 @@ def assert_planned(notes: Notes, precision: str, called: int) -> None:
     assert with_weight == called > 0
 
 
-def test_what_is_recomputed_is_rounded_as_it_was() -> None:
-    """A layer of one input and one output: y = x.w in INT8, so that grad_w = c x and grad_x = c w tell what x and w were rounded to.
+def test_recomputation_repeats_the_rounding() -> None:
+    """A layer of one input and one output: y = x.w in INT8, so that grad_w = c x and grad_x = c w
+    tell what x and w were rounded to.
 
-    If the backward pass drew its random numbers anew, it would differentiate another function than the one that was computed.
+    If the backward pass drew its random numbers anew, it would differentiate another function than
+    the one that was computed.
     """
 
     class Dot(nn.Module):
@@ -255,7 +271,8 @@ def test_what_is_recomputed_is_rounded_as_it_was() -> None:
         y.backward(torch.full_like(y, 2.0))
         assert x.grad is not None and model.linear.weight.grad is not None
         rounded = (x.grad.double() / 2) @ (model.linear.weight.grad.double() / 2).t()
-        # Nothing else is rounded: 2 q has few enough bits for BF16, and a layer that FP32 alone reads gives FP32.
+        # Nothing else is rounded: 2 q has few enough bits for BF16, and a layer that FP32 alone
+        # reads gives FP32.
         torch.testing.assert_close(rounded.float(), y.detach(), rtol=1e-5, atol=1e-5)
         outputs.append(y.item())
     assert len(set(outputs)) == 3, "every step rounds anew"

@@ -1,4 +1,6 @@
-"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says otherwise they stay as they are."""
+"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says
+otherwise they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ MODELS = [(make, dtype) for make in (Attending, Convolving) for dtype in (HALF, 
 
 
 @pytest.mark.parametrize(("make", "dtype"), MODELS)
-def test_what_a_model_holds_stays(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+def test_dtypes_of_the_model_are_preserved(
+    make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
     plain = kept(make, dtype)
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
     own = (
@@ -124,7 +128,7 @@ def test_each_part_of_a_mixed_model_stays() -> None:
 
 
 @pytest.mark.parametrize("inner_backend", ["eager", pytest.param("inductor", marks=tiers.ALL)])
-def test_half_stays_half_whatever_compiles_it(inner_backend: str) -> None:
+def test_half_models_stay_half_with_any_compiler(inner_backend: str) -> None:
     plain, model = kept(Attending, HALF), kept(Attending, HALF)
     expected = train(plain, plain)
     assert relative_error(train(model, compiled(model, inner_backend=inner_backend)), expected) <= (
@@ -136,7 +140,9 @@ def test_half_stays_half_whatever_compiles_it(inner_backend: str) -> None:
     ("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64]
 )
 def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Norms compute in another narrow type than their parameters have, and the statistics move on in theirs."""
+    """Norms compute in another narrow type than their parameters have, and the statistics move on
+    in theirs.
+    """
     exact = train(model := kept(make, dtype).float(), model)
     for precision, bound in ("bf16", 0.02), ("int8", 0.15):
         torch._dynamo.reset()
@@ -166,7 +172,7 @@ def test_a_plan_that_names_a_layer_widens_it() -> None:
     )
 
 
-def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
+def test_reports_show_preserved_and_substituted_formats() -> None:
     def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
         explanation = qsync_fx.explain(model, torch.randn(2, 4, 16), options=options)
         return {
@@ -183,7 +189,8 @@ def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
     norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
     assert (
         norm
-        == "fp16: plan: uniform int8; int8 applies to products with a weight, layer_norm runs in fp16"
+        == "fp16: plan: uniform int8; int8 applies to products with a weight, layer_norm runs in "
+        "fp16"
     )
     # A plan for an FP32 model: the CPU has no FP16 unit.
     assert reasons(build(Attending), precision="fp16")["head"].startswith(

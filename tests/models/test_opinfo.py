@@ -1,4 +1,6 @@
-"""A sample of PyTorch's operator database through the backend; `tests/support/models/opinfo.py --all` runs all of it."""
+"""A sample of PyTorch's operator database through the backend; `tests/support/models/opinfo.py
+--all` runs all of it.
+"""
 
 from __future__ import annotations
 

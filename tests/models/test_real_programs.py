@@ -1,7 +1,8 @@
-"""Models of torchvision and timm, as these packages build them, trained with Inductor in four precisions and compared with eager torch.
+"""Models of torchvision and timm, as these packages build them, trained with Inductor in four
+precisions and compared with eager torch.
 
-Inputs are small; where a package lets one choose, models are shallow, too. Dropout and stochastic depth are off, since both sides would
-draw other numbers.
+Inputs are small; where a package lets one choose, models are shallow, too. Dropout and stochastic
+depth are off, since both sides would draw other numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8_grad": {"precision": "int8_grad"},
 }
 AUTOCAST_ERRORS = {"default": 2.0, "bf16": 2.0, "int8": 8.0, "int8_grad": 8.0}
-"""The largest error of all gradients of the first step together, in errors of eager torch under BF16 autocast.
+"""The largest error of all gradients of the first step together, in errors of eager torch under
+BF16 autocast.
 
-Batch norms over few values amplify roundings, so each model has a bound of its own; that of the small models (`ERRORS`) is always
-allowed.
+Batch norms over few values amplify roundings, so each model has a bound of its own; that of the
+small models (`ERRORS`) is always allowed.
 """
 
 

@@ -1,6 +1,7 @@
 """When compiled code is reused and when it is not: batch sizes, plans, models.
 
-Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused code still computes.
+Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused
+code still computes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_changing_sequence_lengths_compile_twice() -> None:
     assert len(backend.graphs) == 2
 
 
-def test_a_dynamic_batch_computes_what_a_static_one_does() -> None:
+def test_dynamic_batch_equals_static_batch() -> None:
     x = torch.randn(7, 1, 8, 8)
     static = compiled(build(Convolutional), precision="int8", rounding="nearest")(x)
     torch._dynamo.reset()
@@ -90,7 +91,9 @@ def test_a_dynamic_batch_computes_what_a_static_one_does() -> None:
 
 
 def test_equal_plans_share_code_and_others_compile_once() -> None:
-    """Plans are equal by content: which object, what notes and what order they were made in does not matter."""
+    """Plans are equal by content: which object, what notes and what order they were made in does
+    not matter.
+    """
     backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
 
     def run(plan: Plan) -> int:
@@ -108,7 +111,7 @@ def test_equal_plans_share_code_and_others_compile_once() -> None:
     assert run(Plan.uniform("int8")) == 0, "the code of an earlier plan is still there"
 
 
-def test_other_options_compile_again_and_equal_ones_do_not() -> None:
+def test_only_different_options_recompile() -> None:
     backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
 
     def run(**options: object) -> int:
@@ -129,7 +132,7 @@ def test_other_options_compile_again_and_equal_ones_do_not() -> None:
     )
 
 
-def test_a_plan_takes_effect_when_the_model_is_compiled_again() -> None:
+def test_changed_plan_applies_after_recompilation() -> None:
     model, x = build(Perceptron), torch.randn(64, 16)
     exact = compiled(model, precision="fp32")(x)
     rounded = compiled(model, precision="int8", rounding="nearest")(x)
@@ -194,8 +197,11 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def test_a_plan_that_will_not_be_followed_is_told() -> None:
-    """Beyond its limit Dynamo runs the model as written. That is announced, and then an error each time, until the limit is higher."""
+def test_ignored_plan_is_reported() -> None:
+    """Beyond its limit Dynamo runs the model as written.
+
+    That is announced, and then an error each time, until the limit is higher.
+    """
     model = build(Scaled)
     fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
     with (
@@ -239,8 +245,10 @@ def test_the_limit_of_all_versions_is_an_error_too() -> None:
             fast(x)
 
 
-def test_one_plan_too_many_is_an_error() -> None:
-    """Dynamo counts versions of a function whatever they were compiled with: this plan would run nowhere."""
+def test_plan_beyond_the_recompile_limit_is_an_error() -> None:
+    """Dynamo counts versions of a function whatever they were compiled with: this plan would run
+    nowhere.
+    """
     model, x = build(Scaled), torch.randn(2, 4)
     with torch._dynamo.config.patch(recompile_limit=2):
         for precision in ("bf16", "int8"):
@@ -251,7 +259,7 @@ def test_one_plan_too_many_is_an_error() -> None:
         assert torch.equal(other(x), model(x)), "that plan decides on nothing here"
 
 
-def test_without_a_plan_the_limit_is_said_once() -> None:
+def test_recompile_limit_is_reported_once_without_a_plan() -> None:
     model, x = build(Scaled), torch.randn(2, 4)
     fast = compiled(model)
     with (

@@ -1,6 +1,7 @@
 """Training as people do it: optimizers, clipping, seeds, accumulation, evaluation, checkpoints.
 
-In FP32 a compiled model must train like torch's own "aot_eager", to the last bit; in narrow formats within what the format promises.
+In FP32 a compiled model must train like torch's own "aot_eager", to the last bit; in narrow formats
+within what the format promises.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner_back
     assert losses != others, "stochastic rounding depends on the seed"
 
 
-def test_every_step_rounds_anew() -> None:
+def test_every_step_has_new_roundings() -> None:
     model = build(Perceptron)
     fast, x = compiled(model, precision="int8"), torch.randn(16, 16)
     assert not torch.equal(fast(x), fast(x))
@@ -160,7 +161,9 @@ def test_two_forwards_before_two_backwards() -> None:
 
 
 def test_state_dict_round_trip() -> None:
-    """A checkpoint of a compiled model is a checkpoint of the model, in FP32, and training goes on from it to the last bit."""
+    """A checkpoint of a compiled model is a checkpoint of the model, in FP32, and training goes on
+    from it to the last bit.
+    """
     model = build(Convolutional)
     plain_keys = list(model.state_dict())
     fast = compiled(model, precision="int8")

@@ -1,4 +1,6 @@
-"""What models and their inputs may have in training: memory formats, tied and frozen weights, norms, empty batches, graph breaks."""
+"""What models and their inputs may have in training: memory formats, tied and frozen weights,
+norms, empty batches, graph breaks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_batch_norm_statistics_are_fp32_and_move_in_training_only() -> None:
 
 
 def test_a_layer_norm_may_have_a_bias_alone() -> None:
-    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the row of layer_norm."""
+    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the
+    row of layer_norm.
+    """
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -149,7 +153,7 @@ def test_graph_breaks(precision: str) -> None:
     assert error == 0 if precision == "fp32" else 0 < error < 0.15
 
 
-def test_a_batch_of_one_that_is_a_transposed_column() -> None:
+def test_batch_of_one_with_transposed_strides() -> None:
     """Its row stride is 1, which oneDNN's INT8 product mistakes for the length of a row."""
     model, x = build(Perceptron), torch.randn(16, 1)
     found = compiled(model, precision="int8", rounding="nearest")(x.t())

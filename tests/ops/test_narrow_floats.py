@@ -1,4 +1,6 @@
-"""What the operator table lets compute in narrow floats gives the results of FP32 there, but for rounding."""
+"""What the operator table lets compute in narrow floats gives the results of FP32 there, but for
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def is_fp32(value: Any) -> bool:
 def converted(
     call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> Call:
-    """Converts what the passes would convert: the operands of an adjustable operator, every input of a dependent one."""
+    """Converts what the passes would convert: the operands of an adjustable operator, every input
+    of a dependent one.
+    """
 
     def fresh(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -43,7 +47,9 @@ def converted(
 def forward_and_backward(
     call: Call, row: OperatorRow
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Returns the outputs of floating point, and the gradients of the tensors that passes convert."""
+    """Returns the outputs of floating point, and the gradients of the tensors that passes
+    convert.
+    """
     torch.manual_seed(0)
     mutable = call.target._schema.is_mutable
     given = tuple(filled(call.target, call.args, call.kwargs).values())
@@ -66,8 +72,8 @@ def forward_and_backward(
         del carrying[1:]  # The statistics of a norm, which nobody differentiates.
     if not carrying or mutable:
         return outputs, []
-    # Varied, since of equal ones a softmax or a norm passes nothing on; positive, so that few sums cancel; of 3 bits, so
-    # that every type holds them.
+    # Varied, since of equal ones a softmax or a norm passes nothing on; positive, so that few sums
+    # cancel; of 3 bits, so that every type holds them.
     seeds = [torch.randint(4, 8, v.shape).to(v.dtype) / 8 for v in carrying]
     return outputs, list(torch.autograd.grad(carrying, inputs, seeds, allow_unused=True))
 
@@ -79,7 +85,9 @@ def _differentiable(value: Any) -> bool:
 def steps_apart(
     first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float
 ) -> float:
-    """Returns the largest difference of finite values, in steps of the type at the largest value (or at `least`)."""
+    """Returns the largest difference of finite values, in steps of the type at the largest value
+    (or at `least`).
+    """
     first, second = first.detach().float(), second.detach().float()
     finite = second.isfinite()
     if (finite & ~first.isfinite()).any():
@@ -90,10 +98,12 @@ def steps_apart(
     return float((first - second)[finite].abs().max()) / largest / torch.finfo(dtype).eps
 
 
-# Said by autograd of what has no derivative, and of arguments that are random numbers rather than data.
+# Said by autograd of what has no derivative, and of arguments that are random numbers rather than
+# data.
 NO_BACKWARD = ("derivative for", "not differentiable")
-# Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of several rounded values, those of
-# attention of three; the CPU adds up a product of two vectors in their own type.
+# Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of
+# several rounded values, those of attention of three; the CPU adds up a product of two vectors in
+# their own type.
 STEPS = 3.0
 LOOSE = {
     "aten::addcdiv": 8.0,
@@ -104,15 +114,18 @@ LOOSE = {
     "aten::scaled_dot_product_attention": 4.0,
     "aten::true_divide": 4.0,
 }
-# What a softmax passes on is a difference of incoming gradients, near nothing where it is saturated. Its outputs and the
-# incoming gradients are near 1, and that is what its errors are held against.
+# What a softmax passes on is a difference of incoming gradients, near nothing where it is
+# saturated. Its outputs and the incoming gradients are near 1, and that is what its errors are held
+# against.
 NEAR_ONE = frozenset({"aten::softmax", "aten::_softmax", "aten::_safe_softmax"})
 
 
 @tiers.ALL
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> None:
-    """Every adjustable and dependent operator, on torch's samples, gives the FP32 result of its rounded inputs, but for rounding."""
+def test_operators_support_narrow_floats(dtype: torch.dtype) -> None:
+    """Every adjustable and dependent operator, on torch's samples, gives the FP32 result of its
+    rounded inputs, but for rounding.
+    """
     wrong: set[str] = set()
     kinds: dict[Kind, set[str]] = {kind: set() for kind in Kind}
     for call in calls(2):

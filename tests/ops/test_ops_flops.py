@@ -57,8 +57,8 @@ def convolutions(draw: st.DrawFn) -> Call:
 @st.composite
 def products(draw: st.DrawFn) -> Call:
     b, n, k, m = (draw(sizes) for _ in range(4))
-    # Where the result is one number, or what is summed is of size 1, `inner` and `tensordot` multiply value by value, which
-    # torch does not count.
+    # Where the result is one number, or what is summed is of size 1, `inner` and `tensordot`
+    # multiply value by value, which torch does not count.
     p, q, r = (draw(st.integers(2, 5)) for _ in range(3))
     return draw(
         st.sampled_from(
@@ -90,7 +90,8 @@ def attentions(draw: st.DrawFn) -> Call:
     return Call(aten.scaled_dot_product_attention.default, values, {"enable_gqa": groups > 1})
 
 
-EQUATIONS = ("bij,bjk->bik", "bhid,bhjd->bhij", "ij,kj", "bld,lrd->blr", "...ij,...jk->...ik", "abc,cd,de->abe", "ijk,k->ij",
+EQUATIONS = ("bij,bjk->bik", "bhid,bhjd->bhij", "ij,kj", "bld,lrd->blr", "...ij,...jk->...ik",
+"abc,cd,de->abe", "ijk,k->ij",
              "ij,jl,il->i")  # fmt: skip
 
 
@@ -108,7 +109,8 @@ def contractions(draw: st.DrawFn) -> Call:
 
 
 def counted(call: Call) -> int:
-    # Of attention, torch counts the products of the plain kernel, and nothing of the fused one of the CPU.
+    # Of attention, torch counts the products of the plain kernel, and nothing of the fused one of
+    # the CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         call.target(*call.args, **call.kwargs)
     return counter.get_total_flops()
@@ -123,7 +125,7 @@ def stated(call: Call) -> Any:
 
 @settings(max_examples=600)
 @given(st.one_of(products(), convolutions(), attentions(), contractions()))
-def test_operations_are_those_that_torch_counts(call: Call) -> None:
+def test_operations_equal_the_flop_counter(call: Call) -> None:
     assert stated(call) == counted(call)
 
 
@@ -173,7 +175,9 @@ def symbolic(call: Call) -> tuple[Call, ShapeEnv]:
 @settings(max_examples=chosen([5], [15])[0])
 @given(st.one_of(products(), convolutions(), attentions(), contractions()))
 def test_operations_of_symbolic_shapes(call: Call) -> None:
-    """The count is an expression of the sizes that has the right value, and counting adds no guard."""
+    """The count is an expression of the sizes that has the right value, and counting adds
+    no guard.
+    """
     row = row_for(call.target)
     assert row is not None
     assert row.flops is not None

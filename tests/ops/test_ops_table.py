@@ -53,7 +53,7 @@ def exists(target: str) -> bool:
         return False
 
 
-def test_every_row_says_why() -> None:
+def test_every_row_has_a_reason() -> None:
     for row in ROWS.values():
         assert len(row.reason.split()) >= 3, row
         assert "." not in row.name, row
@@ -84,7 +84,7 @@ def test_adjustable_rows_point_at_tensors(target: str) -> None:
             assert str(arguments[position].type) == "Tensor"
 
 
-def test_what_only_the_plan_decides_is_left_empty_elsewhere() -> None:
+def test_adjustable_fields_are_empty_for_other_kinds() -> None:
     for row in ROWS.values():
         if row.kind is not Kind.ADJUSTABLE:
             assert not row.operands
@@ -105,8 +105,9 @@ def test_in_place_overload_and_out_variants() -> None:
     assert row_for(len) is None
 
 
-# What PyTorch's own samples reach and the table leaves out: parts of backward passes and one kernel of attention, which are called by
-# hand there, and a loss that torch keeps private. All of it runs in FP32.
+# What PyTorch's own samples reach and the table leaves out: parts of backward passes and one kernel
+# of attention, which are called by hand there, and a loss that torch keeps private. All of it runs
+# in FP32.
 UNKNOWN = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -120,7 +121,7 @@ UNKNOWN = frozenset(
 )
 
 
-def test_operators_of_the_operator_database_are_known() -> None:
+def test_operators_of_opinfo_have_a_row() -> None:
     unknown = {call.target._schema.name for call in calls(2) if row_for(call.target) is None}
     assert unknown <= UNKNOWN
 
@@ -151,7 +152,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder layer with an embedding, rotary angles and an RMS norm, as language models are made of them."""
+    """A decoder layer with an embedding, rotary angles and an RMS norm, as language models are made
+    of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,18 +182,22 @@ class Decoder(nn.Module):
 MODELS: tuple[tuple[str, Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]], ...] = (
     ("vision", Block, lambda: (torch.randn(2, 3, 16, 16), torch.tensor([1, 4]))),
     ("decoder", Decoder, lambda: (torch.randint(0, 11, (2, 7)),)),
-    ("encoder", lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), lambda: (torch.randn(2, 7, 16),)),
+    ("encoder", lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    lambda: (torch.randn(2, 7, 16),)),
     ("attention", lambda: nn.MultiheadAttention(16, 2), lambda: (torch.randn(7, 2, 16),) * 3),
     ("lstm cell", lambda: nn.LSTMCell(5, 4), lambda: (torch.randn(2, 5),)),
     ("gru", lambda: nn.GRU(5, 4), lambda: (torch.randn(3, 2, 5),)),
-    ("upsampling", lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.InstanceNorm2d(4), nn.PReLU(), nn.Upsample(9)),
+    ("upsampling",
+    lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.InstanceNorm2d(4), nn.PReLU(),
+    nn.Upsample(9)),
      lambda: (torch.randn(2, 3, 4, 4),)),
-    ("weight norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), lambda: (torch.randn(2, 4),)),
+    ("weight norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    lambda: (torch.randn(2, 4),)),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "make", "inputs"), MODELS, ids=[name for name, *_ in MODELS])
-def test_models_are_made_of_known_operators(
+def test_operators_of_models_have_a_row(
     name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]]
 ) -> None:
     model, values = make(), inputs()

@@ -1,6 +1,7 @@
 """Every optional operand of every operator in the table: given, None, left out, and by name.
 
-Dynamo and make_fx leave trailing defaults out, so that a node has fewer arguments than its schema; a custom pass may write them by name.
+Dynamo and make_fx leave trailing defaults out, so that a node has fewer arguments than its schema;
+a custom pass may write them by name.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ def spellings(call: Call) -> Iterator[Call]:
 
 
 def runs(call: Call) -> bool:
-    """Whether torch itself takes a call, on tensors and on fake ones, which compilation is made of."""
+    """Whether torch itself takes a call, on tensors and on fake ones, which compilation is
+    made of.
+    """
     fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     try:
         for make in (torch.clone, fake.from_tensor):
@@ -174,7 +177,9 @@ def runs(call: Call) -> bool:
 
 
 def best(name: str) -> list[Call]:
-    """Returns the spellings of the sample that has most of the optional operands, as far as torch takes them."""
+    """Returns the spellings of the sample that has most of the optional operands, as far as torch
+    takes them.
+    """
 
     def present(call: Call) -> int:
         given = filled(call.target, call.args, call.kwargs)
@@ -185,7 +190,9 @@ def best(name: str) -> list[Call]:
 
 @dataclass(frozen=True)
 class Program:
-    """Calls as one graph without control flow, which Dynamo takes as it is, and the tensors that it is a function of."""
+    """Calls as one graph without control flow, which Dynamo takes as it is, and the tensors that it
+    is a function of.
+    """
 
     module: fx.GraphModule
     tensors: list[torch.Tensor]
@@ -210,7 +217,9 @@ class Program:
         return Program(fx.GraphModule({}, graph), tensors)
 
     def __call__(self, module: Callable[..., Any]) -> list[torch.Tensor | None]:
-        """Returns outputs and gradients; each tensor has one as far as torch has formulas for them."""
+        """Returns outputs and gradients; each tensor has one as far as torch has formulas
+        for them.
+        """
         marked = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         torch.manual_seed(1)
         outputs = [o for o in pytree.tree_leaves(module(*marked)) if isinstance(o, torch.Tensor)]
@@ -286,7 +295,9 @@ def test_optional_operands(precision: str, names: list[str]) -> None:
 
 
 def by_name(graph: PrecisionGraph) -> None:
-    """Writes every argument of every operator by name, but the first, which is what values are computed from."""
+    """Writes every argument of every operator by name, but the first, which is what values are
+    computed from.
+    """
     for operator in graph.operators():
         node = operator.node
         if isinstance(node.target, torch._ops.OpOverload):

@@ -1,4 +1,6 @@
-"""Optimizers of one pass are torch's to the number: parameters and state, whatever the values, the path and the threads."""
+"""Optimizers of one pass are torch's to the number: parameters and state, whatever the values, the
+path and the threads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 @every_setting
 @settings(max_examples=10)
 @given(data=st.data())
-def test_many_steps_are_those_of_torch(name: str, how: dict[str, Any], data: st.DataObject) -> None:
+def test_many_steps_equal_torch(name: str, how: dict[str, Any], data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=5))
     count = data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -46,7 +48,7 @@ def test_many_steps_are_those_of_torch(name: str, how: dict[str, Any], data: st.
 
 
 @every_setting
-def test_what_is_not_finite_spreads_as_in_torch(name: str, how: dict[str, Any]) -> None:
+def test_nonfinite_values_spread_as_in_torch(name: str, how: dict[str, Any]) -> None:
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, 1.0])
     start = special.repeat_interleave(8)
     gradient = special.repeat(8)
@@ -110,7 +112,7 @@ def states_of(optimizer: Optimizer) -> list[Tensor]:
 
 @every_setting
 @pytest.mark.parametrize("first", ["ours", "torch"])
-def test_state_goes_from_one_to_the_other(name: str, how: dict[str, Any], first: str) -> None:
+def test_state_dicts_are_interchangeable(name: str, how: dict[str, Any], first: str) -> None:
     torch.manual_seed(2)
     start = [torch.randn(33), torch.randn(4, 5)]
     gradients = [[torch.randn_like(value) for value in start] for _ in range(4)]

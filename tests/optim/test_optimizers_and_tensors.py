@@ -14,7 +14,9 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_layouts(name: str, counted: list[int]) -> None:
-    """A layout without gaps is taken as it is, and a gradient is brought into it; the rest is torch's."""
+    """A layout without gaps is taken as it is, and a gradient is brought into it; the rest is
+    torch's.
+    """
     torch.manual_seed(5)
     image = torch.randn(4, 3, 5, 5)
     shapes = [
@@ -41,8 +43,10 @@ def test_layouts(name: str, counted: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_kernels_do_not_take_torch_does(name: str, counted: list[int]) -> None:
-    """FP64, BF16, complex numbers, tensors with a class of their own, in one group with what they take."""
+def test_unsupported_tensors_use_torch(name: str, counted: list[int]) -> None:
+    """FP64, BF16, complex numbers, tensors with a class of their own, in one group with what they
+    take.
+    """
 
     class Own(Tensor):
         pass

@@ -1,4 +1,6 @@
-"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers, copies, compiled steps."""
+"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers,
+copies, compiled steps.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_arguments_are_those_of_torch(name: str) -> None:
+def test_arguments_equal_torch(name: str) -> None:
     ours, torchs = PAIRS[name]
     assert issubclass(ours, torchs)
     assert inspect.signature(ours) == inspect.signature(torchs)
@@ -80,7 +82,7 @@ def test_groups_closures_hooks_and_schedules(name: str) -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_weight_that_changes_before_its_backward_pass_is_told() -> None:
+def test_weight_changed_before_backward_is_an_error() -> None:
     """The kernels write by address; autograd must know all the same."""
     for kind, _ in PAIRS.values():
         weight = nn.Parameter(torch.randn(8))
@@ -141,7 +143,9 @@ def test_copies_are_of_its_class() -> None:
 
 
 def test_weights_are_cast_where_they_are_read() -> None:
-    """A narrow copy that outlived its forward pass would be stale after a write through `.data`, which no version counts."""
+    """A narrow copy that outlived its forward pass would be stale after a write through `.data`,
+    which no version counts.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32), torch.randn(8, 64)
     options = {"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"}
@@ -182,7 +186,9 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluate
 
 
 def test_micro_batches_round_weights_for_themselves() -> None:
-    """Errors of a weight's rounding differ between two passes without a step between them, so that gradients average them out."""
+    """Errors of a weight's rounding differ between two passes without a step between them, so that
+    gradients average them out.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32, bias=False), torch.eye(64)
     options = {"precision": "int8", "inner_backend": "aot_eager"}
@@ -193,5 +199,6 @@ def test_micro_batches_round_weights_for_themselves() -> None:
     alone = (passes[0] - model.weight.detach().t()).square().mean()
     together = (torch.stack(passes[1:]).mean(0) - model.weight.detach().t()).square().mean()
     assert together < alone / 4, (
-        "64 roundings have a 64th of the variance, and the output's own error is small beside that of one"
+        "64 roundings have a 64th of the variance, and the output's own error is small beside "
+        "that of one"
     )

@@ -1,7 +1,8 @@
 """Autocast around and inside the model.
 
-With neither a plan nor a precision the model's own regions decide: the compiled model then computes what torch computes under autocast, to
-the last bit. A plan decides against regions; an island with autocast disabled gives way to an explicit choice alone.
+With neither a plan nor a precision the model's own regions decide: the compiled model then computes
+what torch computes under autocast, to the last bit. A plan decides against regions; an island with
+autocast disabled gives way to an explicit choice alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _fresh() -> None:
 
 
 class Attention(nn.Module):
-    """What autocast has policies for: linear, matmul, softmax, norms, losses, cat, in the orders that models use."""
+    """What autocast has policies for: linear, matmul, softmax, norms, losses, cat, in the orders
+    that models use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +82,9 @@ def _step(model: Any, x: Tensor, ambient: torch.dtype | None) -> Tensor:
 
 
 def _torch(model: Any) -> Any:
-    """The model as torch compiles it; its backward pass outside of autocast, where eager mode runs it."""
+    """The model as torch compiles it; its backward pass outside of autocast, where eager mode runs
+    it.
+    """
     fast = torch.compile(model, backend="aot_eager")
 
     def run(*args: Any) -> Any:
@@ -99,9 +104,7 @@ def _precisions(
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
-def test_automatic_precision_computes_what_autocast_does(
-    make: type[nn.Module], ambient: torch.dtype
-) -> None:
+def test_default_precision_equals_autocast(make: type[nn.Module], ambient: torch.dtype) -> None:
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     found = _step(compiled(model, emulate_unsupported=True), x, ambient)
     wanted = _step(_torch(plain), x, ambient)
@@ -146,7 +149,9 @@ def test_automatic_precision_follows_the_region() -> None:
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 def test_fp32_runs_in_fp32_under_an_ambient_region(make: type[nn.Module]) -> None:
-    """A plan decides against the region; what comes out has the type that the caller of autocast expects."""
+    """A plan decides against the region; what comes out has the type that the caller of autocast
+    expects.
+    """
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = compiled(model, plan=Plan(patterns=[("**", "fp32")]))(x)
@@ -165,7 +170,7 @@ def _without_regions(model: nn.Module, x: Tensor) -> Tensor:
     return model.after(torch.tanh(model.island(x)))
 
 
-def test_an_island_gives_way_to_an_explicit_choice_only() -> None:
+def test_autocast_island_yields_only_to_explicit_choices() -> None:
     model, x = build(Inside), torch.randn(8, 16)
     uniform = _precisions(model, x, None, precision="int8")
     assert uniform == {f"{name}/linear": "int8" for name in ("before", "region", "after")} | {
@@ -233,7 +238,7 @@ def test_a_checkpointed_region_under_autocast() -> None:
     assert_equal(gradients(model), gradients(plain))
 
 
-def test_what_autocast_does_inside_an_operator() -> None:
+def test_autocast_inside_an_operator() -> None:
     """`bilinear` is composed of others: autocast lowers values that only it sees."""
 
     class Bilinear(nn.Module):

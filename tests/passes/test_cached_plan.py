@@ -1,4 +1,6 @@
-"""What trains where no plan is asked for, once a profile of the model is in the cache, and what keeps a profile from being taken."""
+"""What trains where no plan is asked for, once a profile of the model is in the cache, and what
+keeps a profile from being taken.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ DEFAULT = dict.fromkeys(PLANNED, "bf16")
 
 
 def under_inductor(found: Profile) -> Profile:
-    """The same for a model that is compiled by another compiler than the one that it was measured with, so that tests are quick."""
+    """The same for a model that is compiled by another compiler than the one that it was measured
+    with, so that tests are quick.
+    """
     assert found.fingerprint is not None
     return replace(found, fingerprint=replace(found.fingerprint, options="inner_backend=eager"))
 
@@ -119,7 +123,7 @@ class Said(logging.Handler):
         logging.getLogger("qsync_fx").removeHandler(self)
 
 
-def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
+def test_cached_plan_is_active_and_reported(cache: Path) -> None:
     assert formats(trained(Pair())) == DEFAULT, "before there is one"
     torch._dynamo.reset()
     file = keep(under_inductor(profile()))
@@ -141,7 +145,7 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
     assert {str(op.id): str(op.precision) for op in explanation.operators} == PLANNED
 
 
-def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
+def test_cached_plan_is_the_fastest_within_bf16_variance() -> None:
     path = qsync_fx.cache_plan(profile())
     kept = CACHED_PLAN_FILE.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
@@ -174,7 +178,7 @@ def test_the_last_batch_of_an_epoch_and_evaluation_go_on_under_the_plan() -> Non
     assert formats(fast) == PLANNED
 
 
-def test_evaluation_decides_on_nothing() -> None:
+def test_evaluation_does_not_select_a_cached_plan() -> None:
     keep(under_inductor(profile()))
     model = Pair().eval()
     fast = torch.compile(model, backend="qsync", options={"inner_backend": "eager"})
@@ -195,7 +199,7 @@ def test_evaluation_decides_on_nothing() -> None:
         (Pair, 4, {"threads": 64}, "another machine: threads 64, here"),
     ],
 )
-def test_a_stale_profile_is_not_taken_and_said_once(
+def test_stale_profile_is_ignored_and_reported_once(
     model: Any, size: int, changes: dict[str, Any], why: str
 ) -> None:
     keep(under_inductor(profile()), machine=replace(profile().machine, **changes))
@@ -214,7 +218,7 @@ def test_other_options_make_other_times() -> None:
         assert formats(trained(Pair())) == DEFAULT
 
 
-def test_of_several_the_one_that_fits_is_taken() -> None:
+def test_matching_profile_is_selected() -> None:
     found = under_inductor(profile())
     keep(found)
     stale = keep(
@@ -225,7 +229,7 @@ def test_of_several_the_one_that_fits_is_taken() -> None:
     assert formats(trained(Pair())) == PLANNED
 
 
-def test_what_is_asked_for_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_options_override_the_cached_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(under_inductor(profile()))
     assert formats(trained(Pair(), cached_plan=False)) == DEFAULT
     assert formats(trained(Pair(), precision="fp32")) == dict.fromkeys(PLANNED, "fp32")
@@ -241,7 +245,7 @@ def test_what_is_asked_for_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> No
         torch.compile(Pair(), backend="qsync", options={"cached_plan": "no"})
 
 
-def test_a_model_of_other_operators_is_another_one_and_no_matter() -> None:
+def test_profile_of_other_operators_is_ignored() -> None:
     keep(under_inductor(profile()))
     fast = trained(nn.Sequential(Pair()))
     assert set(formats(fast).values()) == {"bf16"}
@@ -261,7 +265,7 @@ def test_each_graph_of_a_model_gets_its_part() -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("outside", [True, False])
-def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outside: bool) -> None:
+def test_data_parallel_model_is_identified_by_its_module(tmp_path: Path, outside: bool) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
     )
@@ -279,7 +283,7 @@ def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outsid
         distributed.destroy_process_group()
 
 
-def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_uncacheable_profile_is_an_error(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     with pytest.raises(ProfileError, match="no profile says how much"):
         qsync_fx.cache_plan(quick(layer(), Counted(), repeats=1))
     with pytest.raises(ProfileError, match="another machine"):

@@ -1,7 +1,8 @@
-"""Conversions that the model itself writes: which of them are a wish for a format, and which only name a place.
+"""Conversions that the model itself writes: which of them are a wish for a format, and which only
+name a place.
 
-A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same: they change nothing. Under a plan they
-differ.
+A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same:
+they change nothing. Under a plan they differ.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ WISHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", NO_WISH)
-def test_what_names_no_type_keeps_the_format(name: str) -> None:
+def test_conversion_without_a_dtype_preserves_the_format(name: str) -> None:
     assert format_after(NO_WISH[name]) == "bf16"
 
 
 @pytest.mark.parametrize("name", WISHES)
-def test_what_names_a_type_is_a_wish(name: str) -> None:
+def test_conversion_with_a_dtype_is_a_request(name: str) -> None:
     assert format_after(WISHES[name]) == "fp32"
 
 
-def test_a_wish_lasts_where_nobody_can_see_the_memory() -> None:
+def test_requested_dtype_is_preserved_next_to_a_view() -> None:
     def model(x: Tensor, weight: Tensor) -> Tensor:
         y = F.linear(x, weight)
         return y.float() * y[0]
@@ -68,7 +69,9 @@ def test_a_wish_lasts_where_nobody_can_see_the_memory() -> None:
 
 
 def test_the_residual_stream_of_gpt2_is_narrow() -> None:
-    """Its positions are moved to the device of its tokens before they are added, which begins the stream."""
+    """Its positions are moved to the device of its tokens before they are added, which begins the
+    stream.
+    """
     config = hf.GPT2Config(
         vocab_size=67,
         n_embd=32,

@@ -222,7 +222,7 @@ def test_an_error_names_the_pass_that_damages_a_graph(
     assert caught.value.do
 
 
-def test_an_error_says_which_damage_it_is() -> None:
+def test_error_names_the_damage() -> None:
     with pytest.raises(PassError) as caught:
         run(erase_the_output, {"after": "assign"})
     assert str(caught.value) == (

@@ -1,4 +1,6 @@
-"""What nobody asked for: 16 bits where layers are large enough for them to pay, FP32 where not, and what stands between such layers."""
+"""What nobody asked for: 16 bits where layers are large enough for them to pay, FP32 where not, and
+what stands between such layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from qsync_fx.errors import PlanWarning
 
 ROWS = 512
 WIDE = 128
-"""A layer from this many channels to as many pays for 512 rows; one from that to 16, and from 16 to that, does not."""
+"""A layer from this many channels to as many pays for 512 rows; one from that to 16, and from 16 to
+that, does not.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def perceptron(width: int) -> nn.Module:
     )
 
 
-def test_a_small_model_is_in_fp32_and_says_why() -> None:
+def test_small_model_is_in_fp32_with_a_reason() -> None:
     layers = found(perceptron(16), torch.randn(8, 16))
     assert {fmt for fmt, _ in layers.values()} == {"fp32"}
     default = "no precision was requested, and this is the default of the device"
@@ -63,7 +67,7 @@ def test_a_small_model_is_in_fp32_and_says_why() -> None:
     )
 
 
-def test_a_large_one_is_in_bf16() -> None:
+def test_large_model_is_in_bf16() -> None:
     assert ROWS * WIDE * WIDE >= cpu_kernels.ENOUGH_WORK[16] > ROWS * WIDE * 16
     assert set(formats(perceptron(WIDE), torch.randn(ROWS, WIDE)).values()) == {"bf16"}
 
@@ -76,7 +80,7 @@ def test_a_large_one_is_in_bf16() -> None:
         {"plan": qsync_fx.Plan("bf16")},
     ],
 )
-def test_what_is_asked_for_stays(asked: dict[str, Any]) -> None:
+def test_requested_precision_is_preserved(asked: dict[str, Any]) -> None:
     assert set(formats(perceptron(16), torch.randn(8, 16), **asked).values()) == {"bf16"}
 
 
@@ -95,13 +99,15 @@ def test_a_region_of_the_model_stays() -> None:
     assert layers["inside"] == "bf16" and layers["outside"] == "fp32"
 
 
-def test_one_row_is_in_fp32_however_large() -> None:
+def test_single_row_is_in_fp32_at_any_size() -> None:
     ((fmt, reason),) = found(nn.Linear(2048, 2048), torch.randn(1, 2048)).values()
     assert fmt == "fp32" and "1 x 2048 x 2048 is one row" in reason
 
 
 def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
-    """Converting the weight takes longer than the product saves, however much work that is; with more rows, or a smaller weight, not."""
+    """Converting the weight takes longer than the product saves, however much work that is; with
+    more rows, or a smaller weight, not.
+    """
     for rows, width, expected in (
         (16, 4096, "fp32"),
         (cpu_kernels.FEW_ROWS, 4096, "bf16"),
@@ -118,7 +124,9 @@ def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
 
 
 def test_convolutions_count_as_products() -> None:
-    """A convolution of eight channels pays on large images, not on small ones; in groups each sum is shorter."""
+    """A convolution of eight channels pays on large images, not on small ones; in groups each sum
+    is shorter.
+    """
     for image, groups, expected in ((32, 1, "bf16"), (8, 1, "fp32"), (32, 8, "fp32")):
         layer = nn.Conv2d(8, 8, 3, groups=groups, padding=1)
         ((fmt, reason),) = found(layer, torch.randn(8, 8, image, image)).values()
@@ -129,7 +137,9 @@ def test_convolutions_count_as_products() -> None:
 
 
 class Gated(nn.Module):
-    """A large layer whose result is multiplied by what two small ones make of its mean, as squeeze and excitation do; then a small head."""
+    """A large layer whose result is multiplied by what two small ones make of its mean, as squeeze
+    and excitation do; then a small head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,13 +161,16 @@ class Gated(nn.Module):
         return found
 
 
-def test_a_small_gate_makes_nothing_large_wide() -> None:
+def test_small_gate_does_not_widen_large_layers() -> None:
     layers = found(Gated(), torch.randn(8, ROWS // 8, WIDE))
     assert {name: fmt for name, (fmt, _) in layers.items() if not name.startswith("/")} == {
         **dict.fromkeys(("body", "norm", "excite", "tail"), "bf16"),
         **dict.fromkeys(("squeeze", "head"), "fp32"),
     }
-    because = "8 x 128 x 16 is too small for bf16 to pay, but its result is used in bf16 by body/linear, so it stays"
+    because = (
+        "8 x 128 x 16 is too small for bf16 to pay, but its result is used in bf16 by "
+        "body/linear, so it stays"
+    )
     assert layers["excite"][1].endswith(because)
     assert layers["/mul@excite"][0] == "bf16"
 
@@ -188,7 +201,7 @@ class Words(nn.Module):
         return found
 
 
-def test_what_has_no_weight_goes_with_what_is_around_it() -> None:
+def test_products_without_a_weight_follow_their_neighbours() -> None:
     ids = torch.randint(100, (4, 32))
     small = found(Words(16, 100), ids)
     assert {fmt for _, (fmt, _) in small.items()} == {"fp32"}
@@ -214,7 +227,7 @@ def test_it_trains_as_in_fp32() -> None:
         assert one is not None and other is not None and torch.equal(one, other)
 
 
-def test_checkpointed_layers_are_decided_alike() -> None:
+def test_checkpointed_layers_get_equal_formats() -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):

@@ -1,4 +1,6 @@
-"""A rule that a pass of ours breaks stops nobody's training; one that a user's pass breaks is an error."""
+"""A rule that a pass of ours breaks stops nobody's training; one that a user's pass breaks is an
+error.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_the_graph_trains_as_the_model_is_written(as_users_run_it: None, alarm: 
 
 
 @pytest.mark.parametrize("alarm", [("cascade", "tanh")], indirect=True)
-def test_the_reasons_say_so_and_ids_stay(
+def test_fallback_has_reasons_and_preserves_ids(
     as_users_run_it: None, alarm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(4, 16)
@@ -146,7 +148,7 @@ def test_a_pass_of_ours_that_crashes_is_no_end_either(
 
 @pytest.mark.parametrize("alarm", [("insert_casts", "tanh")], indirect=True)
 class TestWhoIsToBlame:
-    def test_ours_where_an_error_is_wanted(
+    def test_own_errors_are_raised_if_requested(
         self, alarm: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("QSYNC_VERIFY", "raise")
@@ -193,7 +195,7 @@ class TestWhoIsToBlame:
         assert "'insert_casts'" in caught.value.what
         assert "report" in str(caught.value.do)
 
-    def test_the_users_pass_after_which_it_shows(self, as_users_run_it: None, alarm: None) -> None:
+    def test_failing_custom_pass_is_named(self, as_users_run_it: None, alarm: None) -> None:
         @qsync_fx.graph_pass(after="cascade")
         def forgets(graph: PrecisionGraph) -> None:
             graph.operators("adjustable", "head")[0].update(reason="")
@@ -207,7 +209,7 @@ class TestWhoIsToBlame:
         assert str(caught.value.do).startswith("correct the pass 'forgets'")
 
 
-def test_a_value_of_the_switch_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_value_of_the_fallback_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QSYNC_VERIFY", "rasie")
     with pytest.raises(OptionError, match="QSYNC_VERIFY cannot be 'rasie'") as caught:
         qsync_fx.explain(build(Perceptron), torch.randn(4, 16))

@@ -1,4 +1,6 @@
-"""Training and evaluation are one model to a plan: torch's fused transformer layers are the operators that they stand for."""
+"""Training and evaluation are one model to a plan: torch's fused transformer layers are the
+operators that they stand for.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def test_evaluation_runs_the_operators_of_training(name: str, masked: bool) -> N
     model = build(MODELS[name])
     given = inputs(masked, "attention" in name)
     plan = qsync_fx.explain(model, *given, options={"precision": "bf16"}).plan()
-    # All of the model is in graphs: two products a multi-head attention, and two a feed-forward network.
+    # All of the model is in graphs: two products a multi-head attention, and two a feed-forward
+    # network.
     products = sum(op.operator == "linear" for op in plan.operators)
     assert products == (3 if "attention" in name else 5)
     model.eval()
@@ -133,7 +136,9 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
     ],
 )
 def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
-    """What torch.compile makes of padding is torch's affair: it packs nothing, so that padded places hold what eager leaves out."""
+    """What torch.compile makes of padding is torch's affair: it packs nothing, so that padded
+    places hold what eager leaves out.
+    """
     model, x, given = (
         build(lambda: Masked(batch_first)),
         torch.randn(3, 5, 16),
@@ -155,7 +160,7 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
 
 
 @tiers.ALL
-def test_layers_that_get_nested_tensors_are_told_of() -> None:
+def test_layers_with_nested_tensors_are_reported() -> None:
     model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
     given, advice = masks(True, False, True), "make it with enable_nested_tensor=False"
     run = compiled(model, precision="bf16")

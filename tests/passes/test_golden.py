@@ -1,5 +1,5 @@
-"""The graph after every pass, as text. A new pass brings its golden text; `QSYNC_UPDATE_GOLDEN=1 pytest tests/passes/test_golden.py`
-writes it.
+"""The graph after every pass, as text. A new pass brings its golden text; `QSYNC_UPDATE_GOLDEN=1
+pytest tests/passes/test_golden.py` writes it.
 
 Read the difference before you commit it: the golden text is the specification of a pass.
 """
@@ -24,7 +24,9 @@ PASSES = [step.name for step in pipeline(Options(), lowerings())]
 
 
 class Residual(nn.Module):
-    """Everything that a pass decides about, once: products, norm, shared operand, promotion, autocast, a scalar out of range, a loss."""
+    """Everything that a pass decides about, once: products, norm, shared operand, promotion,
+    autocast, a scalar out of range, a loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()

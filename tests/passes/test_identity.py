@@ -1,6 +1,8 @@
-"""Who an operator is: the same on every rank, across graph breaks, and down to the kernels of the backward pass.
+"""Who an operator is: the same on every rank, across graph breaks, and down to the kernels of the
+backward pass.
 
-That `meta["custom"]` travels through AOTAutograd, and how Dynamo names modules and frames, is semi-private to torch: these tests pin it.
+That `meta["custom"]` travels through AOTAutograd, and how Dynamo names modules and frames, is
+semi-private to torch: these tests pin it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def precisions(model: Any, *inputs: Any, **options: Any) -> dict[str, str]:
 
 
 def aten_graphs(model: nn.Module, x: Tensor, precision: str) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of forward and backward that the inner compiler would get, recomputation decided as Inductor decides it."""
+    """The graphs of forward and backward that the inner compiler would get, recomputation decided
+    as Inductor decides it.
+    """
     graphs: list[fx.Graph] = []
 
     def keep(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -233,7 +237,8 @@ def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> N
     assert len(broken.graphs) > 1
     wanted, found = ([str(op.id) for op in e.operators] for e in (whole, broken))
     if "layer" in breaks:
-        # What follows a module that breaks, and stands in no module itself, goes by the last module that was seen before it.
+        # What follows a module that breaks, and stands in no module itself, goes by the last module
+        # that was seen before it.
         outside = {name for name in wanted if name.startswith("/")}
         assert [name for name in found if not name.startswith("/")] == [
             name for name in wanted if name not in outside
@@ -243,7 +248,7 @@ def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> N
         assert found == wanted
 
 
-def test_each_layer_follows_its_own_plan_though_dynamo_would_share_the_code() -> None:
+def test_layers_with_shared_code_follow_separate_plans() -> None:
     plan = Plan("fp32", patterns=[("one", "int8"), ("two.second", "bf16")])
     x = torch.randn(4, 16)
     found = precisions(Breaking("layer"), x, plan=plan)
@@ -255,7 +260,7 @@ def test_each_layer_follows_its_own_plan_though_dynamo_would_share_the_code() ->
     assert 1e-5 < error < 0.01
 
 
-def test_layers_share_code_where_the_plan_is_one_for_all() -> None:
+def test_layers_with_one_plan_share_code() -> None:
     backend, x = Counting(), torch.randn(4, 16)
     model = backend.compile(build(lambda: Breaking("layer")), precision="int8")
     model(x.requires_grad_()).sum().backward()
@@ -268,7 +273,7 @@ def test_layers_share_code_where_the_plan_is_one_for_all() -> None:
 
 
 @tiers.ALL
-def test_more_layers_than_dynamo_keeps_code_for() -> None:
+def test_more_layers_than_the_recompile_limit() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,7 +297,9 @@ def test_more_layers_than_dynamo_keeps_code_for() -> None:
 
 
 def test_ids_are_the_same_when_code_is_compiled_again() -> None:
-    """For another batch size, or in evaluation, a graph is traced anew, and so is what follows a graph break."""
+    """For another batch size, or in evaluation, a graph is traced anew, and so is what follows a
+    graph break.
+    """
     found: list[list[str]] = []
 
     @qsync_fx.graph_pass

@@ -1,4 +1,6 @@
-"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is wrong with it is told."""
+"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is
+wrong with it is told.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_before_normalize_too() -> None:
     assert put_in(explanation)["/early.tanh@body"].reason.startswith("inserted by early; ")
 
 
-def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_show_inserted_nodes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     step = behind("body/linear", relu, "lower")
     explanation = explain(step, precision="bf16")
     (row,) = (line for line in str(explanation).splitlines() if "tap.relu" in line)
@@ -95,7 +97,7 @@ def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "inserted by tap" in (tmp_path / "net.dot").read_text()
 
 
-def test_what_runs_tells_it() -> None:
+def test_compiled_graph_shows_inserted_nodes() -> None:
     torch.manual_seed(0)
     model = Net()
     options = {
@@ -138,9 +140,7 @@ def with_adapter(
         pytest.param("lower", "inductor", marks=tiers.ALL),
     ],
 )
-def test_a_product_with_a_parameter_of_the_passes_own_trains(
-    after: str, inner_backend: str
-) -> None:
+def test_product_with_a_parameter_of_the_pass_trains(after: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     model, weight, x = Net(), nn.Parameter(torch.randn(8, 8) / 3), torch.randn(4, 8)
     step = with_adapter(weight, after)
@@ -161,7 +161,7 @@ def test_a_product_with_a_parameter_of_the_passes_own_trains(
 
 
 @pytest.mark.parametrize("after", ["normalize", "autocast", "classify"])
-def test_a_plan_decides_on_what_is_there_when_it_is_applied(after: str) -> None:
+def test_plan_applies_to_nodes_inserted_before_it(after: str) -> None:
     step = with_adapter(nn.Parameter(torch.eye(8)), after)
     plan = Plan("fp32", patterns=[("**/adapter.linear", "int8")])
     explanation = explain(step, plan=plan)
@@ -174,18 +174,19 @@ def test_a_plan_decides_on_what_is_there_when_it_is_applied(after: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["assign", "cascade"])
-def test_what_comes_after_the_plan_stays_as_it_is_and_says_why(after: str) -> None:
+def test_nodes_inserted_after_the_plan_are_unchanged_with_a_reason(after: str) -> None:
     explanation = explain(with_adapter(nn.Parameter(torch.eye(8)), after), precision="int8")
     product = put_in(explanation)["body/adapter.linear"]
     assert (product.kind, str(product.precision)) == ("fixed", "fp32")
     assert product.reason == (
-        "inserted by adapter; it was put in after 'assign' had applied the plan, so it stays in fp32: let the pass run before for the plan "
+        "inserted by adapter; it was put in after 'assign' had applied the plan, so it stays in "
+        "fp32: let the pass run before for the plan "
         "to decide"
     )
 
 
 @pytest.mark.parametrize("after", PLACES)
-def test_another_plan_without_another_trace_decides_alike(after: str) -> None:
+def test_replanning_without_a_trace_decides_equally(after: str) -> None:
     step = with_adapter(nn.Parameter(torch.eye(8)), after)
     explanation = explain(step, behind("classifier/linear", relu, after), precision="bf16")
     plan = Plan("int8")
@@ -203,7 +204,7 @@ def test_another_plan_without_another_trace_decides_alike(after: str) -> None:
     assert told(again) == told(afresh)
 
 
-def test_costs_know_what_was_put_in_before_casts() -> None:
+def test_costs_include_nodes_inserted_before_casts() -> None:
     weight = nn.Parameter(torch.eye(8))
     for after in ("normalize", "classify", "cascade", "lower"):
         cost = put_in(explain(with_adapter(weight, after), precision="fp32"))[
@@ -244,7 +245,9 @@ def test_in_a_checkpointed_region(after: str) -> None:
 
 @pytest.mark.parametrize("after", ["normalize", "autocast", "classify", "lower"])
 def test_in_a_region_of_autocast(after: str) -> None:
-    """The region that the model writes holds for what stands beside its operators, and gives way to a plan as it does for them."""
+    """The region that the model writes holds for what stands beside its operators, and gives way to
+    a plan as it does for them.
+    """
 
     class Region(Net):
         def forward(self, x: Tensor) -> Tensor:

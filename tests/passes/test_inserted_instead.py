@@ -18,7 +18,7 @@ from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_
 
 
 @pytest.mark.parametrize("after", ["normalize", "classify", "assign", "cascade", "insert_casts"])
-def test_an_operator_in_the_place_of_one_of_its_name_is_that_operator(after: str) -> None:
+def test_replacement_with_an_equal_name_is_the_same_operator(after: str) -> None:
     def twice(graph: PrecisionGraph) -> None:
         for op in graph.operators(kind="adjustable"):
             x, weight, bias = op.node.args
@@ -37,7 +37,7 @@ def test_an_operator_in_the_place_of_one_of_its_name_is_that_operator(after: str
     assert explanation.graph().count("qsync.linear") == 1
 
 
-def test_a_copy_of_an_operator_is_another_one() -> None:
+def test_copy_of_an_operator_is_distinct() -> None:
     def again(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
         copy = graph.graph.node_copy(node)
         return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, copy))
@@ -96,7 +96,7 @@ def test_a_rewrite_runs_at_any_place(after: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("after", PLACES[5:])
-def test_a_rewrite_after_casts_finds_what_stands_there(after: str, precision: str) -> None:
+def test_rewrite_after_casts_matches_cast_nodes(after: str, precision: str) -> None:
     explanation = explain(rewriting(after), precision=precision)
     assert explanation.rewritten["soft"].count == 1
     kinds = {name: (op.kind, str(op.precision)) for name, op in put_in(explanation).items()}

@@ -92,7 +92,7 @@ def no_tensor(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
         (no_tensor, "cannot be traced"),
     ],
 )
-def test_what_computes_nothing_is_an_error(put: Put, says: str, after: str) -> None:
+def test_insertion_without_computation_is_an_error(put: Put, says: str, after: str) -> None:
     with pytest.raises(PassError) as caught:
         explain(behind("body/linear", put, after))
     assert says in str(caught.value)
@@ -101,8 +101,10 @@ def test_what_computes_nothing_is_an_error(put: Put, says: str, after: str) -> N
     assert caught.value.do
 
 
-def test_what_stands_for_a_quantized_operand_is_for_products_alone() -> None:
-    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would train nothing."""
+def test_quantized_placeholders_are_limited_to_products() -> None:
+    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would
+    train nothing.
+    """
 
     def run(graph: PrecisionGraph) -> None:
         op = graph.operators(kind="adjustable")[1]

@@ -47,7 +47,7 @@ def test_a_custom_pass_trains() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_custom_passes_run_where_they_say_in_the_order_given() -> None:
+def test_custom_passes_run_at_their_position_in_order() -> None:
     @qsync_fx.graph_pass(after="cascade")
     def first(graph: qsync_fx.PrecisionGraph) -> None: ...
 
@@ -68,7 +68,7 @@ def test_custom_passes_run_where_they_say_in_the_order_given() -> None:
     ]
 
 
-def test_a_pass_has_one_place() -> None:
+def test_pass_has_one_position() -> None:
     with pytest.raises(OptionError, match="one place"):
         qsync_fx.graph_pass(after="assign", before="lower")
 
@@ -85,7 +85,7 @@ def test_an_assignment_outlives_the_plan() -> None:
 
 
 @pytest.mark.parametrize("returned", ["a graph", "a module", "text"])
-def test_a_pass_that_returns_something_is_told_that_it_would_be_lost(returned: str) -> None:
+def test_pass_with_a_return_value_is_an_error(returned: str) -> None:
     @qsync_fx.graph_pass(after="lower")
     def returns(graph: qsync_fx.PrecisionGraph) -> Any:
         return {"a graph": graph, "a module": graph.module, "text": returned}[returned]
@@ -123,7 +123,7 @@ class _Each(_Counts):
 @pytest.mark.parametrize(
     ("kind", "bodies"), [(_Whole, [False]), (_Each, [False, True]), (_Counts, [False, True])]
 )
-def test_a_pass_is_called_with_what_its_scope_says(kind: type[_Counts], bodies: list[bool]) -> None:
+def test_pass_receives_the_value_of_its_scope(kind: type[_Counts], bodies: list[bool]) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
@@ -135,13 +135,13 @@ def test_a_pass_is_called_with_what_its_scope_says(kind: type[_Counts], bodies: 
     assert step.bodies == bodies
 
 
-def test_a_pass_says_its_name_and_its_scope_in_its_class() -> None:
+def test_pass_class_defines_name_and_scope() -> None:
     for step in pipeline(Options(gradient_rounding="stochastic"), lowerings()):
         assert {"name", "scope"} <= vars(type(step)).keys(), step
         assert not {"name", "scope"} & {field.name for field in dataclasses.fields(step)}, step  # type: ignore[arg-type]
 
 
-def test_what_is_put_in_after_lowering_is_charged_to_an_operator() -> None:
+def test_nodes_inserted_after_lowering_count_to_an_operator() -> None:
     @qsync_fx.graph_pass(after="annotate_cost")
     def tap(graph: qsync_fx.PrecisionGraph) -> None:
         last = graph.operators("adjustable")[-1].node
@@ -164,6 +164,6 @@ def test_what_is_put_in_after_lowering_is_charged_to_an_operator() -> None:
     ] == [True]
 
 
-def test_every_rule_says_when_it_holds() -> None:
+def test_every_rule_has_a_validity() -> None:
     names = [*explain().passes]
     assert all(rule.since in names and rule.says for rule in RULES)

@@ -260,7 +260,7 @@ def test_checkpointing_works_after_a_compiled_gradient() -> None:
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_the_backend_of_attention_is_the_one_that_the_model_chooses() -> None:
+def test_attention_backend_of_the_model_is_preserved() -> None:
     expected = in_sdpa_kernel(x := torch.randn(2, 2, 4, 4))
     for inner_backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
@@ -333,7 +333,7 @@ def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(
 
 
 @pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
-def test_a_kept_call_is_unpacked_as_dynamo_wrote_it(inner_backend: str) -> None:
+def test_opaque_call_is_unpacked_as_by_dynamo(inner_backend: str) -> None:
     """`vjp` pulls back after its level, in a call that cannot be re-traced and returns a tuple."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:

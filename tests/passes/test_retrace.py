@@ -1,6 +1,8 @@
-"""Values that go past autograd and the dispatcher: `.data`, straight-through estimators, writes to `.data`, updates in the forward pass.
+"""Values that go past autograd and the dispatcher: `.data`, straight-through estimators, writes to
+`.data`, updates in the forward pass.
 
-Re-tracing sees what passes the dispatcher. What does not must reach the compiled code all the same, never as a constant.
+Re-tracing sees what passes the dispatcher. What does not must reach the compiled code all the same,
+never as a constant.
 """
 
 from __future__ import annotations
@@ -149,8 +151,10 @@ def own_gradient(model: Two, x: Tensor) -> Tensor:
 
 
 CALLS = (
-    scaled_data, data_alone, weight_data, straight_through, straight_through_a_checkpoint, one_hot_straight_through, own_function,
-    moving_average, weight_copied_in, weight_changed_between_two_uses, write_to_data, write_after_use, data_replaced, no_grad_region,
+    scaled_data, data_alone, weight_data, straight_through, straight_through_a_checkpoint,
+    one_hot_straight_through, own_function,
+    moving_average, weight_copied_in, weight_changed_between_two_uses, write_to_data,
+    write_after_use, data_replaced, no_grad_region,
     detached, own_gradient,
 )  # fmt: skip
 
@@ -187,8 +191,10 @@ def test_values_that_autograd_does_not_see(forward: Forward) -> None:
         assert relative_error(ours[1], theirs[1]) <= bound
 
 
-def test_eager_keeps_what_data_means_for_autograd() -> None:
-    """A write to `.data` is none for autograd, while one to what `detach` gives makes it refuse the backward pass."""
+def test_eager_preserves_detached_data() -> None:
+    """A write to `.data` is none for autograd, while one to what `detach` gives makes it refuse the
+    backward pass.
+    """
 
     def through_data(x: Tensor) -> Tensor:
         y = x.exp()
@@ -218,7 +224,9 @@ def hiding(y: Tensor) -> Tensor:
 
 
 def test_a_function_that_hides_a_value_stays_as_it_is() -> None:
-    """Dynamo does not look into it, so that only tracing comes upon `.data`, where it sees nothing."""
+    """Dynamo does not look into it, so that only tracing comes upon `.data`, where it sees
+    nothing.
+    """
 
     def forward(model: Two, x: Tensor) -> Tensor:
         return model.second(hiding(model.first(x)))

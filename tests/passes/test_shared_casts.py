@@ -1,4 +1,6 @@
-"""Where casts stand: one for all readers of a tensor, none past a write, and none where two would cancel."""
+"""Where casts stand: one for all readers of a tensor, none past a write, and none where two would
+cancel.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
         assert text.count(cast) == 1
 
 
-def test_a_write_ends_the_sharing_of_what_it_may_alias_and_no_more() -> None:
-    """A batch norm writes its statistics and counts its batches, between the two readers of the block's input."""
+def test_write_ends_sharing_of_aliased_casts_only() -> None:
+    """A batch norm writes its statistics and counts its batches, between the two readers of the
+    block's input.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:

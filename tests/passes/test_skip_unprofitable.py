@@ -1,4 +1,6 @@
-"""The option "skip_unprofitable": what is as fast in a wider format runs in it and says why; what a plan names does not."""
+"""The option "skip_unprofitable": what is as fast in a wider format runs in it and says why; what a
+plan names does not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROWS = 512
 
 
 class Net(nn.Module):
-    """Layers that are large enough for INT8, for BF16 and for neither, and convolutions that are for INT8 and are not."""
+    """Layers that are large enough for INT8, for BF16 and for neither, and convolutions that are
+    for INT8 and are not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +60,9 @@ class Net(nn.Module):
 def counting_as(
     native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and one for BF16, or without."""
+    """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and
+    one for BF16, or without.
+    """
     for where in (format_support, cpu_kernels, convolution_lowering):
         monkeypatch.setattr(where, "native_integer_unit", lambda: native)
     monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: by_onednn)
@@ -86,12 +92,14 @@ def layers_of(explanation: qsync_fx.diagnostics.Explanation) -> dict[str, tuple[
 def found(
     unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, tuple[str, str]]:
-    """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or without."""
+    """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or
+    without.
+    """
     with counting_as(unit, unit, unit, monkeypatch):
         return layers_of(explained(**options))
 
 
-def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_gain_run_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         ROWS * 1024 * 2
         < cpu_kernels.ENOUGH_WORK[16]
@@ -122,7 +130,9 @@ def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["int8", "int8_grad"])
 def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path of the native module without a unit, as QSYNC_CPU_ISA=avx2 asks for, where oneDNN has one."""
+    """A path of the native module without a unit, as QSYNC_CPU_ISA=avx2 asks for, where oneDNN has
+    one.
+    """
     with counting_as(False, True, True, monkeypatch):
         layers, text = (
             layers_of(explained(precision=precision, skip_unprofitable=True)),
@@ -134,8 +144,8 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     assert "the native module's path has no unit for int8" in layers["large"][1]
     assert "so its convolutions run in bf16" in layers["wide"][1]
     assert (
-        "7 operators are in a format that is not faster here, such as large/linear (the native module's path has no unit"
-        in text
+        "7 operators are in a format that is not faster here, such as large/linear (the native "
+        "module's path has no unit" in text
     )
     # Without a unit for BF16 what is wider is FP32, which oneDNN's unit is faster than.
     with counting_as(False, True, False, monkeypatch):
@@ -144,12 +154,14 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     assert {fmt for name, (fmt, _) in layers.items() if name != "large"} == {"fp32"}
 
 
-def test_what_the_option_would_leave_wider_is_said_without_it(
+def test_unprofitable_operators_are_reported_without_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = (
-        f"5 operators are in a format that is not faster here, such as thin/conv2d (3 channels are too few for int8 to pay, from "
-        f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" leaves what is so in a wider one'
+        "5 operators are in a format that is not faster here, such as thin/conv2d (3 channels "
+        "are too few for int8 to pay, from "
+        f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" leaves what is so in '
+        "a wider one"
     )
     with counting_as(True, True, True, monkeypatch):
         asked = explained(precision="int8")
@@ -174,8 +186,8 @@ def test_what_the_option_would_leave_wider_is_said_without_it(
             )
         )
     assert (
-        "1 operator is in a format that is not faster here: middle/linear (512 x 16 x 1024 is too small for int8 to pay);"
-        in one
+        "1 operator is in a format that is not faster here: middle/linear (512 x 16 x 1024 is too "
+        "small for int8 to pay);" in one
     )
     model = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
@@ -183,7 +195,7 @@ def test_what_the_option_would_leave_wider_is_said_without_it(
     assert "not faster here" not in str(held), "what the model holds stays"
 
 
-def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(
+def test_named_operators_follow_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = Plan("int8", patterns=[("thin", "int8")], operators={"small/linear": "int8"})
@@ -194,8 +206,10 @@ def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(
         assert {fmt for fmt, _ in found(unit, monkeypatch, precision="int8").values()} == {"int8"}
 
 
-def test_what_the_model_holds_stays() -> None:
-    """Of two formats that it could run in, one is that of the model, which is not to be converted."""
+def test_dtype_of_the_model_is_preserved() -> None:
+    """Of two formats that it could run in, one is that of the model, which is not to be
+    converted.
+    """
     held = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
         explained = qsync_fx.explain(
@@ -223,7 +237,9 @@ def test_it_trains() -> None:
 
 
 class OnGpu(nn.Module):
-    """Layers that a GPU with BF16 has no use for INT8 in, one that it has, and one that a plan names."""
+    """Layers that a GPU with BF16 has no use for INT8 in, one that it has, and one that a plan
+    names.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,10 +256,10 @@ class OnGpu(nn.Module):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
-def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
-    scaling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the choice of kernels leaves to a wider unit is asked before casts stand in the graph, and named in the report."""
+def test_wide_gpu_product_is_not_quantized(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the choice of kernels leaves to a wider unit is asked before casts stand in the graph,
+    and named in the report.
+    """
     # What is large there takes long here.
     monkeypatch.setattr(select, "ENOUGH_WORK", 256**3)
     monkeypatch.setattr(select, "NARROWEST", 64)
@@ -281,7 +297,8 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     assert (none if scaling == "channel" else "is assumed to be too small for int8") in wide[
         "image"
     ][1]
-    # What a plan names is obeyed, and without the option all is: kept in a byte a value, and multiplied as it pays.
+    # What a plan names is obeyed, and without the option all is: kept in a byte a value, and
+    # multiplied as it pays.
     assert f"torch computes output: {too_small}" in wide["named"][1]
     assert {fmt for fmt, _ in layers("a100", False).values()} == {"int8"}
     assert (quantized("a100", True), quantized("a100", False)) == (4, 8)
@@ -292,8 +309,10 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     )
 
 
-def test_what_was_measured_on_a_gpu_decides_there() -> None:
-    """A table in which BF16 is as fast for one product leaves it out, though it is large; one in which INT8 wins keeps what is small."""
+def test_tuning_table_decides_on_a_gpu() -> None:
+    """A table in which BF16 is as fast for one product leaves it out, though it is large; one in
+    which INT8 wins keeps what is small.
+    """
     # What reads the layer lets it give out BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
     options = {"precision": "int8", "skip_unprofitable": True}
@@ -313,11 +332,12 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
         assert str(layer.precision) == fmt
     assert (
         layer.reason
-        == "plan: uniform int8; int8 was measured to be no faster than bf16 on this device, so it runs in bf16"
+        == "plan: uniform int8; int8 was measured to be no faster than bf16 on this device, so "
+        "it runs in bf16"
     )
 
 
-def test_nothing_is_measured_with_it() -> None:
+def test_measure_rejects_the_option() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
 

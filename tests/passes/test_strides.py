@@ -1,8 +1,8 @@
 """A rewritten graph has the strides and aliases that the model had when it was traced.
 
-Dynamo's graph lacks a `contiguous()` without an effect, and contains the results of `is_contiguous()` and
-`stride()`. Invariant: `view` and `as_strided` behind an operator that a pass or a decomposition replaces
-return the values of eager mode.
+Dynamo's graph lacks a `contiguous()` without an effect, and contains the results of
+`is_contiguous()` and `stride()`. Invariant: `view` and `as_strided` behind an operator that a pass
+or a decomposition replaces return the values of eager mode.
 """
 
 from __future__ import annotations
@@ -88,58 +88,76 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
 
 MODELS: dict[str, Callable[[], tuple[Tensor, Function, Sequence[Tensor]]]] = {
     "attention, contiguous, view": lambda: (
-        torch.randn(4, 8, 32), lambda x, w: attended(x, w).transpose(1, 2).contiguous().view(4, 8, 32), [weight(96, 32)]
+        torch.randn(4, 8, 32), lambda x,
+        w: attended(x, w).transpose(1, 2).contiguous().view(4, 8, 32), [weight(96, 32)]
     ),
     "attention, view": lambda: (
-        torch.randn(4, 8, 32), lambda x, w: attended(x, w).transpose(1, 2).view(4, 8, 32), [weight(96, 32)]
+        torch.randn(4, 8, 32), lambda x, w: attended(x, w).transpose(1, 2).view(4, 8, 32),
+        [weight(96, 32)]
     ),
     "attention, as_strided": lambda: (
-        torch.randn(4, 8, 32), lambda x, w: attended(x, w).as_strided((4, 8, 32), (256, 32, 1)), [weight(96, 32)]
+        torch.randn(4, 8, 32), lambda x, w: attended(x, w).as_strided((4, 8, 32), (256, 32, 1)),
+        [weight(96, 32)]
     ),
     "attention by a trained mask, contiguous, view": lambda: (
         torch.randn(4, 8, 32),
-        lambda x, w, mask: F.scaled_dot_product_attention(*heads(x, w), attn_mask=mask).contiguous().view(8, -1),
+        lambda x, w,
+        mask: F.scaled_dot_product_attention(*heads(x, w), attn_mask=mask).contiguous().view(8, -1),
         [weight(96, 32), weight(8, 8)],
     ),
     "gradient of attention, view": lambda: (
         torch.randn(4, 8, 32),
-        lambda x, w: F.scaled_dot_product_attention(*(viewed(t.transpose(1, 2)).transpose(1, 2) for t in heads(x, w))),
+        lambda x,
+        w: F.scaled_dot_product_attention(*(viewed(t.transpose(1, 2)).transpose(1,
+        2) for t in heads(x, w))),
         [weight(96, 32)],
     ),
     "convolution by a channels-last weight, view": lambda: (
-        images(), lambda x, w: conv(x, w).permute(0, 2, 3, 1).view(4, -1), [weight(64, 64, 3, 3).to(memory_format=LAST)]
+        images(), lambda x, w: conv(x, w).permute(0, 2, 3, 1).view(4, -1),
+        [weight(64, 64, 3, 3).to(memory_format=LAST)]
     ),
     "convolution of channels-last images, view": lambda: (
-        images().to(memory_format=LAST), lambda x, w: conv(x, w).permute(0, 2, 3, 1).view(4, -1), [weight(64, 64, 3, 3)]
+        images().to(memory_format=LAST), lambda x, w: conv(x, w).permute(0, 2, 3, 1).view(4, -1),
+        [weight(64, 64, 3, 3)]
     ),
     "convolution, as_strided": lambda: (
-        images(), lambda x, w: conv(x, w).as_strided((4, 64, 16), (4096, 64, 1), 3), [weight(64, 64, 3, 3)]
+        images(), lambda x, w: conv(x, w).as_strided((4, 64, 16), (4096, 64, 1), 3),
+        [weight(64, 64, 3, 3)]
     ),
     "convolution, if not contiguous": lambda: (
-        images(), lambda x, w: (y if (y := conv(x, w)).is_contiguous() else y.contiguous()).view(4, -1),
+        images(), lambda x,
+        w: (y if (y := conv(x, w)).is_contiguous() else y.contiguous()).view(4, -1),
         [weight(64, 64, 3, 3)],
     ),
     "1-D convolution of a transposed input, view": lambda: (
-        torch.randn(4, 20, 64).transpose(1, 2), lambda x, w: F.conv1d(x, w, padding=1).view(4, -1), [weight(64, 64, 3)]
+        torch.randn(4, 20, 64).transpose(1, 2), lambda x, w: F.conv1d(x, w, padding=1).view(4, -1),
+        [weight(64, 64, 3)]
     ),
-    "gradient of a convolution, view": lambda: (images(), lambda x, w: conv(viewed(x * 1), w), [weight(64, 64, 3, 3)]),
+    "gradient of a convolution, view": lambda: (images(), lambda x, w: conv(viewed(x * 1), w),
+    [weight(64, 64, 3, 3)]),
     "gradient of a depthwise convolution, view": lambda: (
-        images(), lambda x, w: F.conv2d(viewed(x * 1), w, padding=1, groups=64, stride=2), [weight(64, 1, 3, 3)]
+        images(), lambda x, w: F.conv2d(viewed(x * 1), w, padding=1, groups=64, stride=2),
+        [weight(64, 1, 3, 3)]
     ),
     "gradient of a large depthwise convolution, view": lambda: (
-        images(), lambda x, w: F.conv2d(viewed(x * 1), w, padding=3, groups=64), [weight(64, 1, 7, 7)]
+        images(), lambda x, w: F.conv2d(viewed(x * 1), w, padding=3, groups=64),
+        [weight(64, 1, 7, 7)]
     ),
     "gradient of max pooling, view": lambda: (
-        images(), lambda x, w: F.max_pool2d(viewed(x * w), 2).to(memory_format=LAST) * 2, [torch.ones(1)]
+        images(), lambda x, w: F.max_pool2d(viewed(x * w), 2).to(memory_format=LAST) * 2,
+        [torch.ones(1)]
     ),
     "rows of a product, as_strided": lambda: (
-        torch.randn(8, 64), lambda x, w: F.linear(x, w)[::2].as_strided((8, 10), (64, 1), 5) * 1, [weight(64, 64)]
+        torch.randn(8, 64), lambda x, w: F.linear(x, w)[::2].as_strided((8, 10), (64, 1), 5) * 1,
+        [weight(64, 64)]
     ),
     "a row of a product, as_strided": lambda: (
-        torch.randn(8, 64), lambda x, w: F.linear(x, w)[3].float().as_strided((8, 10), (64, 1), 5) * 1, [weight(64, 64)]
+        torch.randn(8, 64), lambda x,
+        w: F.linear(x, w)[3].float().as_strided((8, 10), (64, 1), 5) * 1, [weight(64, 64)]
     ),
     "an expanded product, as_strided": lambda: (
-        torch.randn(8, 64), lambda x, w: F.linear(x, w)[:1].expand(8, 64).as_strided((8, 10), (64, 1), 5) * 1,
+        torch.randn(8, 64), lambda x,
+        w: F.linear(x, w)[:1].expand(8, 64).as_strided((8, 10), (64, 1), 5) * 1,
         [weight(64, 64)],
     ),
 }  # fmt: skip
@@ -173,9 +191,7 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "fmt", "inner_backend"), cases())
-def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(
-    name: str, fmt: str, inner_backend: str
-) -> None:
+def test_views_after_rewritten_nodes_equal_eager(name: str, fmt: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     x, function, weights = MODELS[name]()
     model = Calling(function, *weights)
@@ -193,7 +209,9 @@ def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(
 
 
 def layouts(shape: Sequence[int]) -> Iterator[Tensor]:
-    """Yield tensors of a shape: contiguous, transposed, channels-last, sliced and with the first dimensions swapped."""
+    """Yield tensors of a shape: contiguous, transposed, channels-last, sliced and with the first
+    dimensions swapped.
+    """
     yield torch.randn(shape)
     yield torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     if len(shape) in (4, 5):
@@ -330,7 +348,7 @@ def test_in_order_copies_only_what_has_other_strides() -> None:
     )
 
 
-def test_what_is_not_dense_has_no_order() -> None:
+def test_non_dense_tensors_have_no_order() -> None:
     x = torch.randn(4, 6)
     assert memory_order(x.t()) == [1, 0]
     assert memory_order(x[:, ::2]) is None and memory_order(x[:1].expand(4, 6)) is None

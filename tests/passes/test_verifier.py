@@ -134,7 +134,7 @@ def test_the_verifier_names_pass_node_and_rule(
         assert "node %" in (caught.value.where or "")
 
 
-def test_no_two_roundings_draw_from_one_stream() -> None:
+def test_roundings_have_distinct_streams() -> None:
     @qsync_fx.graph_pass(after="insert_casts")
     def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
         first, second, *_ = (

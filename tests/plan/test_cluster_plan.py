@@ -1,4 +1,6 @@
-"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded, whoever wrote it."""
+"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded,
+whoever wrote it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
 
 @settings(max_examples=100)
 @given(cluster_plans())
-def test_what_is_written_is_read(plan: ClusterPlan) -> None:
+def test_saved_plan_is_loaded_unchanged(plan: ClusterPlan) -> None:
     text = plan.to_json()
     read = ClusterPlan.from_json(text)
     assert read == plan
@@ -80,14 +82,20 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
         (HEAD + ', "classes": []}', "must be an object, not a list", "classes"),
         (HEAD + ', "classes": {"a": 1}}', "must be an object, not the number 1", 'classes.a'),
         (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "no field 'defalt'", 'classes.a'),
-        (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision", 'classes.a.default'),
-        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice", 'classes.a'),
-        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "must be a printable string", 'classes["\\u001b[2J"]'),
+        (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision",
+        'classes.a.default'),
+        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice",
+        'classes.a'),
+        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "must be a printable string",
+        'classes["\\u001b[2J"]'),
         (HEAD + ', "classes": {"a": {}}, "ranks": ["b"]}', "no class 'b'", "ranks[0]"),
-        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the rank table must be a list, not text", "ranks"),
+        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the rank table must be a list, not text",
+        "ranks"),
         (HEAD + ', "classes": {"a": {}}, "devices": {"b": "x"}}', "no class 'b'", "devices"),
-        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "a device name must be a string", 'devices.a'),
-        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}', "a note must map a string to a string, not to the number 1", 'notes["a"]'),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "a device name must be a string",
+        'devices.a'),
+        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}',
+        "a note must map a string to a string, not to the number 1", 'notes["a"]'),
         (HEAD + ', "class": {}}', "unknown field 'class'", None),
         ('{"format": "qsync-cluster-plan", "version": 2}', "has version 2", "version"),
         ('{"format": "qsync-plan", "version": 1}', "is not marked as a plan", "format"),
@@ -127,7 +135,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
         assert caught.value.do
 
 
-def test_there_is_a_codec_of_each_name_that_a_plan_may_name() -> None:
+def test_every_codec_name_of_a_plan_has_a_codec() -> None:
     from qsync_fx.communication.codecs import codec_named
 
     assert [codec_named(name).name for name in cluster_plan.CODECS] == list(cluster_plan.CODECS)
@@ -166,15 +174,19 @@ def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (ClusterPlan({"slow": T4}), LocalPlan(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
     ],
 )
-def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> None:
+def test_device_class_selects_the_part(
+    plan: ClusterPlan, process: LocalPlan, expected: str
+) -> None:
     assert plan.for_process(process).notes["device class"] == expected
 
 
 @pytest.mark.parametrize(
     ("plan", "process", "where"),
     [
-        (PLAN, LocalPlan(None, None, "cpu"), "this process has no rank; the plan has no rank table; the device name is 'cpu'"),
-        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's rank table is for 1 ranks"),
+        (PLAN, LocalPlan(None, None, "cpu"),
+        "this process has no rank; the plan has no rank table; the device name is 'cpu'"),
+        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"),
+        "rank 0 of 2; the plan's rank table is for 1 ranks"),
         (
             ClusterPlan({"a": T4, "b": V100}, {"a": "T4", "b": "Tesla"}),
             LocalPlan(None, None, "Tesla T4"),
@@ -182,7 +194,7 @@ def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> Non
         ),
     ],
 )  # fmt: skip
-def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
+def test_ambiguous_part_is_an_error(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
     with pytest.raises(
         PlanError, match="the class of this rank's device in the cluster plan is unknown"
     ) as caught:
@@ -205,7 +217,7 @@ def test_wrong_classes() -> None:
         ClusterPlan({"t4": "int8"})  # type: ignore[dict-item]
 
 
-def test_reports_tell_whose_part_it_is() -> None:
+def test_reports_name_the_device_class() -> None:
     explanation = qsync_fx.explain(
         torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 4))),
         torch.randn(2, 4),

@@ -50,7 +50,7 @@ def test_round_trip(op_id: OpId) -> None:
 @example(OpId("a/b", "c"), OpId("a", "b/c"))
 @example(OpId("", "b@a"), OpId("", "b", 0, "a"))
 @example(OpId("", "b", 0, "a#1"), OpId("", "b", 1, "a"))
-def test_one_text_an_operator(first: OpId, second: OpId) -> None:
+def test_each_operator_has_a_unique_text(first: OpId, second: OpId) -> None:
     assert (str(first) == str(second)) == (first == second)
     assert (first < second) == (second > first)
 
@@ -108,7 +108,7 @@ def test_malformed_text(text: str) -> None:
 
 
 @given(st.text(st.sampled_from("ab./#@%012*é\n\ud800"), max_size=12))
-def test_parse_reads_nothing_but_what_str_writes(text: str) -> None:
+def test_parse_accepts_only_the_output_of_str(text: str) -> None:
     try:
         op_id = OpId.parse(text)
     except PlanError:

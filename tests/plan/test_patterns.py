@@ -176,8 +176,9 @@ def test_pattern_of_another_type(pattern: object) -> None:
         OpId("a", "b").matches(pattern)  # type: ignore[arg-type]
 
 
-# The reference takes patterns as data and names as they are, and tries everything; texts and their escapes are for the code under test.
-# A glob is a list of "*", "?", ("!", characters) for none of them, or the characters that may stand there.
+# The reference takes patterns as data and names as they are, and tries everything; texts and their
+# escapes are for the code under test. A glob is a list of "*", "?", ("!", characters) for none of
+# them, or the characters that may stand there.
 Glob = list[str | tuple[str, str]]
 
 
@@ -208,7 +209,9 @@ def split(path: str) -> list[str]:
 
 
 def reference(globs: list[Glob | None], operator: Glob | None, op_id: OpId) -> bool:
-    """The rules of `OpId.matches` for patterns without # and @; without an operator the pattern selects modules."""
+    """The rules of `OpId.matches` for patterns without # and @; without an operator the pattern
+    selects modules.
+    """
     segments = split(op_id.module)
     if operator is None:
         return any(path(globs, segments[:n]) for n in range(len(segments) + 1))
@@ -234,7 +237,8 @@ def written_path(globs: list[Glob | None]) -> str:
     return ".".join("**" if segment is None else written(segment) for segment in globs)
 
 
-# Every character that needs an escape or means something in a class is there, beside a few that names share.
+# Every character that needs an escape or means something in a class is there, beside a few that
+# names share.
 letters = st.sampled_from("ab") | st.sampled_from("ab01-^!%[]{}?/#@,\n\ud800é\u2028")
 classes = st.lists(
     letters.filter(lambda c: c not in "-^!"), min_size=2, max_size=3, unique=True
@@ -267,7 +271,7 @@ def test_patterns_against_the_reference(
 
 
 @given(path_globs, short_paths)
-def test_after_is_matched_as_a_whole_path(globs: list[Glob | None], after: str) -> None:
+def test_after_matches_complete_paths(globs: list[Glob | None], after: str) -> None:
     assert OpId("", "relu", 1, after).matches(f"/relu@{written_path(globs)}") == (
         after != "" and path(globs, split(after))
     )
@@ -324,7 +328,7 @@ def test_an_id_is_a_pattern_of_itself(op_id: OpId) -> None:
 
 
 @given(st.text(st.sampled_from("ab./#@%0125*(?[]{},!^-\\\n")))
-def test_patterns_raise_nothing_but_plan_errors(pattern: str) -> None:
+def test_invalid_patterns_raise_only_plan_errors(pattern: str) -> None:
     try:
         pattern_regex(pattern)
     except PlanError:

@@ -1,4 +1,6 @@
-"""Plans: what they say of operators, how they are written for people, and how they are checked against a model."""
+"""Plans: what they say of operators, how they are written for people, and how they are checked
+against a model.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_later_pattern_wins() -> None:
 
 
 @given(plans, op_ids, patterns, precisions)
-def test_what_is_said_last_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
+def test_last_matching_rule_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
     by_pattern = plan.with_precision(pattern, precision)
     for known in (op_id, *plan.operators):
         if known.matches(pattern):
@@ -123,7 +125,7 @@ def test_a_plan_never_changes() -> None:
         plan.default = None  # type: ignore[misc]
 
 
-def test_what_people_read() -> None:
+def test_plan_is_printed_in_a_readable_form() -> None:
     plan = Plan(
         "int8",
         [("encoder.layer.*.output", "bf16")],
@@ -221,7 +223,8 @@ def test_check_lists_missing_and_extra() -> None:
         plan.check(MODEL, complete=True)
     error = caught.value
     assert error.what == (
-        "the plan has no precision for 5 of the 5 operators and names 4 operators that the model does not have"
+        "the plan has no precision for 5 of the 5 operators and names 4 operators that the model "
+        "does not have"
     )
     assert error.where is not None
     assert f"missing from the plan: {QUERY}, {DENSE}" in error.where
@@ -254,7 +257,8 @@ def test_check_names_operators_that_the_model_does_not_have() -> None:
     assert caught.value.what == "the plan names 1 operator that the model does not have"
     assert caught.value.do is not None
     assert caught.value.do.startswith(
-        "use the plan of this model; nearest to 'pooler.densse/linear' in the model: pooler.dense/linear"
+        "use the plan of this model; nearest to 'pooler.densse/linear' in the model: "
+        "pooler.dense/linear"
     )
 
 
@@ -266,7 +270,7 @@ def test_check_names_operators_that_the_model_does_not_have() -> None:
         ("zzz", "remove it"),
     ],
 )
-def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> None:
+def test_check_reports_patterns_without_a_match(pattern: str, close: str) -> None:
     plan = Plan("int8", [("encoder", "bf16"), (pattern, "fp32")])
     plan.check(MODEL, complete=False)
     with pytest.raises(PlanError) as caught:
@@ -291,7 +295,7 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
         ("pooler.dense/{linear, lineer}", "pooler.dense/lineer", "nearest: pooler.dense/linear"),
     ],
 )
-def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, close: str) -> None:
+def test_check_reports_alternatives_without_a_match(pattern: str, idle: str, close: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan("int8", [("encoder", "bf16"), (pattern, "fp32")]).check(MODEL, complete=True)
     assert caught.value.what == f"the pattern {idle!r} selects none of the 5 adjustable operators"
@@ -300,8 +304,10 @@ def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, c
     assert caught.value.do.startswith(close)
 
 
-def test_a_range_says_what_may_be_there() -> None:
-    """Alternatives are taken one by one: that not every one of these goes with every other is what braces are written for."""
+def test_invalid_range_lists_the_valid_values() -> None:
+    """Alternatives are taken one by one: that not every one of these goes with every other is what
+    braces are written for.
+    """
     Plan(
         "int8",
         [

@@ -1,4 +1,6 @@
-"""Plans in files: what is saved is loaded, a write that fails leaves what was there, and where no plan can be is told."""
+"""Plans in files: what is saved is loaded, a write that fails leaves what was there, and where no
+plan can be is told.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
-def test_a_reader_never_sees_half_a_plan(tmp_path: Path) -> None:
+def test_saving_a_plan_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     small, large = (
         Plan.uniform("fp32"),
@@ -132,9 +134,7 @@ def test_load_where_no_plan_is(tmp_path: Path) -> None:
             Plan.load(value)  # type: ignore[arg-type]
 
 
-def test_a_file_is_parsed_once_whichever_plan_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[object] = []
     loads = json.loads
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Plans from anyone: whatever text or bytes come, they are a plan or a PlanError that says where it is wrong."""
+"""Plans from anyone: whatever text or bytes come, they are a plan or a PlanError that says where it
+is wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the plan says.
+"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the
+plan says.
 
-Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan to the next.
+Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan
+to the next.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tens
     return loss.detach()
 
 
-def test_training_goes_on_where_it_was() -> None:
-    """The steps after a switch are those of a model compiled with that plan from the start, given the same state."""
+def test_training_continues_after_a_switch() -> None:
+    """The steps after a switch are those of a model compiled with that plan from the start, given
+    the same state.
+    """
     model = build(lambda: Perceptron(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fast = compiled(model, plan=INT8)
@@ -64,7 +68,7 @@ def test_training_goes_on_where_it_was() -> None:
     assert_equal(model.state_dict(), again.state_dict())
 
 
-def test_one_compilation_a_plan() -> None:
+def test_each_plan_is_compiled_once() -> None:
     fast, x = compiled(build(Perceptron), plan=INT8), torch.randn(4, 16)
 
     def step(plan: Plan) -> int:
@@ -143,7 +147,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def test_a_plan_is_followed_after_another_one_has_met_the_limit() -> None:
+def test_plan_is_applied_after_the_recompile_limit() -> None:
     model, x = build(Scaled), torch.randn(2, 4)
     fast = compiled(model, plan=BF16)
     with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings():
@@ -177,7 +181,7 @@ def test_other_options_stay(tmp_path: Path) -> None:
     assert ran == [("floor", "channel", "aot_eager", INT8), ("floor", "channel", "aot_eager", BF16)]
 
 
-def test_what_torch_compile_was_told_stays() -> None:
+def test_compile_arguments_are_preserved() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             torch._dynamo.graph_break()
@@ -195,7 +199,7 @@ def test_what_torch_compile_was_told_stays() -> None:
     assert compilations(lambda: [dynamic(torch.randn(n, 16)) for n in (3, 4, 5)]) == 1
 
 
-def test_a_plan_that_does_not_fit_is_told_and_can_be_taken_back() -> None:
+def test_mismatched_plan_is_an_error_and_can_be_reverted() -> None:
     model, x = build(Perceptron), torch.randn(32, 16)
     fast = compiled(model, plan=FP32)
     fast(x)
@@ -210,7 +214,7 @@ def test_a_plan_that_does_not_fit_is_told_and_can_be_taken_back() -> None:
     assert compilations(lambda: qsync_fx.switch_plan(fast, FP32)(x)) == 0
 
 
-def test_explain_takes_a_switched_model() -> None:
+def test_explain_accepts_a_switched_model() -> None:
     fast, x = compiled(build(Perceptron), plan=FP32), torch.randn(4, 16)
     qsync_fx.switch_plan(fast, INT8)(x)
     found = qsync_fx.explain(fast, x, options={"plan": BF16})

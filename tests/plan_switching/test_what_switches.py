@@ -1,4 +1,6 @@
-"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks, frames behind a graph break, ranks."""
+"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks,
+frames behind a graph break, ranks.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_a_method_of_a_class() -> None:
     assert rounds(model, model.inner)
 
 
-def test_blocks_compiled_one_by_one() -> None:
+def test_separately_compiled_blocks() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +147,7 @@ def test_data_parallel(around: str) -> None:
     assert 1e-4 < relative_error(gradients(model), gradients(exact)) < 0.1
 
 
-def test_what_cannot_be_switched_is_told() -> None:
+def test_unsupported_switch_is_an_error() -> None:
     model = build(Perceptron)
     for other in (model, torch.compile(model, backend="aot_eager"), lambda x: x):
         with pytest.raises(OptionError, match="not compiled with the backend"):

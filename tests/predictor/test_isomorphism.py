@@ -1,4 +1,6 @@
-"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx says that they are isomorphic."""
+"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx
+says that they are isomorphic.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def of(*blocks: nn.Module, shape: tuple[int, ...] = (4, 8)) -> ModelGraph:
     )
 
 
-def test_equal_blocks_are_found_and_others_are_not() -> None:
+def test_only_equal_blocks_are_detected() -> None:
     stem = nn.Linear(8, 8)
     (found,) = isomorphic_blocks(
         of(stem, Block(8), Block(8, gelu=True), Block(8), nn.Linear(8, 8), Block(8))
@@ -53,7 +55,7 @@ def test_equal_blocks_are_found_and_others_are_not() -> None:
     assert [len(names) for names in found.operators] == [5, 5, 5]
 
 
-def test_a_block_behind_the_models_input_is_none_of_those_behind_it() -> None:
+def test_block_after_the_model_input_is_distinct() -> None:
     """What it adds to is FP32 whatever the plan, and with it what all blocks behind it add to."""
     (found,) = isomorphic_blocks(of(Block(8), Block(8), Block(8)))
     assert found.modules == ("1", "2")

@@ -1,4 +1,6 @@
-"""Whose time a line of a wrapper takes: all of it is somebody's, or nobody's, and none of it twice."""
+"""Whose time a line of a wrapper takes: all of it is somebody's, or nobody's, and none of
+it twice.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def files(
     return {FILE: lines, OTHER: backward or {}}
 
 
-def test_a_library_call_is_its_operators_own_in_either_pass() -> None:
+def test_library_call_is_attributed_to_its_operator() -> None:
     known = files({10: library(node("a/linear"))}, {10: library(node("a/linear"))})
     found = attribute({(FILE, 10, False): 3.0, (OTHER, 10, True): 5.0}, known)
     assert (
@@ -42,7 +44,7 @@ def test_a_library_call_is_its_operators_own_in_either_pass() -> None:
     )
 
 
-def test_a_fused_kernel_is_shared_out_by_what_its_nodes_move() -> None:
+def test_fused_kernel_is_attributed_by_bytes_moved() -> None:
     kernel = fused(
         node("a/relu", 30), node("b/layer_norm", 50), node("b/layer_norm", 20), node(None, 900)
     )
@@ -57,9 +59,7 @@ def test_a_fused_kernel_is_shared_out_by_what_its_nodes_move() -> None:
     }
 
 
-def test_lines_that_call_nothing_belong_to_the_kernel_before_them_and_at_the_start_to_the_one_after() -> (
-    None
-):
+def test_lines_without_a_call_count_to_the_adjacent_kernel() -> None:
     known = files({12: library(node("a/linear")), 15: library(node("b/linear"))})
     seconds = {
         (FILE, at, False): taken
@@ -68,7 +68,7 @@ def test_lines_that_call_nothing_belong_to_the_kernel_before_them_and_at_the_sta
     assert attribute(seconds, known).operators == {"a/linear": (1.75, 0), "b/linear": (6.0, 0)}
 
 
-def test_quantizers_are_told_one_by_one() -> None:
+def test_quantizers_are_reported_individually() -> None:
     call = library(node("a/linear", 8, ("fp32", "int8", 64)))
     known = files({10: call, 12: library(node("a/linear"))}, {9: call})
     found = attribute(
@@ -83,7 +83,7 @@ def test_quantizers_are_told_one_by_one() -> None:
     ]
 
 
-def test_a_fused_kernel_that_writes_what_is_quantized_is_no_quantizer() -> None:
+def test_fused_producer_is_not_a_quantizer() -> None:
     known = files(
         {10: fused(node("a/linear", 8, ("fp32", "int8", 64))), 12: library(node("a/linear"))}
     )

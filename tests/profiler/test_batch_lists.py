@@ -1,4 +1,6 @@
-"""A single batch in place of a list of batches is refused by all functions that run steps, before the first step."""
+"""A single batch in place of a list of batches is refused by all functions that run steps, before
+the first step.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +71,6 @@ def test_lists_and_loaders_of_batches() -> None:
         first_batch([])
 
 
-def test_one_list_is_measured() -> None:
+def test_single_batch_list_is_measured() -> None:
     step = Counted()
     assert quick(layer(), step, repeats=1).runs and step.calls

@@ -1,4 +1,6 @@
-"""By which clock steps are timed: of the thread that trains, or, where it has others compute for it, of the wall."""
+"""By which clock steps are timed: of the thread that trains, or, where it has others compute for
+it, of the wall.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def busy() -> None:
         pass
 
 
-def test_what_another_thread_of_this_process_computes_is_no_part_of_a_step() -> None:
+def test_other_threads_do_not_count_to_a_step() -> None:
     clock = clock_for(1)
     process, own = time.process_time(), clock()
     other = threading.Thread(target=busy)

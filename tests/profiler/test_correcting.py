@@ -41,16 +41,17 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     assert before.interpolated(Plan.uniform("fp32")) == after.interpolated(NARROW) == []
     found = qsync_fx.replay(NARROW, after).seconds
     own = after.runs[-1]
-    # A layer of some microseconds may take less than what passes take beside their operators in the mean over runs.
+    # A layer of some microseconds may take less than what passes take beside their operators in the
+    # mean over runs.
     beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
     anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
     assert found == pytest.approx(anchor), "the measured step is an anchor"
-    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled two for the peak of memory,
-    # and three in each of two rounds.
+    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled
+    # two for the peak of memory, and three in each of two rounds.
     assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
 
 
-def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
+def test_recalibration_adds_the_loss_memory_to_an_old_profile() -> None:
     before = quick(layer(), Counted())
     old, other = (
         replace(before, loss_memory=None),
@@ -76,7 +77,7 @@ def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
     )
 
 
-def test_formats_that_plans_have_brought_stay_known() -> None:
+def test_formats_of_measured_plans_stay_in_the_profile() -> None:
     narrow = correct(layer(), Counted(), quick(layer(), Counted()), repeats=1)
     third = correct(layer(), Counted(), narrow, plan=Plan.uniform("int8"), repeats=1)
     assert set(third.graph.formats) == {"fp32", "bf16", "int8"}
@@ -85,7 +86,7 @@ def test_formats_that_plans_have_brought_stay_known() -> None:
     ] == [True, True]
 
 
-def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_path: Path) -> None:
+def test_interrupted_recalibration_resumes_with_an_intact_profile(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     before = quick(layer(), Counted(), path=path)
     how = {"profile": path, "path": path, "repeats": 3}
@@ -101,7 +102,7 @@ def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_pat
     assert rest.calls == 4 + 2 * (1 + 2 + 3)
 
 
-def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
+def test_machine_drift_is_removed() -> None:
     before = quick(layer(), Counted())
     # Steps that scatter by a half, as on a loaded machine, would tell of nothing.
     first = replace(before.runs[0], steps=before.runs[0].steps[:1] * 3)
@@ -116,7 +117,8 @@ def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
     )
     # What differs by chance stays as it was measured.
     assert corrected(before, found).runs[-1] == found.runs[0]
-    # A plan that is the profile's own is as fast as it was: else all others, measured then, would seem faster than it.
+    # A plan that is the profile's own is as fast as it was: else all others, measured then, would
+    # seem faster than it.
     assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == taken
     # How much is chance follows from how many steps there are.
     slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
@@ -155,7 +157,7 @@ def test_a_profile_of_something_else_is_refused() -> None:
         measure(layer(), Counted(), [BATCH], ["fp32"], plan=NARROW, profile=before)
 
 
-def test_a_profile_says_under_which_conditions_it_was_taken() -> None:
+def test_profile_records_its_conditions() -> None:
     model = layer().eval()
     profile = quick(model, Counted(), options={"rounding": "nearest"}, repeats=1)
     assert profile.model.conditions == "rounding=nearest, 1 modules in the mode to evaluate"
@@ -167,7 +169,7 @@ def test_a_profile_says_under_which_conditions_it_was_taken() -> None:
 
 
 @ALL
-def test_the_whole_step_of_a_mixed_plan_is_an_anchor() -> None:
+def test_mixed_plan_step_is_a_calibration_anchor() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
     how = {"repeats": 2, "progress": False, "sensitivity": None}

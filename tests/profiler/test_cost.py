@@ -24,7 +24,7 @@ def _seconds(words: str) -> float:
     return float(number) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
 
 
-def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: ObservedStep) -> None:
+def test_cost_is_logged_with_and_without_cached_code(seen: ObservedStep) -> None:
     text = costs(seen, 6, 7)
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
     found = re.search(
@@ -45,7 +45,7 @@ def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> N
     assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), "four ways, at least five rounds after three"
 
 
-def test_ranks_that_are_up_are_told_what_steps_together_take(
+def test_cost_of_joint_steps_is_logged_for_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import qsync_fx.profiler.measurement as measurement
@@ -57,7 +57,7 @@ def test_ranks_that_are_up_are_told_what_steps_together_take(
     assert "ranks together" not in capsys.readouterr().err
 
 
-def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
+def test_remaining_time_follows_from_completed_parts(seen: ObservedStep) -> None:
     left = Left(seen, plans=3, rounds=2)
     left.compiled.append(20.0)
     assert left.seconds == pytest.approx(40.0, abs=1), "as much for each as for the first"
@@ -68,7 +68,7 @@ def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
     assert left.seconds == pytest.approx(4 * 3.0)
 
 
-def test_a_log_says_how_far_a_measurement_is(
+def test_progress_of_a_measurement_is_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import qsync_fx.progress as shown

@@ -15,7 +15,7 @@ from qsync_fx.profiler.measurement import optimizer_of
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
 
-def test_what_makes_an_optimizer_is_given_the_parameters_that_are_trained() -> None:
+def test_optimizer_factory_gets_the_trained_parameters() -> None:
     model = nn.Sequential(layer(), nn.Linear(8, 8).requires_grad_(False))
     for made in (torch.optim.SGD, lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
         found = optimizer_of(model, made)
@@ -31,7 +31,7 @@ def test_what_makes_an_optimizer_is_given_the_parameters_that_are_trained() -> N
 @pytest.mark.parametrize(
     "given", ["sgd", nn.Linear(1, 1), lambda parameters: parameters], ids=["name", "module", "list"]
 )
-def test_what_is_no_optimizer_is_said(given: Any) -> None:
+def test_invalid_optimizer_is_an_error(given: Any) -> None:
     with pytest.raises(OptionError, match=r"torch\.optim\.Optimizer, and not of type") as caught:
         optimizer_of(layer(), given)
     assert caught.value.where == "optimizer" and "SGD(model.parameters(), lr=" in (
@@ -48,7 +48,7 @@ def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None
     assert not step.calls
 
 
-def test_parameters_beside_the_models_are_said() -> None:
+def test_parameters_outside_the_model_are_reported() -> None:
     model, beside = layer(), nn.Parameter(torch.zeros(3))
     with pytest.warns(
         UserWarning, match="1 of 2 parameters that SGD updates, 3 numbers, are not the model's"

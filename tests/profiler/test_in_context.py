@@ -50,7 +50,7 @@ NARROW = run("bf16", (BF16, BF16, 0.5), (BF16, BF16, 1.0), (BF16, BF16, 1.5), ou
 BETWEEN = run("between", (BF16, BF16, 0.6), (FP32, FP32, 2.2), (BF16, BF16, 1.7))
 
 
-def test_is_what_the_cost_mapper_asks() -> None:
+def test_profiled_times_implement_the_cost_mapper_protocol() -> None:
     asked: Times = times(WIDE)
     assert (
         asked.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2))
@@ -64,7 +64,7 @@ def test_a_state_that_was_measured_has_the_time_that_was_measured() -> None:
     assert times(WIDE, NARROW).operator("1/linear", state(BF16), alone) == Seconds(1.0, 2.0)
 
 
-def test_of_runs_with_the_same_state_the_one_with_the_same_neighbours_counts() -> None:
+def test_run_with_equal_neighbours_is_preferred() -> None:
     asked = times(WIDE, NARROW, BETWEEN)
     wide, narrow = state(FP32), state(BF16)
     assert asked.operator("1/linear", wide, [wide, wide, None, None]) == Seconds(2.0, 4.0)
@@ -73,7 +73,7 @@ def test_of_runs_with_the_same_state_the_one_with_the_same_neighbours_counts() -
     assert asked.operator("1/linear", wide, [narrow, wide, None, None]) == Seconds(2.1, 4.2)
 
 
-def test_beside_no_neighbours_it_takes_less_than_the_least() -> None:
+def test_least_is_a_lower_bound_over_neighbours() -> None:
     asked = times(
         WIDE, NARROW, BETWEEN, run("odd", (BF16, FP32, 0.4), (FP32, BF16, 1.9), (BF16, BF16, 1.4))
     )
@@ -111,8 +111,10 @@ def test_nearer_neighbours_count_more() -> None:
     assert times(near, far).operator("2/linear", wide, [wide] * 4) == Seconds(7.0, 14.0)
 
 
-def test_a_plan_that_was_measured_is_foreseen_as_it_was_measured() -> None:
-    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in the proportion that they had."""
+def test_measured_plan_is_predicted_exactly() -> None:
+    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in
+    the proportion that they had.
+    """
     calls = [
         Quantized("0/linear", FP32, INT8, 100, False, 0.2),
         Quantized("0/linear", FP32, INT8, 100, True, 0.1),
@@ -145,7 +147,7 @@ def test_a_plan_that_was_measured_is_foreseen_as_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("computes", "gives"), list(itertools.product((FP32, BF16), (FP32, BF16))))
-def test_what_no_run_had_is_said(computes: str, gives: str) -> None:
+def test_unmeasured_state_is_an_error(computes: str, gives: str) -> None:
     found = times(WIDE, NARROW).operator("0/linear", state(computes, gives), [None] * 4)
     assert found.interpolated == (computes != gives)
     assert found.forward == {FP32: 1.0, BF16: 0.5}[computes], (

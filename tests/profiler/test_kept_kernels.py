@@ -1,4 +1,6 @@
-"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same as when it was compiled."""
+"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same
+as when it was compiled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def caches() -> Iterator[None]:
 
 
 def compiled(files: WatchedLowering) -> dict[str, int]:
-    """Compiles a layer and trains it for a step, as a new process would; returns what torch's caches of graphs had of it."""
+    """Compiles a layer and trains it for a step, as a new process would; returns what torch's
+    caches of graphs had of it.
+    """
     torch._dynamo.reset()
     counters.clear()
     run: Any = torch.compile(layer(), backend="qsync", options={"precision": "bf16"}, dynamic=False)
@@ -34,7 +38,7 @@ def compiled(files: WatchedLowering) -> dict[str, int]:
     }
 
 
-def test_what_comes_from_a_cache_is_known_as_it_was_when_it_was_compiled(caches: None) -> None:
+def test_cached_kernels_have_the_lines_of_their_compilation(caches: None) -> None:
     with watching("a layer") as first:
         assert compiled(first) == {"hit": 0, "miss": 2, "bypass": 0}
     with watching("a layer") as second:
@@ -49,7 +53,7 @@ def test_what_comes_from_a_cache_is_known_as_it_was_when_it_was_compiled(caches:
     assert "/linear" in owners
 
 
-def test_another_model_with_the_same_graph_has_operators_of_its_own(caches: None) -> None:
+def test_model_with_an_equal_graph_has_separate_operators(caches: None) -> None:
     with watching("a layer") as first:
         compiled(first)
     with watching("another") as second:
@@ -58,7 +62,7 @@ def test_another_model_with_the_same_graph_has_operators_of_its_own(caches: None
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "of other code"])
-def test_what_a_cache_has_lost_is_compiled_again(damage: str, caches: None) -> None:
+def test_lost_cache_entries_are_recompiled(damage: str, caches: None) -> None:
     with watching("a layer") as first:
         compiled(first)
     for wrapper in first:
@@ -77,7 +81,7 @@ def test_what_a_cache_has_lost_is_compiled_again(damage: str, caches: None) -> N
     assert list(second.values()) == list(first.values()) and not second.unknown
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
+def test_unwritable_cache_stores_no_lines(tmp_path: Path) -> None:
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text("pass")
     inductor_lines._beside(str(wrapper), "a layer").mkdir()
@@ -87,10 +91,12 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     assert inductor_lines.lines_of(str(wrapper), "a layer") is None
 
 
-def test_what_nobody_watches_is_found_in_caches_too(
+def test_unobserved_compilations_are_found_in_caches(
     caches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
+    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled
+    no graph is ever found.
+    """
     assert compiled(WatchedLowering())["miss"] == 2
     assert compiled(WatchedLowering()) == {"hit": 2, "miss": 0, "bypass": 0}
     monkeypatch.setattr(inductor_config, "_revision", lambda: "of another version")

@@ -22,7 +22,7 @@ LABELS = torch.zeros(ROWS, dtype=torch.long)
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
-def test_what_is_reduced_over_differences_keeps_their_storage(
+def test_reductions_of_differences_save_the_difference(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """So torch's kernels do, of which the result is a number."""
@@ -31,7 +31,7 @@ def test_what_is_reduced_over_differences_keeps_their_storage(
     assert 3 * SIZE <= found.most <= 3 * SIZE + 64
 
 
-def test_cross_entropy_keeps_nothing_and_takes_the_logarithms() -> None:
+def test_cross_entropy_memory_is_its_log_softmax() -> None:
     found = loss_memory(lambda logits: F.cross_entropy(logits, LABELS), torch.ones(ROWS, CLASSES))
     assert found.held <= 64
     assert found.most >= 3 * SIZE
@@ -43,7 +43,7 @@ def test_results_stay_as_they_are() -> None:
     assert result.grad is None
 
 
-def test_a_plain_sum_keeps_nothing_whose_gradient_is_one_number_seen_as_many() -> None:
+def test_sum_saves_no_tensor_and_has_an_expanded_gradient() -> None:
     assert 0 <= loss_memory(torch.sum, torch.ones(ROWS, CLASSES)).held <= 64
 
 
@@ -71,13 +71,13 @@ def found(step: Callable[[Any, Any], Tensor]) -> LossMemory | None:
     return seen.loss
 
 
-def test_the_loss_of_a_step_is_all_that_it_computes_from_what_the_model_returns() -> None:
+def test_loss_is_computed_from_the_model_output() -> None:
     memory = found(lambda model, x: F.mse_loss(model(x)["result"], DIFFERENT))
     assert memory is not None
     assert SIZE <= memory.held <= SIZE + 64 and 3 * SIZE <= memory.most <= 4 * SIZE
 
 
-def test_a_step_may_read_its_model_beside_calling_it() -> None:
+def test_step_may_read_the_model() -> None:
     memory = found(
         lambda model, x: (
             F.cross_entropy(model(x)["result"], LABELS) + model.linear.weight.square().sum()
@@ -86,11 +86,11 @@ def test_a_step_may_read_its_model_beside_calling_it() -> None:
     assert memory is not None and memory.held <= 64 and memory.most >= 3 * SIZE
 
 
-def test_what_several_calls_return_is_not_known() -> None:
+def test_loss_memory_of_several_calls_is_unknown() -> None:
     assert found(lambda model, x: F.mse_loss(model(x)["result"], model(x)["result"] + 1)) is None
 
 
-def test_what_needs_more_than_results_is_not_known_and_leaves_the_model_as_it_was() -> None:
+def test_loss_reading_other_values_is_unknown_and_restores_the_model() -> None:
     def step(model: Any, x: Tensor) -> Tensor:
         result = model(x)["result"]
         if result.grad_fn.name() == "CloneBackward0":
@@ -100,7 +100,7 @@ def test_what_needs_more_than_results_is_not_known_and_leaves_the_model_as_it_wa
     assert found(step) is None
 
 
-def test_results_elsewhere_or_without_gradients_are_not_known() -> None:
+def test_loss_memory_without_gradients_is_unknown() -> None:
     returned = torch.ones(2, device="meta", requires_grad=True), torch.ones(2)
     for result in returned:
         assert loss_in_step(lambda model, batch: model(batch).sum(), Named(), BATCH, result) is None

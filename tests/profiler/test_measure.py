@@ -19,7 +19,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 from tests.support.tiers import ALL
 
 
-def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
+def test_profile_sums_up_and_preserves_the_training_state(
     tmp_path: Path,
 ) -> None:
     model = layer()
@@ -48,7 +48,7 @@ def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
 
 
 @ALL
-def test_a_plan_may_ask_for_formats_that_are_not_measured_beside_it() -> None:
+def test_plan_may_use_formats_beyond_the_measured_ones() -> None:
     narrow = qsync_fx.Plan.uniform("bf16")
     profile = quick(layer(), Counted(), plan=narrow, repeats=1)
     assert [run.planned for run in profile.runs] == [False, True]
@@ -57,7 +57,7 @@ def test_a_plan_may_ask_for_formats_that_are_not_measured_beside_it() -> None:
     assert found > 0
 
 
-def test_the_sensitivity_of_operators_is_part_of_a_profile_that_asks_for_it(
+def test_profile_contains_a_requested_sensitivity(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     batches = iter([(torch.randn(4, 16), torch.randn(4, 8)) for _ in range(3)])
@@ -81,7 +81,7 @@ def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
     assert [str(ran.id) for ran in qsync_fx.plan_coverage(compiled).operators] == ["/linear"]
 
 
-def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
+def test_interrupted_measurement_resumes(tmp_path: Path) -> None:
     whole = Counted()
     quick(layer(), whole, repeats=3)
     path = tmp_path / "layer.json"
@@ -98,7 +98,7 @@ def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
     assert len(profile.runs[0].steps) == 3 and not partial.exists()
 
 
-def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Path) -> None:
+def test_partial_file_of_another_measurement_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     with pytest.raises(KeyboardInterrupt):
         quick(layer(), Counted(interrupted_at=11), path=path)
@@ -117,7 +117,7 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
         quick(layer(), Counted(), path=path)
 
 
-def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: Path) -> None:
+def test_invalid_measurement_is_reported_before_compilation(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
         quick(layer(), lambda model, batch: batch[0].clone().requires_grad_().sum())
     with pytest.raises(ProfileError, match="a float, which is no loss"):
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: P
         quick(nn.Linear(2, 2, device="meta"), Counted())
 
 
-def test_a_step_that_differentiates_its_loss_is_told_that_it_is_not_to() -> None:
+def test_step_that_calls_backward_is_an_error() -> None:
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -166,15 +166,17 @@ def test_a_loss_that_is_no_number_is_refused(number: str) -> None:
     assert caught.value.where == "step"
 
 
-def test_it_says_beforehand_what_it_will_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_is_logged_before_the_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     step = Counted()
     quick(layer(), step, progress=True)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: ")]
     assert f"1 compilation and {step.calls - 4} steps" in line and "Linear under 1 plan:" in line
 
 
-def test_the_lines_of_inductors_wrappers_are_known_by_the_node_that_they_compute() -> None:
-    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where wrappers are loaded."""
+def test_wrapper_lines_are_mapped_to_nodes() -> None:
+    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where
+    wrappers are loaded.
+    """
     with watching() as files:
         compiled = torch.compile(
             layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False
@@ -219,7 +221,7 @@ def test_every_plan_shows_other_states(perceptron: Profile) -> None:
 
 
 @ALL
-def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(
+def test_pass_time_is_the_sum_of_operators_and_the_rest(
     perceptron: Profile,
 ) -> None:
     for run in perceptron.runs:
@@ -241,7 +243,7 @@ def test_quantizers_are_apart(perceptron: Profile) -> None:
     assert pairs and all(after == "int8" for _, after in pairs)
 
 
-def test_where_nothing_is_made_narrow_nothing_is_disturbed() -> None:
+def test_fp32_plan_adds_no_variance() -> None:
     """Also of a model with gates, which noise flips where there is any."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     step = Counted()

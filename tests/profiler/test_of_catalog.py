@@ -1,4 +1,6 @@
-"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is another machine's."""
+"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is
+another machine's.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def profile() -> Profile:
     ],
     ids=str,
 )
-def test_a_step_takes_what_the_devices_own_times_say(profile: Profile, plan: Plan) -> None:
+def test_catalog_step_equals_the_device_times(profile: Profile, plan: Plan) -> None:
     graph = build_model_graph(
         explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"]
     )
@@ -69,7 +71,7 @@ def test_a_step_takes_what_the_devices_own_times_say(profile: Profile, plan: Pla
     assert profiled == pytest.approx(own, rel=0.1)
 
 
-def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: Path) -> None:
+def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path: Path) -> None:
     assert profile.machine.name == "NVIDIA T4, predicted"
     assert profile.optimizer == "AdamW"
     assert profile.loss_memory is not None and profile.loss_memory.most >= 2 * 4 * 64 * 512
@@ -95,7 +97,7 @@ def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: P
     assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
 
 
-def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
+def test_catalog_memory_equals_a_measured_profile(profile: Profile) -> None:
     """Beyond what is there before it, and thus as much less than a replay says as there is."""
     net, state = model(), sum(p.numel() for p in model().parameters())
     for run in profile.runs[:3]:
@@ -116,7 +118,7 @@ def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
         assert str(found).count("peak beyond state") == 2, "heads a column, and is explained"
 
 
-def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
+def test_device_file_gives_profiles(tmp_path: Path) -> None:
     text = (
         Path(T4.path)
         .read_text()
@@ -131,7 +133,7 @@ def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
     assert half.optimizer_seconds == 0
 
 
-def test_what_others_read_holds_no_path_of_this_machine(
+def test_saved_profile_contains_no_local_path(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (T4.target, profile.graph.device) == ("t4", "t4")
@@ -154,7 +156,7 @@ def test_a_cpu_of_the_catalog_needs_no_target() -> None:
     assert found.machine.device == "cpu"
 
 
-def test_sizes_that_dynamo_has_seen_before_do_not_matter() -> None:
+def test_catalog_profile_does_not_depend_on_earlier_sizes() -> None:
     net = nn.Sequential(nn.Linear(512, 8))
     for size in (3, 5, 7):
         found = qsync_fx.catalog_profile(T4, net, step, torch.randn(size, 512), ["fp16"])

@@ -1,4 +1,6 @@
-"""What an optimizer is said to keep and take is what it keeps and takes of parameters of any size."""
+"""What an optimizer is said to keep and take is what it keeps and takes of parameters of
+any size.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ Make = Callable[[Iterable[nn.Parameter]], Optimizer]
     ],
     ids=["sgd", "nesterov", "adam", "fused", "together", "rmsprop"],
 )
-def test_it_is_what_the_optimizer_takes(make: Make) -> None:
+def test_optimizer_memory_equals_the_optimizer(make: Make) -> None:
     numels = [3000, 50_000, 20_000]
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
     optimizer = make(parameters)
@@ -54,6 +56,6 @@ class Needs(Optimizer):
         pass
 
 
-def test_an_optimizer_that_cannot_be_asked_is_an_error_that_says_what_to_do() -> None:
+def test_unsupported_optimizer_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ProfileError, match=r"(?s)Needs.*OptimizerMemory"):
         optimizer_memory(Needs([nn.Parameter(torch.zeros(2))], ["weight"]))

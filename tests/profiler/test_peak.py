@@ -11,7 +11,7 @@ from qsync_fx.profiler.timing.measured_memory import measured_peak, memory_event
 KIB = 256  # elements of FP32
 
 
-def test_held_at_once_counts_and_what_was_released_does_not() -> None:
+def test_peak_counts_simultaneous_bytes() -> None:
     def step() -> None:
         first = torch.empty(3 * KIB)
         del first
@@ -24,12 +24,12 @@ def test_held_at_once_counts_and_what_was_released_does_not() -> None:
     assert measured_peak(step) == 6 * 1024
 
 
-def test_a_step_that_allocates_nothing_holds_nothing() -> None:
+def test_step_without_allocations_has_no_peak() -> None:
     x = torch.ones(8)
     assert measured_peak(lambda: x.relu_()) == 0
 
 
-def test_what_the_step_before_left_behind_is_not_part_of_it() -> None:
+def test_memory_of_the_previous_step_is_excluded() -> None:
     left: list[Tensor] = []
 
     def step() -> None:
@@ -38,12 +38,13 @@ def test_what_the_step_before_left_behind_is_not_part_of_it() -> None:
         torch.empty(1 * KIB)
 
     step()
-    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond them.
+    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond
+    # them.
     assert measured_peak(step) == 1024
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_training_step_holds_gradients_and_what_is_saved_but_no_state_that_was_there_before(
+def test_training_step_counts_gradients_and_saved_tensors_only(
     momentum: float,
 ) -> None:
     layer = nn.Linear(64, 32, bias=False)
@@ -56,5 +57,6 @@ def test_a_training_step_holds_gradients_and_what_is_saved_but_no_state_that_was
         optimizer.zero_grad()
 
     weight, y = 64 * 32 * 4, 16 * 32 * 4
-    # In the backward pass: what relu gave, the gradient that it was called with, that of the product, and that of the weight.
+    # In the backward pass: what relu gave, the gradient that it was called with, that of the
+    # product, and that of the weight.
     assert measured_peak(step) == weight + 3 * y

@@ -1,4 +1,6 @@
-"""Files of profiles: what is written comes back, and what is no profile of this model and machine is refused in words."""
+"""Files of profiles: what is written comes back, and what is no profile of this model and machine
+is refused in words.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,13 @@ def taken() -> Profile:
     )
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_profile_is_saved_and_loaded(tmp_path: Path) -> None:
     profile = taken()
     profile.save(tmp_path / "net.json")
     assert Profile.load(tmp_path / "net.json") == profile
 
 
-def test_a_notebook_shows_one_line() -> None:
+def test_notebook_representation_has_one_line() -> None:
     said = repr(taken())
     assert (
         said.startswith("Profile(Net of ")
@@ -77,7 +79,7 @@ def test_a_notebook_shows_one_line() -> None:
     assert len(said) < 150 and "\n" not in said
 
 
-def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(
+def test_file_without_loss_memory_is_loaded_as_unknown(
     tmp_path: Path,
 ) -> None:
     tree: Any = PROFILE.plain(taken())
@@ -88,7 +90,7 @@ def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(
     assert "what it takes is not known" in str(found) and "not known" not in str(taken())
 
 
-def test_a_file_of_before_copies_and_buffers_were_measured_is_read_as_one_that_does_not_know_them(
+def test_file_without_copies_and_buffers_is_loaded_as_unknown(
     tmp_path: Path,
 ) -> None:
     tree: Any = PROFILE.plain(taken())
@@ -99,16 +101,16 @@ def test_a_file_of_before_copies_and_buffers_were_measured_is_read_as_one_that_d
     assert (found.slowdown, found.copies, found.buffers) == (1.0, None, 0.0)
 
 
-def test_a_profile_says_what_gradients_that_are_sent_take() -> None:
+def test_profile_contains_communication_times() -> None:
     said = str(taken())
     assert (
-        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 ms"
-        in said
+        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 "
+        "ms" in said
     )
 
 
 @pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
-def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(
+def test_peaks_use_the_loss_memory_of_the_profile(
     loss: LossMemory | None,
 ) -> None:
     profile = replace(taken(), optimizer_memory=SGD, loss_memory=loss)
@@ -133,7 +135,7 @@ def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:
     assert timeline.seconds > mapper.seconds
 
 
-def test_states_that_no_run_had_are_told() -> None:
+def test_unmeasured_states_are_reported() -> None:
     profile = taken()
     assert profile.interpolated(qsync_fx.Plan.uniform("bf16")) == []
     narrow = replace(profile, runs=profile.runs[1:])
@@ -180,7 +182,7 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
         (("version",), 99, "version 99"),
     ],
 )
-def test_a_number_that_nobody_measured_is_refused_by_name(
+def test_invalid_number_is_rejected_by_name(
     tmp_path: Path, keys: tuple[str | int, ...], to: Any, what: str
 ) -> None:
     path = changed(tmp_path, *keys, to=to)
@@ -199,7 +201,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
             Profile.load(path)
 
 
-def test_one_of_another_machine_is_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_profile_of_another_machine_is_rejected_by_default(tmp_path: Path) -> None:
     elsewhere = replace(this_machine(), name="a faster one", threads=64)
     profile = replace(taken(), machine=elsewhere)
     profile.save(tmp_path / "elsewhere.json")
@@ -209,7 +211,7 @@ def test_one_of_another_machine_is_refused_unless_asked_for(tmp_path: Path) -> N
     assert Profile.load(tmp_path / "elsewhere.json", any_machine=True) == profile
 
 
-def test_the_table_says_what_a_narrower_format_wins() -> None:
+def test_table_shows_the_gain_of_narrow_formats() -> None:
     text = str(taken())
     linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
     # A linear layer keeps its input's copy in BF16; in FP32 the input is there anyway.

@@ -1,4 +1,6 @@
-"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls what is not there."""
+"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls
+what is not there.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def stepped(device: Clockwork, whole: StepSeconds) -> dict[tuple[int, bool], flo
     return {(line, backward): taken for (_, line, backward), taken in queued.seconds(whole).items()}
 
 
-def test_kernels_take_what_the_device_says_where_it_has_no_time_to_wait() -> None:
+def test_kernel_time_equals_device_time_on_a_busy_device() -> None:
     device = Clockwork()
     found = stepped(device, StepSeconds(18.0, 18.0, 0.0))
     assert {line: taken for line, taken in found.items() if taken} == {
@@ -71,7 +73,7 @@ def test_kernels_take_what_the_device_says_where_it_has_no_time_to_wait() -> Non
     assert device.held == 3
 
 
-def test_what_the_device_waits_for_is_shared_out_by_what_python_is_at() -> None:
+def test_launch_delays_are_attributed_to_python_lines() -> None:
     found = stepped(Clockwork(), StepSeconds(18.0, 28.0, 0.0))
     assert sum(taken for (_, backward), taken in found.items() if not backward) == pytest.approx(
         6.0
@@ -81,7 +83,7 @@ def test_what_the_device_waits_for_is_shared_out_by_what_python_is_at() -> None:
     assert found[5, True] > 9.0
 
 
-def test_a_wrapper_of_many_kernels_holds_the_device_again() -> None:
+def test_long_wrapper_blocks_the_device_again() -> None:
     device = Clockwork()
     space: dict[str, Any] = {}
     lines = "".join("    kernel(1)\n" for _ in range(600))

@@ -1,4 +1,6 @@
-"""Runs of plans that took turns: what others on the machine did to some of them is no property of their plans."""
+"""Runs of plans that took turns: what others on the machine did to some of them is no property of
+their plans.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, leve
 
 
 def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
-    """A run whose steps took so many times as long as they would undisturbed, and its operator two thirds of the typical one."""
+    """A run whose steps took so many times as long as they would undisturbed, and its operator two
+    thirds of the typical one.
+    """
     steps = [
         (0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor)
         for factor in longer
@@ -23,9 +27,7 @@ def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
     )
 
 
-def test_one_plan_that_was_disturbed_more_than_others_is_put_as_if_it_had_been_as_they_were() -> (
-    None
-):
+def test_noisier_plan_is_normalized() -> None:
     quiet = [1.0, 1.0, 1.01, 1.0, 1.02, 1.01, 1.0, 1.01]
     disturbed = [1.0, 1.3, 1.5, 1.0, 1.2, 1.4, 1.0, 1.3]
     before = [run("a", 1.0, quiet), run("b", 2.0, disturbed), run("c", 3.0, quiet)]
@@ -40,7 +42,7 @@ def test_one_plan_that_was_disturbed_more_than_others_is_put_as_if_it_had_been_a
     assert operator.forward + operator.backward == pytest.approx(now[1].passes * 2 / 3)
 
 
-def test_what_steps_take_by_chance_is_nearer_to_what_they_take() -> None:
+def test_normalization_reduces_noise() -> None:
     chance, by_median, by_level = random.Random(7), [], []
     for _ in range(200):
         runs = [
@@ -62,9 +64,7 @@ def test_what_steps_take_by_chance_is_nearer_to_what_they_take() -> None:
     seconds=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=6),
     longer=st.lists(st.floats(1.0, 4.0), min_size=1, max_size=9),
 )
-def test_plans_that_were_disturbed_alike_stay_as_they_are(
-    seconds: list[float], longer: list[float]
-) -> None:
+def test_equally_noisy_plans_are_unchanged(seconds: list[float], longer: list[float]) -> None:
     runs = [run(str(at), each, longer) for at, each in enumerate(seconds)]
     for before, now in zip(runs, levelled(runs), strict=True):
         assert now.passes == pytest.approx(before.passes, rel=1e-9)

@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("trained", [False, True])
-def test_nothing_is_left_of_training(name: str, trained: bool) -> None:
+def test_training_state_is_restored(name: str, trained: bool) -> None:
     model = build(Convolutional)
     optimizer = OPTIMIZERS[name](model.parameters())
     if trained:

@@ -1,4 +1,6 @@
-"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the kernel does."""
+"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the
+kernel does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ GRADIENTS = "torch.ops.aten.convolution_backward.default:3"
 
 
 def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has given memory."""
+    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has
+    given memory.
+    """
     graph = fx.Graph()
     incoming = graph.placeholder("incoming")
     found = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
@@ -30,7 +34,7 @@ def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
     return graph, found
 
 
-def test_a_call_of_a_library_computes_what_it_was_made_for_and_no_fused_kernel_does() -> None:
+def test_library_calls_own_their_node_and_fused_kernels_do_not() -> None:
     graph, nodes = backward()
     gate, both, narrow, second = (nodes[name] for name in ("gate", "both", "narrow", "second"))
     told = [
@@ -44,15 +48,17 @@ def test_a_call_of_a_library_computes_what_it_was_made_for_and_no_fused_kernel_d
     assert computed_by(graph, told) == [[gate], [both], [narrow], [second], []]
 
 
-def test_a_kernel_that_turns_an_operand_works_for_the_call_that_wants_it_so() -> None:
+def test_transposition_counts_to_its_consumer() -> None:
     graph, nodes = backward()
     told = [("cpp_fused_convolution_backward_0", [nodes["both"]]), (GRADIENTS, [nodes["both"]])]
     assert computed_by(graph, told) == [[nodes["both"]], [nodes["both"]]]
 
 
 @ALL
-def test_the_gradients_of_a_convolution_are_one_call_of_its_own() -> None:
-    """Pins what is used of Inductor: a call with two results is told with all nodes that its operands are made of, itself the last."""
+def test_convolution_gradients_are_one_call() -> None:
+    """Pins what is used of Inductor: a call with two results is told with all nodes that its
+    operands are made of, itself the last.
+    """
     model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU())
     with watching() as files:
         compiled = torch.compile(

@@ -1,4 +1,6 @@
-"""Rounding over real processes: ranks round independently though they are seeded alike, and a killed run goes on to the same bits."""
+"""Rounding over real processes: ranks round independently though they are seeded alike, and a
+killed run goes on to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ run = functools.partial(results, script="rounding_rank.py")
 
 
 def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Runs the training that is killed by torchrun, which starts it again once; returns what each rank wrote."""
+    """Runs the training that is killed by torchrun, which starts it again once; returns what each
+    rank wrote.
+    """
     folder.mkdir()
-    # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
+    # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store
+    # that they share with torchrun.
     environment = forks.shell({**os.environ, **ENVIRONMENT}) | {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
     }
@@ -59,7 +64,7 @@ def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_p
 
 
 @tiers.ALL
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_equal(tmp_path: Path) -> None:
     whole = run("whole", 2, tmp_path / "whole")
     resumed = restarted(2, tmp_path / "interrupted")
     assert [rank.pop("first") for rank in whole] == [0, 0]

@@ -1,4 +1,6 @@
-"""The stream of roundings goes with the states of torch's generator, and has a state of its own that can be kept and set."""
+"""The stream of roundings goes with the states of torch's generator, and has a state of its own
+that can be kept and set.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_state_that_is_set_back_brings_the_rounding_back(
 
 
 def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
-    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back whenever it compiles."""
+    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back
+    whenever it compiles.
+    """
     step = started()
     manual_seed(3)
     step()
@@ -78,7 +82,7 @@ def test_a_fork_leaves_no_trace() -> None:
     assert qsync_fx.rounding_stream.state_dict() == before
 
 
-def test_states_are_torch_s_own() -> None:
+def test_states_equal_torch() -> None:
     watched, own = torch.get_rng_state(), torch.default_generator.get_state()
     assert type(watched) is type(own)
     assert torch.equal(watched, own)
@@ -89,7 +93,7 @@ def test_states_are_torch_s_own() -> None:
 # The stream's own state.
 
 
-def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
+def test_state_from_json_resumes_bit_equal() -> None:
     step = started()
     manual_seed(3)
     step()
@@ -140,7 +144,7 @@ def test_seeding_after_a_state_was_set_wins() -> None:
         {"seed": 1, "draws": True},
     ],
 )
-def test_what_is_no_state_is_refused_and_changes_nothing(wrong: Any) -> None:
+def test_invalid_state_is_rejected_without_effect(wrong: Any) -> None:
     before = qsync_fx.rounding_stream.state_dict()
     with pytest.raises(qsync_fx.QSyncError, match="rounding stream") as caught:
         qsync_fx.rounding_stream.load_state_dict(wrong)

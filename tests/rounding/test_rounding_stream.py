@@ -1,4 +1,5 @@
-"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and state, and can be kept and set.
+"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and
+state, and can be kept and set.
 
 What ranks and restarts make of it is in test_rounding_ranks.py.
 """
@@ -59,7 +60,7 @@ def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner_backend
         assert torch.equal(found, wanted)
 
 
-def test_dropout_drops_what_fp32_drops() -> None:
+def test_dropout_mask_equals_fp32() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -84,7 +85,7 @@ def test_dropout_drops_what_fp32_drops() -> None:
 @pytest.mark.parametrize(
     "inner_backend", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)]
 )
-def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(
+def test_equal_seeds_give_equal_runs(
     inner_backend: str,
 ) -> None:
     step = started(inner_backend=inner_backend)
@@ -107,7 +108,7 @@ def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(
     ],
     ids=["torch", "torch.random", "its generator", "torch.random's generator"],
 )
-def test_every_way_to_seed_restarts_the_stream(seeded: Callable[[], Any]) -> None:
+def test_every_seed_function_restarts_the_stream(seeded: Callable[[], Any]) -> None:
     step, found = started(), []
     for _ in range(2):
         seeded()
@@ -115,7 +116,7 @@ def test_every_way_to_seed_restarts_the_stream(seeded: Callable[[], Any]) -> Non
     assert_equal(*found)
 
 
-def test_another_seed_is_seen_on_torch_s_own_generator() -> None:
+def test_new_seed_of_torch_generator_is_detected() -> None:
     step = started()
     torch.default_generator.manual_seed(5)
     first = step()
@@ -134,7 +135,7 @@ def test_torch_seed_starts_another_stream() -> None:
     assert differ(first, step())
 
 
-def test_seeds_that_are_negative_or_large_are_those_of_torch() -> None:
+def test_negative_and_large_seeds_equal_torch() -> None:
     step = started()
     for seed in (-1, 2**63, 2**64 - 1):
         manual_seed(seed)
@@ -142,7 +143,7 @@ def test_seeds_that_are_negative_or_large_are_those_of_torch() -> None:
         step()
 
 
-def test_a_model_that_seeds_in_its_forward_pass_rounds_alike_each_time() -> None:
+def test_seeding_in_forward_repeats_the_rounding() -> None:
     class Seeding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +169,7 @@ def _draws() -> int:
     return qsync_fx.rounding_stream.state_dict()["draws"]
 
 
-def test_evaluation_nearest_and_fp32_draw_nothing() -> None:
+def test_evaluation_nearest_and_fp32_use_no_random_numbers() -> None:
     model = build(Perceptron)
     x = torch.randn(4, 16)
     before = _draws()
@@ -184,7 +185,7 @@ def test_evaluation_nearest_and_fp32_draw_nothing() -> None:
     assert _draws() == before
 
 
-def test_compiling_anew_does_not_restart_the_stream() -> None:
+def test_recompilation_does_not_restart_the_stream() -> None:
     model = build(Perceptron)
     fast = compiled(model, precision="int8")
     manual_seed(3)
@@ -196,7 +197,7 @@ def test_compiling_anew_does_not_restart_the_stream() -> None:
     assert _draws() == 5
 
 
-def test_every_graph_of_a_step_draws_its_own() -> None:
+def test_every_graph_of_a_step_has_distinct_random_numbers() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,7 +220,7 @@ def test_every_graph_of_a_step_draws_its_own() -> None:
     ("inner_backend", "budget"),
     [("aot_eager", 0.1), ("aot_eager", 0.5), pytest.param("inductor", 0.5, marks=tiers.ALL)],
 )
-def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(
+def test_memory_budget_recomputation_repeats_the_rounding(
     inner_backend: str, budget: float
 ) -> None:
     step = started(inner_backend=inner_backend)

@@ -1,7 +1,9 @@
-"""The option `gradient_rounding`: gradients of 16 bits whose mean over many roundings is what FP32 makes of them.
+"""The option `gradient_rounding`: gradients of 16 bits whose mean over many roundings is what FP32
+makes of them.
 
-How far a mean may lie from its expectation is what `test_unbiased.greatest_z` says. The gradients that roundings start from are in FP32 and
-the formats of the forward pass are rounded to nearest, so that all that is random is what the option makes so.
+How far a mean may lie from its expectation is what `test_unbiased.greatest_z` says. The gradients
+that roundings start from are in FP32 and the formats of the forward pass are rounded to nearest, so
+that all that is random is what the option makes so.
 """
 
 from __future__ import annotations
@@ -120,13 +122,16 @@ def under_inductor(make: type[nn.Module], fmt: str) -> Any:
 def test_gradients_are_right_on_average(
     make: type[nn.Module], fmt: str, inner_backend: str
 ) -> None:
-    """Of a layer whose input is FP32, and so its gradient: what is rounded is what comes in, and the product is not rounded at all."""
+    """Of a layer whose input is FP32, and so its gradient: what is rounded is what comes in, and
+    the product is not rounded at all.
+    """
     model = build(make)
     x, layer = torch.randn(LAYERS[make], requires_grad=True), model.layer
     gradient = torch.randn_like(model(x))
     operands = [values(t, fmt).requires_grad_() for t in (x, layer.weight)]
     if inner_backend == "inductor" and fmt == "bf16":
-        # It makes the narrow weight anew for the backward pass, in the kernel that widens it, and leaves both conversions out.
+        # It makes the narrow weight anew for the backward pass, in the kernel that widens it, and
+        # leaves both conversions out.
         operands[1] = layer.weight.detach().double()
     exact_layer = build(make).double()
     with torch.no_grad():
@@ -145,7 +150,8 @@ def test_gradients_are_right_on_average(
             greatest_z(d, e)
             for d, e in zip(zip(*draws(run, layer, x, gradient), strict=True), exact, strict=True)
         ]
-        # Where the output is FP32, as that of INT8 here, the gradient of a bias is summed before anything is rounded.
+        # Where the output is FP32, as that of INT8 here, the gradient of a bias is summed before
+        # anything is rounded.
         checked = found if fmt == "bf16" and make is not Written else found[:2]
         assert (
             max(found) < LARGEST_Z if rounding == "stochastic" else min(checked) > 3 * LARGEST_Z
@@ -154,7 +160,9 @@ def test_gradients_are_right_on_average(
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
 def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str) -> None:
-    """The second layer's input is BF16, so the gradient of it is: what the first layer gets is right on average all the same."""
+    """The second layer's input is BF16, so the gradient of it is: what the first layer gets is
+    right on average all the same.
+    """
     first, second = (nn.Linear(*sizes, bias=False) for sizes in ((9, 8), (8, 5)))
     model = nn.Sequential(first, nn.ReLU(), second)
     x, gradient = torch.randn(16, 9), torch.randn(16, 5).bfloat16().float()
@@ -176,8 +184,10 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_rounding_to_torchs_own_types(fmt: str, dtype: torch.dtype) -> None:
-    """To nearest it is torch's conversion, to the bit; stochastically one of both neighbours, and beyond the range infinite."""
+def test_rounding_to_torch_dtypes(fmt: str, dtype: torch.dtype) -> None:
+    """To nearest it is torch's conversion, to the bit; stochastically one of both neighbours, and
+    beyond the range infinite.
+    """
     torch.manual_seed(0)
     limit = torch.finfo(dtype).max
     special = [
@@ -209,7 +219,7 @@ def test_rounding_to_torchs_own_types(fmt: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_an_operator_of_a_package_asks_for_it() -> None:
+def test_operator_of_a_package_requests_stochastic_gradients() -> None:
     gradient = torch.randn(64, 64)
     folds = {"activation": None}
     to_nearest, _ = round_gradients(gradient, folds, SEED, 0, "int8", "stochastic")["activation"]  # type: ignore[arg-type]

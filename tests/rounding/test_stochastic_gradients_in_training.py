@@ -1,4 +1,6 @@
-"""Training with the option `gradient_rounding`: seeds, ranks, checkpointed regions, batch sizes, reports and streams."""
+"""Training with the option `gradient_rounding`: seeds, ranks, checkpointed regions, batch sizes,
+reports and streams.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from tests.support.models.small_models import (
             for fmt in ("bf16", "int8", "fp8", "int8_grad")
             for inner_backend in ("eager", "aot_eager")
         ),
-        # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer say.
+        # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer
+        # say.
         pytest.param("int8_grad", "inductor", marks=tiers.ALL),
         *(pytest.param(fmt, "inductor", marks=tiers.EVERY) for fmt in ("bf16", "int8", "fp8")),
     ],
@@ -127,7 +130,7 @@ def test_checkpointed_regions_round_as_without(fmt: str) -> None:
     assert_equal(*found)
 
 
-def test_other_batch_sizes_are_not_compiled_anew() -> None:
+def test_other_batch_sizes_do_not_recompile() -> None:
     model, counting = build(Convolutional), Counting()
     run = counting.compile(model, precision="bf16", gradient_rounding="stochastic")
     for batch in (4, 7, 9, 12):
@@ -147,7 +150,7 @@ def test_off_by_default_and_without_gradients() -> None:
         assert name not in qsync_fx.explain(model, x, options=options).passes
 
 
-def test_what_stays_rounded_to_the_nearest_says_so() -> None:
+def test_gradients_rounded_to_nearest_are_reported() -> None:
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +169,7 @@ def test_what_stays_rounded_to_the_nearest_says_so() -> None:
     assert "its gradients are rounded to the nearest value" in found["matmul"]
 
 
-def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
+def test_gradient_roundings_have_separate_streams() -> None:
     model = nn.Sequential(
         nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
     )
@@ -208,7 +211,7 @@ def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
         )
 
 
-def test_a_graph_that_runs_out_of_streams_is_told() -> None:
+def test_exhausted_streams_are_an_error() -> None:
     streams = RandomStreams(4, 6)
     assert [streams.take(), streams.take()] == [4, 5]
     with pytest.raises(OverflowError, match="streams"):

@@ -1,10 +1,12 @@
-"""Stochastic rounding is unbiased through whole operators: the mean over many roundings is what FP32 gives (QSync, section IV-A).
+"""Stochastic rounding is unbiased through whole operators: the mean over many roundings is what
+FP32 gives (QSync, section IV-A).
 
-The mean of N results lies within a few standard errors of its expectation, so `z = (mean - exact) / standard error` is what is tested.
-What is rounded to a 16-bit carrier is rounded to the nearest, and that error need not average out. Where products are exact in
-the carrier nothing of it is there; elsewhere it is allowed on top: one unit of the product, and where a scale per channel is multiplied
-into a gradient that is then rounded to BF16, one unit of each summand. Random numbers are the same in each run: a test of this kind would
-else fail by chance.
+The mean of N results lies within a few standard errors of its expectation, so `z = (mean - exact) /
+standard error` is what is tested. What is rounded to a 16-bit carrier is rounded to the nearest,
+and that error need not average out. Where products are exact in the carrier nothing of it is there;
+elsewhere it is allowed on top: one unit of the product, and where a scale per channel is multiplied
+into a gradient that is then rounded to BF16, one unit of each summand. Random numbers are the same
+in each run: a test of this kind would else fail by chance.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Run = Callable[..., Tensor]
 
 
 def greatest_z(draws: Iterable[Tensor], exact: Tensor, allowed: Tensor | float = 0.0) -> float:
-    """Returns the largest distance of the mean from `exact`, less what is allowed, in standard errors."""
+    """Returns the largest distance of the mean from `exact`, less what is allowed, in standard
+    errors.
+    """
     values = torch.stack([draw.double() for draw in draws])
     error = (values.mean(0) - exact).abs() - allowed
     # Values that are never rounded differ from the exact ones by FP32's rounding only.
@@ -79,7 +83,9 @@ LAYERS = {
 def results(
     layer: str, fmt: str, rounding: str, channel: bool
 ) -> list[tuple[list[Tensor], Tensor, Tensor]]:
-    """Returns for output and both gradients: one for each seed, what they are in FP64, and what carriers may add."""
+    """Returns for output and both gradients: one for each seed, what they are in FP64, and what
+    carriers may add.
+    """
     make, plain, shape, weight_shape = LAYERS[layer]
     torch.manual_seed(0)
     x, weight = (
@@ -124,14 +130,15 @@ def test_output_and_gradients_are_right_on_average(layer: str, fmt: str, channel
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
-def test_the_test_sees_a_bias(layer: str, fmt: str) -> None:
+def test_bias_test_detects_a_bias(layer: str, fmt: str) -> None:
     for draws, exact, allowed in results(layer, fmt, "floor", False):
         assert greatest_z(draws, exact, allowed) > 3 * LARGEST_Z
 
 
 def test_gradients_that_are_exact_in_the_carrier_have_no_bias_left() -> None:
     torch.manual_seed(0)
-    # Products of levels with 1 and -1, two or three of them: whole numbers that BF16 holds, and FP8 times E5M2 has seven bits.
+    # Products of levels with 1 and -1, two or three of them: whole numbers that BF16 holds, and FP8
+    # times E5M2 has seven bits.
     x, weight = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5, requires_grad=True)
     gradient = torch.tensor([[1.0, -1.0], [1.0, 0.0]])
     exact = torch.autograd.grad(

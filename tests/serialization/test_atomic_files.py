@@ -29,7 +29,7 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")]
 )
-def test_what_was_there_stays_and_nothing_else_does(
+def test_failed_write_preserves_the_old_file_only(
     step: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
@@ -72,14 +72,14 @@ def test_the_folder_reaches_the_disk_after_the_name_is_in_it(
     assert synced == [(False, [".tmp"]), (True, [".json"])]
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(QSyncError, match="cannot be written") as caught:
         write_text(tmp_path / "nowhere" / "table.json", "text")
     assert caught.value.where == str(tmp_path / "nowhere" / "table.json")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
-def test_a_replaced_file_keeps_its_mode(mode: int, tmp_path: Path) -> None:
+def test_replaced_file_preserves_its_mode(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
     path.chmod(mode)
@@ -100,7 +100,7 @@ def test_a_new_file_has_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
-def test_a_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
+def test_replaced_file_preserves_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
     os.chown(path, 65534, 65533)
@@ -137,7 +137,7 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [None, "old"])
-def test_what_is_checked_for_writing_is_left_as_it_was(there: str | None, tmp_path: Path) -> None:
+def test_check_writable_does_not_change_the_file(there: str | None, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     if there is not None:
         path.write_text(there)
@@ -145,7 +145,7 @@ def test_what_is_checked_for_writing_is_left_as_it_was(there: str | None, tmp_pa
     assert [one.read_text() for one in tmp_path.iterdir()] == ([] if there is None else [there])
 
 
-def test_what_cannot_be_written_is_known_before_there_is_anything_to_write(tmp_path: Path) -> None:
+def test_unwritable_path_is_detected_before_writing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "missing" / "table.json")

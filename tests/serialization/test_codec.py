@@ -1,4 +1,6 @@
-"""Files from anyone: what stands in one is the value that was written, or an error that says what is wrong, where, and what to do."""
+"""Files from anyone: what stands in one is the value that was written, or an error that says what
+is wrong, where, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -88,13 +90,13 @@ SAMPLE = Drawing([Circle(0.5), Box((1, 2), "b")], {"sky": "red"}, {"one": [1, 2]
 
 @given(drawings)
 @example(SAMPLE)
-def test_what_is_written_is_read(drawing: Drawing) -> None:
+def test_values_are_saved_and_loaded(drawing: Drawing) -> None:
     text = DRAWING.encode(drawing)
     assert DRAWING.decode(text) == DRAWING.decode(text.encode()) == drawing
     assert json.loads(text) == DRAWING.plain(drawing)
 
 
-def test_what_has_a_default_may_be_missing() -> None:
+def test_fields_with_a_default_may_be_missing() -> None:
     head = {"format": "a drawing", "version": 3}
     body = {
         "shapes": [{"kind": "box", "size": [1, 2]}],
@@ -182,7 +184,7 @@ def test_what_has_a_default_may_be_missing() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_with_its_place(
+def test_invalid_field_is_reported_with_its_path(
     path: tuple[str | int, ...], value: object, what: str, where: str | None
 ) -> None:
     tree = json.loads(DRAWING.encode(SAMPLE))
@@ -269,7 +271,9 @@ def places(tree: object) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_value_of_another_type_and_every_other_field_is_refused(name: str) -> None:
-    """An object instead of anything; a key that nothing has, in everything that has fields; a key twice."""
+    """An object instead of anything; a key that nothing has, in everything that has fields; a key
+    twice.
+    """
     schema, tree = FILES[name]
     text = json.dumps(tree)
     assert schema.noun == name

@@ -1,1 +1,3 @@
-"""Helpers that tests share: rank scripts, models, problems, emulators; imported as `tests.support...`."""
+"""Helpers that tests share: rank scripts, models, problems, emulators; imported as
+`tests.support...`.
+"""

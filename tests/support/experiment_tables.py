@@ -1,4 +1,5 @@
-"""Tables of docs/experiments.md and docs/predictor.md, from the results of benchmarks, and how a table is made of results.
+"""Tables of docs/experiments.md and docs/predictor.md, from the results of benchmarks, and how a
+table is made of results.
 
 Invariant: each number is one of the file's, rounded; what was run where stands above its table.
 """
@@ -31,13 +32,16 @@ def table2() -> str:
 
 
 def table3() -> str:
-    """How far whole steps are off that are foreseen; until it was measured at size, that it was not."""
+    """How far whole steps are off that are foreseen; until it was measured at size, that it was
+    not.
+    """
     if not (RESULTS / "table3.json").exists():
         return "Not measured at size."
 
     def off(view: str) -> Callable[[Row], str]:
         return lambda row: (
-            f"{row[f'{view}, error_%']:.1f}% ({', '.join(f'{one:+.1f}' for one in row[f'{view}, each_%'])})"
+            f"{row[f'{view}, error_%']:.1f}% "
+            f"({', '.join(f'{one:+.1f}' for one in row[f'{view}, each_%'])})"
         )
 
     columns: dict[str, Callable[[Row], str]] = {
@@ -141,7 +145,9 @@ def ddp_accuracy() -> str:
 
 
 def replay_accuracy() -> str:
-    """How far forward and backward pass of mixed plans are off, in the mean and at worst, a model a row."""
+    """How far forward and backward pass of mixed plans are off, in the mean and at worst, a model a
+    row.
+    """
     by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
     def off(way: str) -> Callable[[Row], str]:
@@ -197,10 +203,16 @@ def table_of(
 ) -> str:
     found = json.loads((RESULTS / f"{name}.json").read_text())
     machine = found["machine"]
-    where = f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, {machine['kernels']} kernels"
+    where = (
+        f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, "
+        f"{machine['kernels']} kernels"
+    )
     date, torch = found["date"][:10], found["versions"]["torch"]
     rows = ([cell(row) for cell in columns.values()] for row in found["rows"] if shown(row))
-    return f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n{markdown(list(columns), rows)}"
+    return (
+        f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n"
+        f"{markdown(list(columns), rows)}"
+    )
 
 
 def note_of(name: str) -> str:
@@ -227,7 +239,9 @@ def _operators(row: Row) -> str:
 
 
 def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
-    """Returns what is shown of ways of training, beside uniform precision in the same cluster with the same seeds."""
+    """Returns what is shown of ways of training, beside uniform precision in the same cluster with
+    the same seeds.
+    """
     uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["way"] == "uniform"}
 
     def more(row: Row) -> str:

@@ -1,15 +1,17 @@
 """Pages of the documentation as programs: their code blocks, files and outputs.
 
-Invariant: what a page shows is what happens. The first line of a fenced block says what becomes of it:
+Invariant: what a page shows is what happens. The first line of a fenced block says what becomes of
+    it:
 
-    ```python run              runs; all such blocks of a page share one namespace. name=train.py is its file name in reports
-    ```bash run                runs in a shell
-    ```text output             is what the block before it printed
-    ```python file=PATH        is a whole new file of the tree
-    ```diff file=PATH          changes a file of the tree: hunks without line numbers, parted by lines of "@@"
-    ```python package=PATH     is a file of an installed package, whose pyproject.toml is another such block
+    ```python run              runs; all such blocks of a page share one namespace. name=train.py is
+    its file name in reports ```bash run                runs in a shell ```text output
+    is what the block before it printed ```python file=PATH        is a whole new file of the tree
+    ```diff file=PATH          changes a file of the tree: hunks without line numbers, parted by
+    lines of "@@" ```python package=PATH     is a file of an installed package, whose pyproject.toml
+    is another such block
 
-Text between `<!-- generated: NAME -->` and `<!-- end -->` is made by the tests. This module runs the blocks of a page as a program of
+Text between `<!-- generated: NAME -->` and `<!-- end -->` is made by the tests. This module runs
+the blocks of a page as a program of
 its own, in a new process: `python pages.py PAGE OUTPUTS.json`.
 """
 
@@ -34,7 +36,9 @@ _GENERATED = re.compile(r"(<!-- generated: ([^\n]+) -->\n)(.*?)(<!-- end -->)", 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: language, flags ("run") and values ("file") of its first line, its text, and where that stands in the page."""
+    """One fenced block: language, flags ("run") and values ("file") of its first line, its text,
+    and where that stands in the page.
+    """
 
     language: str
     flags: frozenset[str]
@@ -77,7 +81,9 @@ def apply(page: str, tree: Path) -> None:
 
 
 def patched(text: str, diff: str) -> str:
-    """Returns a file's text with the hunks of a diff applied, each at the one place that it fits."""
+    """Returns a file's text with the hunks of a diff applied, each at the one place that it
+    fits.
+    """
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = [line or " " for line in hunk.splitlines()]
         assert all(line[0] in " +-" for line in lines), f"no diff:\n{hunk}"
@@ -96,7 +102,9 @@ def package(page: str) -> dict[str, str]:
 
 
 def install(page: str, site: Path) -> None:
-    """Puts the package that a page shows into `site`, as pip does: its modules, and its entry points in a .dist-info."""
+    """Puts the package that a page shows into `site`, as pip does: its modules, and its entry
+    points in a .dist-info.
+    """
     files = package(page)
     for path, text in files.items():
         (site / path).write_text(text)
@@ -116,7 +124,9 @@ def install(page: str, site: Path) -> None:
 
 
 def with_outputs(page: str, outputs: list[str]) -> str:
-    """Returns the page with the outputs that it should show: one for each block that runs, in order."""
+    """Returns the page with the outputs that it should show: one for each block that runs, in
+    order.
+    """
     printed, parts, at = iter(outputs), [], 0
     last = ""
     for block in blocks(page):
@@ -142,8 +152,12 @@ def generated(page: str) -> list[str]:
 
 
 def run(page: Path) -> list[str]:
-    """Runs the blocks of a page in the current folder; returns what each printed. Raises what a block raises."""
-    # A module, not just a dictionary: Dynamo looks up the globals of what it compiles by module name.
+    """Runs the blocks of a page in the current folder; returns what each printed.
+
+    Raises what a block raises.
+    """
+    # A module, not just a dictionary: Dynamo looks up the globals of what it compiles by module
+    # name.
     module = types.ModuleType("page")
     sys.modules["page"] = module
     outputs = []

@@ -1,16 +1,19 @@
 """Tiers of tests: what a newcomer runs, what continuous integration runs, and what takes hours.
 
-    pytest                 fast: one of each idea; `make test`
-    pytest --tier all      all models, each in two formats, each kind of kernel on the CPU, samples of what nvcc makes, one benchmark of
+    pytest                 fast: one of each idea; `make test` pytest --tier all      all models,
+        each in two formats, each kind of kernel on the CPU, samples of what nvcc makes, one
+        benchmark of
                            each kind; `make test-all`
-    pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each trainer over ranks
+    pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each
+    trainer over ranks
 
-A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
-a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs one, which is the same one each time, and
-another one of another test, so that each format and each device has its turn; of properties it draws fewer examples.
+A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter
+or with its file (`pytestmark`), where a quicker test of the same idea stays without. Of a test with
+many parameters the fast tier runs one, which is the same one each time, and another one of another
+test, so that each format and each device has its turn; of properties it draws fewer examples.
 
-Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier, and a file that it
-names runs with all parameters.
+Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id
+    runs whatever its tier, and a file that it names runs with all parameters.
 
 A plugin of pytest; see conftest.
 """
@@ -29,13 +32,17 @@ TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
 EXAMPLES: Final = 10
-"""How many examples the fast tier draws of a property that asks for no number; Hypothesis draws a hundred."""
+"""How many examples the fast tier draws of a property that asks for no number; Hypothesis draws a
+hundred.
+"""
 T = TypeVar("T")
 _chosen = "fast"
 
 
 def chosen(fast: Sequence[T], everything: Sequence[T], every: Sequence[T] | None = None) -> list[T]:
-    """Returns what the tier of this run takes, for what a file prepares at once for all of its tests."""
+    """Returns what the tier of this run takes, for what a file prepares at once for all of its
+    tests.
+    """
     return list(
         {"fast": fast, "all": everything, "every": everything if every is None else every}[_chosen]
     )
@@ -75,9 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items, those files first that may take longest, so that no worker is at one of them when the others have ended.
+    """Returns the items, those files first that may take longest, so that no worker is at one of
+    them when the others have ended.
 
-    What takes long has been given a time limit of its own; where none has, the number of tests says it.
+    What takes long has been given a time limit of its own; where none has, the number of tests says
+    it.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -95,7 +104,10 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items with one for each test function, in their order. The function's name says which one."""
+    """Returns the items with one for each test function, in their order.
+
+    The function's name says which one.
+    """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)

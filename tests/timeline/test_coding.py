@@ -1,4 +1,6 @@
-"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model, and nothing changes where nothing is."""
+"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model,
+and nothing changes where nothing is.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def cluster(bandwidth: float, count: int = 4) -> Cluster:
     return Cluster({"all": ClusterDevice(count)}, Network(bandwidth, 1e-5), Buckets(1, 1))
 
 
-def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
+def test_bucket_time_equals_the_communication_model() -> None:
     parameters = [Parameter("a", 10_000), Parameter("b", 1_000)]
     for ranks in (2, 3, 16):
         found = coded(parameters, {"a": "qsgd8"}, ranks, RATES)
@@ -77,9 +79,7 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
     ("busy", "coding", "taken"),
     [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)],
 )
-def test_what_codes_computes_later_whatever_travels_meanwhile(
-    busy: float, coding: float | None, taken: float
-) -> None:
+def test_encoding_delays_computation(busy: float, coding: float | None, taken: float) -> None:
     how = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
     buckets = [
         SimulatedBucket(("a",), 40_000, how.nbytes, how),
@@ -113,7 +113,7 @@ def test_a_large_bucket_travels_while_it_is_coded() -> None:
             assert seconds == pytest.approx(longer + shorter / cuts)
 
 
-def test_rates_that_are_reckoned_are_what_the_benchmark_found() -> None:
+def test_computed_rates_equal_the_benchmark() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "gradient_codecs.json").read_text())
     rows = {
         row["codec"]: row
@@ -178,7 +178,7 @@ def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
         assert "in qsgd8" in str(compressed)
 
 
-def test_what_cannot_be_replayed_is_told() -> None:
+def test_unsupported_replay_is_an_error() -> None:
     plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs={PATHS[0]: "qsgd8"})
     both = replace(cluster(1e6), compression=Compression(ratio=0.5))
     with pytest.raises(ProfileError, match="both the cluster and the plan"):
@@ -193,7 +193,7 @@ def test_what_cannot_be_replayed_is_told() -> None:
         coded([Parameter("a", 100)], {"a": "qsgd2"}, 2, RATES)
 
 
-def test_rates_that_were_measured_are_taken_and_slowed_with_the_device() -> None:
+def test_measured_rates_scale_with_the_device_slowdown() -> None:
     speeds = [CodecSpeed("qsgd8", 3e9, 5e9), CodecSpeed("fp32", 1e9, 2e9)]
     slow = Cluster({"all": ClusterDevice(4, slowdown=2.0)}, Network(1e6, 1e-5), Buckets(1, 1))
     for fleet, times in ((cluster(1e6), 1.0), (slow, 2.0)):
@@ -225,7 +225,7 @@ def test_how_fast_this_processor_codes_is_measured_once() -> None:
     assert all(1e6 < speed < 1e13 for one in found.values() for speed in (one.encode, one.decode))
 
 
-def test_rates_are_those_of_the_slowest_and_say_where_they_are_from() -> None:
+def test_rates_are_the_minimum_and_name_their_source() -> None:
     quick, slow = of_device(qsync_fx.devices.get("a100"), "all"), of_copy(1e9, "a slow one")
     both = slowest([quick, slow])
     assert both.of("qsgd8") == slow.of("qsgd8")
@@ -233,7 +233,7 @@ def test_rates_are_those_of_the_slowest_and_say_where_they_are_from() -> None:
     assert "NVIDIA A100" in quick.source
 
 
-def test_which_codec_pays_and_until_where() -> None:
+def test_codec_break_even_bandwidth() -> None:
     schedule = {"all": CostMapper(MLP.graph, MLP.drawn, Plan.uniform("fp32")).schedule()}
     rates = of_copy(1e9, "given")
     without, found = paying(schedule, cluster(1e4), ["qsgd8", "qsgd4"], rates)

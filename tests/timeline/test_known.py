@@ -1,4 +1,7 @@
-"""What is known of a fleet's devices: one by its name is one whose profile is given. For one device alone, files of others are refused."""
+"""What is known of a fleet's devices: one by its name is one whose profile is given.
+
+For one device alone, files of others are refused.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,7 @@ def fleet(folder: Path, *tables: str) -> Path:
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
-def test_a_device_by_its_name_is_the_one_whose_profile_is_given(
-    momentum: float | None, tmp_path: Path
-) -> None:
+def test_device_name_selects_its_profile(momentum: float | None, tmp_path: Path) -> None:
     given = reckoned("t4", momentum)
     cluster = fleet(tmp_path, "[devices.given]", "[devices.named]\ndevice = 't4'")
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"given": given}, cluster=cluster)
@@ -68,7 +69,7 @@ def test_a_device_by_its_name_is_the_one_whose_profile_is_given(
     assert max(timeline.waiting.values()) == pytest.approx(0, abs=1e-12)
 
 
-def test_the_model_is_that_of_a_device_on_which_the_same_formats_run(
+def test_model_comes_from_a_device_with_equal_formats(
     here: Profile, t4: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.given]", "[devices.named]\ndevice = 't4'")
@@ -76,7 +77,7 @@ def test_the_model_is_that_of_a_device_on_which_the_same_formats_run(
     assert timeline.peak_bytes["given"] == timeline.peak_bytes["named"]
 
 
-def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of_the_one_there_is(
+def test_device_without_a_profile_uses_optimizer_and_loss_of_another(
     here: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 'epyc-9004'")
@@ -84,7 +85,8 @@ def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of
     named = known["named"]
     assert isinstance(named, DeviceTimes)
     assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
-    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as long.
+    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as
+    # long.
     assert named.optimizer() == here.optimizer_seconds
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": here}, cluster=cluster)
     assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0
@@ -94,9 +96,7 @@ def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of
     assert isinstance(found := known["named"], DeviceTimes) and found.optimizer() == 0
 
 
-def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so_that_it_can_be_done(
-    here: Profile, tmp_path: Path
-) -> None:
+def test_device_with_other_formats_requires_a_profile(here: Profile, tmp_path: Path) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 't4'")
     with pytest.raises(ProfileError, match="the profiles are for cpu") as caught:
         qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
@@ -110,9 +110,7 @@ def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so
     assert "target" not in said and "catalog" not in said.replace("catalog_profile", "")
 
 
-def test_a_file_of_another_machine_is_not_taken_for_one_of_this(
-    here: Profile, tmp_path: Path
-) -> None:
+def test_profile_of_another_machine_is_rejected(here: Profile, tmp_path: Path) -> None:
     own, other = tmp_path / "own.json", tmp_path / "other.json"
     here.save(own)
     replace(here, machine=replace(here.machine, name="a faster one")).save(other)
@@ -135,13 +133,13 @@ def test_a_file_of_another_machine_is_not_taken_for_one_of_this(
     )
 
 
-def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Path) -> None:
+def test_computed_profile_is_not_a_measurement(t4: Profile, tmp_path: Path) -> None:
     t4.save(tmp_path / "t4.json")
     assert qsync_fx.replay(Plan.uniform("fp16"), tmp_path / "t4.json").seconds > 0
 
 
 @pytest.mark.parametrize(("batch", "told"), [(64, False), (32, True), (512, False), (None, False)])
-def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
+def test_unknown_batch_size_is_an_error(
     t4: Profile, batch: int | None, told: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     found = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))

@@ -1,4 +1,6 @@
-"""Ranks that share nodes: what travels inside and between these, in which time, and which codecs pay there."""
+"""Ranks that share nodes: what travels inside and between these, in which time, and which codecs
+pay there.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def cluster(nodes: NodeGroup, ranks: int = 8, bandwidth: float = 1e8) -> Cluster
     latency=LATENCIES,
     phases=st.integers(1, 2),
 )
-def test_nodes_of_one_rank_are_the_ring(
+def test_nodes_of_one_rank_equal_a_ring(
     sizes: list[float], ranks: int, across: float, inside: float, latency: float, phases: int
 ) -> None:
     flat = CollectiveLink(across, latency)
@@ -52,7 +54,7 @@ def test_nodes_of_one_rank_are_the_ring(
 @given(
     sizes=SIZES, nodes=st.integers(1, 16), size=st.integers(1, 16), across=SPEEDS, latency=LATENCIES
 )
-def test_where_nothing_takes_time_inside_nodes_are_the_ranks_of_a_ring(
+def test_instant_inner_links_make_nodes_a_ring(
     sizes: list[float], nodes: int, size: int, across: float, latency: float
 ) -> None:
     flat = CollectiveLink(across, latency)
@@ -70,10 +72,12 @@ def test_where_nothing_takes_time_inside_nodes_are_the_ranks_of_a_ring(
     inside=SPEEDS,
     latency=LATENCIES,
 )
-def test_two_levels_take_what_their_messages_do(
+def test_two_level_time_is_the_sum_of_its_messages(
     nodes: int, size: int, across: float, inside: float, latency: float
 ) -> None:
-    """Every rank sends the others of its node its part of theirs, then the others with its part on other nodes, then again its node."""
+    """Every rank sends the others of its node its part of theirs, then the others with its part on
+    other nodes, then again its node.
+    """
     nbytes = 4.2e6
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
@@ -85,7 +89,7 @@ def test_two_levels_take_what_their_messages_do(
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_what_ddp_sends_itself_goes_around_a_ring_or_in_two_levels(ring: bool) -> None:
+def test_ddp_all_reduce_uses_a_ring_or_two_levels(ring: bool) -> None:
     bucket = SimulatedBucket(("w",), 4_000_000, 4e6)
     for ranks, size in ((8, 4), (8, 2), (4, 4)):
         fleet, several = cluster(NodeGroup(size, 1e9, 1e-6, ring), ranks), ranks > size
@@ -106,7 +110,7 @@ def test_what_ddp_sends_itself_goes_around_a_ring_or_in_two_levels(ring: bool) -
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (8, 2), (12, 4), (4, 4), (6, 1)])
-def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, size: int) -> None:
+def test_bucket_is_encoded_between_nodes_only(ranks: int, size: int) -> None:
     parameters = [Parameter("a", 10_000), Parameter("b", 1_000)]
     found, nodes = coded(parameters, {"a": "qsgd8"}, ranks, RATES, size=size), ranks // size
     assert found.phases == (1 if nodes == 2 else 2)
@@ -128,9 +132,7 @@ def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, siz
     assert travel(fleet, [bucket])[0] == pytest.approx(taken)
 
 
-def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_before_and_behind() -> (
-    None
-):
+def test_large_bucket_overlaps_encoding_and_transfer() -> None:
     numel = 16 * 2**20
     for ranks, size, cuts in ((4, 2, 8), (8, 4, 4), (8, 2, 2)):
         found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
@@ -148,7 +150,9 @@ def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_befor
 
 
 def test_links_inside_nodes_let_codecs_pay_less() -> None:
-    """In two levels each node sends once what all of its ranks would, so that there is less for a codec to win."""
+    """In two levels each node sends once what all of its ranks would, so that there is less for a
+    codec to win.
+    """
     parameters = (Parameter("first", 300_000), Parameter("second", 100))
     entries = (Entry("linear", Part.BACKWARD, 1e-3),)
     schedules = {"all": Schedule((), entries, 0.0, parameters, {"first": 0, "second": 0})}

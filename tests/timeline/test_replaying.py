@@ -55,7 +55,7 @@ def test_one_device() -> None:
     assert timeline.waiting == {"cpu": 0}
 
 
-def test_a_profile_says_how_fast_gradients_are_copied() -> None:
+def test_profile_contains_the_gradient_copy_speed() -> None:
     copying = replace(MLP, codecs=[CodecSpeed("qsgd8", 1e6, 1e6), CodecSpeed("fp32", 2e6, 1e6)])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     fleet = qsync_fx.replay(plans, {"fast": MLP, "slow": copying}, cluster=FLEET).played.cluster
@@ -67,7 +67,7 @@ def test_a_profile_says_how_fast_gradients_are_copied() -> None:
     assert quick.seconds == qsync_fx.replay(plans, MLP, cluster=FLEET).seconds
 
 
-def test_copies_that_steps_took_go_before_those_of_a_codec() -> None:
+def test_measured_copies_take_precedence_over_codec_copies() -> None:
     steps = Collective("gloo", 3, [(1024, 1e-3)], copies=7e-7)
     copying = replace(MLP, codecs=[CodecSpeed("fp32", 2e6, 1e6)], collectives=[steps])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
@@ -75,7 +75,7 @@ def test_copies_that_steps_took_go_before_those_of_a_codec() -> None:
     assert [device.copies for device in fleet.devices.values()] == [7e-7, None]
 
 
-def test_ranks_wait_for_buffers_where_the_links_are_those_of_the_profile() -> None:
+def test_ranks_wait_for_buffers_with_profiled_links() -> None:
     sent = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], buffers=0.25)])
     left = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)])])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
@@ -90,7 +90,7 @@ def test_ranks_wait_for_buffers_where_the_links_are_those_of_the_profile() -> No
     )
 
 
-def test_a_device_is_as_slow_as_it_was_beside_the_others_where_its_profile_says_so() -> None:
+def test_profiled_slowdown_of_concurrent_devices_applies() -> None:
     beside = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], slowdown=1.5)])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     unknown = replace(FLEET, network=None)
@@ -114,7 +114,7 @@ def test_a_fleet_with_a_plan_for_each() -> None:
     )
 
 
-def test_gradients_of_whole_graphs_come_out_together() -> None:
+def test_gradients_of_a_graph_are_ready_together() -> None:
     small = Buckets(first_bytes=1, bytes=1)
     fleet = replace(FLEET, buckets=small)
     split = qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=fleet)
@@ -155,7 +155,8 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
     reckoned = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
     path = tmp_path / "cluster.toml"
     path.write_text(
-        "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10"
+        "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = "
+        "1e10"
     )
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)
     alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)
@@ -191,14 +192,14 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
         (Plan(operators={"nowhere/linear": "int8"}), MLP, None, PlanError, "nowhere"),
     ],
 )
-def test_what_is_missing_is_said(
+def test_missing_profile_is_an_error(
     plan: object, profile: object, cluster: Cluster | None, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         qsync_fx.replay(plan, profile, cluster=cluster)  # type: ignore[arg-type]
 
 
-def test_a_plan_is_given_as_the_path_of_its_file_too(tmp_path: Path) -> None:
+def test_plan_may_be_a_path(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Plan.uniform("int8").save(path)
     assert qsync_fx.replay(path, MLP).seconds == qsync_fx.replay(Plan.uniform("int8"), MLP).seconds

@@ -28,7 +28,9 @@ LAYERS = 6
 
 
 def schedule(seconds: float, seed: int = 0) -> Schedule:
-    """A stack of layers, each with a weight of 1 MiB, a cast in front of every second one, and the framework's own time."""
+    """A stack of layers, each with a weight of 1 MiB, a cast in front of every second one, and the
+    framework's own time.
+    """
     draw = random.Random(seed)
     forward, backward = [Entry("", Part.OUTSIDE, seconds / 10)], []
     for at in range(LAYERS):
@@ -59,14 +61,14 @@ def timeline(
     return Timeline(simulate(schedules or {"fast": FAST, "slow": SLOW}, cluster, **more))
 
 
-def test_a_notebook_shows_one_line() -> None:
+def test_notebook_representation_has_one_line() -> None:
     assert (
         repr(timeline())
         == f"Timeline({1e3 * timeline().seconds:.4g} ms per step on 3 fast, 1 slow)"
     )
 
 
-def test_one_device_does_what_its_schedule_says() -> None:
+def test_timeline_of_one_device_equals_its_schedule() -> None:
     alone = timeline({"here": FAST}, Cluster({"here": ClusterDevice()}))
     assert alone.seconds == pytest.approx(FAST.seconds)
     assert alone.waiting == alone.sending == {"here": 0}
@@ -105,8 +107,10 @@ def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float 
     assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets + beside)
 
 
-def test_what_sends_computes_later() -> None:
-    """Where a device spends all of the time that buckets travel on them, it is as if nothing travelled beside computing."""
+def test_communication_delays_computation() -> None:
+    """Where a device spends all of the time that buckets travel on them, it is as if nothing
+    travelled beside computing.
+    """
     one = {"here": ClusterDevice(count=2)}
     steps = {
         busy: timeline(
@@ -129,7 +133,8 @@ def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
     )
     fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
     nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
-    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow device would wait for.
+    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow
+    # device would wait for.
     assert fleet.seconds - without.seconds == pytest.approx(2 * 2 * nbytes * 1e-10, rel=1e-6)
     assert fleet.played.after("fast") == FAST.optimizer
     alone = Cluster({"here": ClusterDevice(copies=1e-10)})
@@ -148,7 +153,7 @@ def test_operators_come_with_their_parts() -> None:
     assert next(one for one in fleet if one.operator == "").other == pytest.approx(2e-4)
 
 
-def test_compression_sends_less_and_takes_time() -> None:
+def test_compression_sends_fewer_bytes_and_costs_time() -> None:
     plain, packed = timeline(), timeline(compression=[None, *[Compression(0.25, 1e-5, 1e-12)] * 3])
     assert [bucket.travelling / bucket.nbytes for bucket in packed.played.buckets] == [
         1,
@@ -202,8 +207,10 @@ def test_it_prints() -> None:
     assert "3/linear" in text
 
 
-def test_perfetto_gets_what_the_format_asks_for(tmp_path: Path) -> None:
-    """Trace Event Format: complete events with microseconds, metadata that names tracks, arrows that begin and end within slices."""
+def test_perfetto_file_has_the_required_fields(tmp_path: Path) -> None:
+    """Trace Event Format: complete events with microseconds, metadata that names tracks, arrows
+    that begin and end within slices.
+    """
     path, fleet = tmp_path / "timeline.json", timeline()
     fleet.save_perfetto(path)
     trace = json.loads(path.read_text())
@@ -244,6 +251,6 @@ def test_perfetto_gets_what_the_format_asks_for(tmp_path: Path) -> None:
     )
 
 
-def test_perfetto_says_where_it_cannot_write(tmp_path: Path) -> None:
+def test_unwritable_perfetto_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="the timeline cannot be saved"):
         timeline().save_perfetto(tmp_path / "none" / "timeline.json")

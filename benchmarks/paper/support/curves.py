@@ -31,16 +31,17 @@ TICKS = 5
 def picture(panels: Mapping[str, Series], across: str, up: str) -> str:
     """Return an SVG of `panels` (title to series); `across` and `up` label the axes."""
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    colors = {name: COLORS[at % len(COLORS)] for at, name in enumerate(names)}
+    colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
     high = HIGH * len(panels)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" height="{high}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" '
+        f'height="{high}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{WIDE}" height="{high}" fill="white"/>',
     ]
-    for at, (title, series) in enumerate(panels.items()):
+    for index, (title, series) in enumerate(panels.items()):
         parts += [
-            f'<g transform="translate(0 {at * HIGH})">',
+            f'<g transform="translate(0 {index * HIGH})">',
             *_panel(title, series, colors, across, up),
             "</g>",
         ]
@@ -53,9 +54,15 @@ def _panel(
     points = [point for line in series.values() for point in line]
     x_ticks, y_ticks = (ticks([point[axis] for point in points]) for axis in (0, 1))
     yield f'<text x="{LEFT}" y="18" font-weight="bold">{html.escape(title)}</text>'
-    yield f'<text x="{(LEFT + WIDE - RIGHT) / 2}" y="{HIGH - 8}" text-anchor="middle">{html.escape(across)}</text>'
+    yield (
+        f'<text x="{(LEFT + WIDE - RIGHT) / 2}" y="{HIGH - 8}" '
+        f'text-anchor="middle">{html.escape(across)}</text>'
+    )
     middle = (TOP + HIGH - BOTTOM) / 2
-    yield f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{html.escape(up)}</text>'
+    yield (
+        f'<text transform="translate(14 {middle}) rotate(-90)" '
+        f'text-anchor="middle">{html.escape(up)}</text>'
+    )
 
     def x(value: float) -> float:
         return LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDE - RIGHT - LEFT)
@@ -68,15 +75,27 @@ def _panel(
         )
 
     for value in x_ticks:
-        yield f'<text x="{x(value):.1f}" y="{HIGH - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
+        yield (
+            f'<text x="{x(value):.1f}" y="{HIGH - BOTTOM + 16}" '
+            f'text-anchor="middle">{value:g}</text>'
+        )
     for value in y_ticks:
-        yield f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>'
+        yield (
+            f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
+            'stroke="#ddd"/>'
+        )
         yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
     for row, (name, line) in enumerate(series.items()):
         places = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
-        told = f"<title>{html.escape(name)}</title>"
-        yield f'<polyline points="{places}" fill="none" stroke="{colors[name]}" stroke-width="1.6">{told}</polyline>'
-        yield f'<text x="{WIDE - RIGHT + 10}" y="{TOP + 12 + 17 * row}" fill="{colors[name]}">{html.escape(name)}</text>'
+        title_element = f"<title>{html.escape(name)}</title>"
+        yield (
+            f'<polyline points="{places}" fill="none" stroke="{colors[name]}" '
+            f'stroke-width="1.6">{title_element}</polyline>'
+        )
+        yield (
+            f'<text x="{WIDE - RIGHT + 10}" y="{TOP + 12 + 17 * row}" '
+            f'fill="{colors[name]}">{html.escape(name)}</text>'
+        )
 
 
 def ticks(values: Sequence[float]) -> list[float]:
@@ -84,4 +103,4 @@ def ticks(values: Sequence[float]) -> list[float]:
     low, high = min(values), max(values)
     step = round_step((high - low) / TICKS or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(at * step, 12) for at in range(first, max(last, first + 1) + 1)]
+    return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]

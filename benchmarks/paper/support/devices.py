@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from benchmarks.plans.fleets import FORMATS, NETWORK, Known
+from benchmarks.plans.fleets import FORMATS, NETWORK, CatalogProfile
 from qsync_fx import Plan
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.evaluator import evaluate_plan
@@ -80,20 +80,22 @@ def looked(
         )
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
-    found = several(model, step, batches, methods, NARROW, len(batches), options=options)
+    estimates = several(model, step, batches, methods, NARROW, len(batches), options=options)
     torch._dynamo.reset()
-    asked = {operator.id for operator in graphs[SLOW].operators if operator.kind == "adjustable"}
-    for one in found:
-        if one.variance.keys() != asked:
-            different = sorted(asked ^ one.variance.keys())
+    adjustable = {
+        operator.id for operator in graphs[SLOW].operators if operator.kind == "adjustable"
+    }
+    for estimate in estimates:
+        if estimate.variance.keys() != adjustable:
+            different = sorted(adjustable ^ estimate.variance.keys())
             raise ValueError(
                 f"the network that is trained and the wide one have other operators: {different}"
             )
-    return Looked(graphs, {one.method: one for one in found})
+    return Looked(graphs, {estimate.method: estimate for estimate in estimates})
 
 
 def problem(
-    known: Looked,
+    looked_model: Looked,
     batch: int,
     method: str = "second_order",
     optimizer: OptimizerMemory = MOMENTUM,
@@ -105,28 +107,32 @@ def problem(
     """
     devices = {name: ClusterDevice(device=name, batch=batch) for name in FORMATS}
     profiles: dict[str, Any] = {}
-    for name, graph in known.graphs.items():
+    for name, graph in looked_model.graphs.items():
         (symbol,) = graph.symbols
-        profiles[name] = Known(
-            graph.at(**{symbol: batch}), name, known.sensitivities[method], FORMATS[name], optimizer
+        profiles[name] = CatalogProfile(
+            graph.at(**{symbol: batch}),
+            name,
+            looked_model.sensitivities[method],
+            FORMATS[name],
+            optimizer,
         )
     wishes = PlanRequest(memory=None if memory is None else {SLOW: memory}, target=float("inf"))
-    found, _ = build_problem(Cluster(devices, NETWORK), profiles, wishes)
-    return found
+    result, _ = build_problem(Cluster(devices, NETWORK), profiles, wishes)
+    return result
 
 
-def capped(asked: Problem, share: float = CAP) -> float:
+def capped(planning: Problem, share: float = CAP) -> float:
     """Return the bytes at `share` of the way from uniform INT8's peak memory to uniform FP16's."""
     low, high = (
-        evaluate_plan(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0
+        evaluate_plan(planning, planning.uniform(fmt)).classes[SLOW].peak_bytes or 0
         for fmt in reversed(NARROW)
     )
     return low + share * (high - low)
 
 
-def within(asked: Problem, seconds: float | None) -> Problem:
+def within(planning: Problem, seconds: float | None) -> Problem:
     """Return the problem with `seconds` as its limit on step time."""
-    return replace(asked, seconds=seconds)
+    return replace(planning, seconds=seconds)
 
 
 def trained(plan: Mapping[str, str]) -> Plan:

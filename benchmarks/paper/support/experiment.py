@@ -26,8 +26,8 @@ from benchmarks.paper.support.images import (
     built,
     loss,
 )
-from benchmarks.paper.support.kept import Kept
-from benchmarks.support.harness import Row, selected, write_json
+from benchmarks.paper.support.run_cache import RunCache
+from benchmarks.support.harness import Row, by_size, selected, write_json
 from qsync_fx import Plan
 from qsync_fx.progress import progress
 
@@ -43,7 +43,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "partial": {
         "type": Path,
         "default": Path("runs/paper"),
-        "help": "folder that keeps what was trained, to go on from and to share with the other tables (%(default)s)",
+        "help": "folder for completed trainings, from which a run resumes, shared by the tables "
+        "(%(default)s)",
     },
 }
 
@@ -65,12 +66,16 @@ class Experiment:
         said: further top-level keys of the result file.
     """
 
-    def __init__(self, options: argparse.Namespace, kept: str, epochs: int, **said: Any) -> None:
+    def __init__(
+        self, options: argparse.Namespace, name: str, epochs: int, **metadata: Any
+    ) -> None:
         torch.set_num_threads(1)
-        self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
+        self.quick, self.seeds = options.quick, by_size(options.quick, 1, options.seeds)
         self.rows: list[Row] = []
-        self._options, self._epochs, self._said = options, epochs, said
-        self._kept = Kept(options.partial / f"{'quick-' if options.quick else ''}{kept}.json")
+        self._options, self._epochs, self._said = options, epochs, metadata
+        self._kept = RunCache(
+            options.partial / f"{by_size(options.quick, 'quick-', '')}{name}.json"
+        )
 
     def add(self, row: Row) -> None:
         """Add a row and write all rows to the result file."""
@@ -89,24 +94,32 @@ class Experiment:
                 trains.append(begin())
             return trains[0].accuracy(seed, lambda: advance(f"{title}, seed {seed}"))
 
-        found = []
+        accuracies = []
         with progress("training", self.seeds * self._epochs) as advance:
             for seed in range(self.seeds):
-                found.append(
+                accuracies.append(
                     self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
                 )
-        print(f"{title}: {', '.join(f'{one:.2%}' for one in found)}", flush=True)
-        deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-        return {"accuracy": statistics.fmean(found), "deviation": deviation, "each": found}
+        print(f"{title}: {', '.join(f'{value:.2%}' for value in accuracies)}", flush=True)
+        return {
+            "accuracy": statistics.fmean(accuracies),
+            "deviation": deviation(accuracies),
+            "each": accuracies,
+        }
 
 
-def beside(each: Sequence[float], whole: Sequence[float]) -> dict[str, float]:
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample, or 0 for one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def beside(each: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """Return the mean accuracy minus FP32's at equal seeds, and its standard error.
 
     Both are percentage points.
     """
-    points = [100 * (one - other) for one, other in zip(each, whole, strict=True)]
-    error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
+    points = [100 * (value - other) for value, other in zip(each, baseline, strict=True)]
+    error = deviation(points) / math.sqrt(len(points))
     return {"points": statistics.fmean(points), "error": error}
 
 
@@ -119,13 +132,13 @@ class OnImages(Experiment):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.images = Images(
-            QUICK if options.quick else Size(), "digits" if options.quick else None
+            by_size(options.quick, QUICK, Size()), by_size(options.quick, "digits", None)
         )
         super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
         """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
-        for name in list(selected(self._options, NETWORKS))[-1 if self.quick else 0 :]:
+        for name in list(selected(self._options, NETWORKS))[by_size(self.quick, -1, 0) :]:
             yield name, self.look(name)
 
     def look(self, name: str) -> Looked:
@@ -135,13 +148,13 @@ class OnImages(Experiment):
             built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name])
         )
         data = images.subset(0)
-        steps = 1 if self.quick else LOOKED
+        steps = by_size(self.quick, 1, LOOKED)
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
         return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(
-        self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]
+        self, name: str, label: str, plan: Mapping[str, str], batches: Sequence[int]
     ) -> dict[str, Any]:
         """Return the accuracy over all seeds of a T4 plan, trained with a V100 in FP32."""
         low = trained(plan)
@@ -154,7 +167,7 @@ class OnImages(Experiment):
         }
         plans = (Plan.uniform("fp32"), low)
         return self.accuracy(
-            f"{name}, {what}",
+            f"{name}, {label}",
             settings,
             lambda: Trainer(NETWORKS[name], self.images, plans, batches),
         )

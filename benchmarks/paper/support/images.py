@@ -106,8 +106,8 @@ class Images:
         for chosen in torch.split(order, sum(batches)):
             if len(chosen) == sum(batches):
                 yield [
-                    (data.normalized(data.train[0][own]), data.train[1][own])
-                    for own in torch.split(chosen, list(batches))
+                    (data.normalized(data.train[0][part]), data.train[1][part])
+                    for part in torch.split(chosen, list(batches))
                 ]
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.paper.support import text
 from benchmarks.paper.support.images import NETWORKS, QUICK, Images, Size, evaluated
+from benchmarks.support.harness import by_size
 
 IMAGES = Size(samples=12_000, tests=10_000, epochs=5, batch=64)
 ALL_IMAGES = Size(samples=60_000, tests=10_000, epochs=5, batch=64)
@@ -56,8 +57,8 @@ Task = Callable[[int, int, bool], Training]
 
 
 def resnet(ranks: int, seed: int, quick: bool, of: Size = IMAGES) -> Training:
-    size = QUICK if quick else of
-    images = Images(size, "digits" if quick else None)
+    size = by_size(quick, QUICK, of)
+    images = Images(size, by_size(quick, "digits", None))
     data, batches = images.subset(seed), [size.batch] * ranks
     torch.manual_seed(seed)
 
@@ -89,9 +90,9 @@ class Lstm(nn.Module):
 
     def forward(self, texts: Tensor) -> Tensor:
         states, _ = self.lstm(self.word(texts))
-        there = (texts != text.PADDING).unsqueeze(-1)
-        found: Tensor = self.head((states * there).sum(1) / there.sum(1))
-        return found
+        mask = (texts != text.PADDING).unsqueeze(-1)
+        result: Tensor = self.head((states * mask).sum(1) / mask.sum(1))
+        return result
 
 
 class Gpt(nn.Module):
@@ -106,8 +107,8 @@ class Gpt(nn.Module):
         self.gpt = GPT2LMHeadModel(GPT2Config(n_positions=text.LENGTH, **sizes, **ends))
 
     def forward(self, texts: Tensor) -> Tensor:
-        found: Tensor = self.gpt(input_ids=texts, use_cache=False).logits
-        return found
+        result: Tensor = self.gpt(input_ids=texts, use_cache=False).logits
+        return result
 
 
 @functools.cache
@@ -139,9 +140,9 @@ def gpt(ranks: int, seed: int, quick: bool, epochs: int = EPOCHS["GPT"]) -> Trai
     def accuracy(model: nn.Module) -> float:
         right = words = 0
         for rows in torch.split(texts.test[0], 100):
-            found, asked = model(rows)[:, :-1].argmax(-1), rows[:, 1:]
-            there = asked != text.PADDING
-            right, words = right + int((found == asked)[there].sum()), words + int(there.sum())
+            predicted, expected = model(rows)[:, :-1].argmax(-1), rows[:, 1:]
+            mask = expected != text.PADDING
+            right, words = right + int((predicted == expected)[mask].sum()), words + int(mask.sum())
         return right / words
 
     return _on_texts(texts, Gpt, epochs, loss, accuracy, ranks, seed, quick)
@@ -157,7 +158,7 @@ def _on_texts(
     seed: int,
     quick: bool,
 ) -> Training:
-    batch, epochs = (8, 1) if quick else (EACH, epochs)
+    batch, epochs = by_size(quick, (8, 1), (EACH, epochs))
     rows, labels = texts.train
     torch.manual_seed(seed)
 
@@ -168,7 +169,7 @@ def _on_texts(
             )
             for chosen in torch.split(order, batch * ranks):
                 if len(chosen) == batch * ranks:
-                    yield [(rows[own], labels[own]) for own in torch.split(chosen, batch)]
+                    yield [(rows[part], labels[part]) for part in torch.split(chosen, batch)]
 
     return Training(
         build(texts.words),

@@ -66,20 +66,22 @@ class Texts:
 def load(each: int, files: int = FILES) -> Texts:
     """Return up to `each` texts per package from up to `files` files; a fifth are test texts."""
     of = {package: set(_all(package, files)) for package in PACKAGES}
-    told = Counter(text for texts in of.values() for text in texts)
-    found = [
+    counted = Counter(text for texts in of.values() for text in texts)
+    texts_of_word = [
         (text, label)
         for label, texts in enumerate(of.values())
-        for text in _drawn(sorted(text for text in texts if told[text] == 1), each)
+        for text in _drawn(sorted(text for text in texts if counted[text] == 1), each)
     ]
-    random.Random(0).shuffle(found)
-    cut = len(found) // 5
-    test, train = found[:cut], found[cut:]
+    random.Random(0).shuffle(texts_of_word)
+    cut = len(texts_of_word) // 5
+    test, train = texts_of_word[:cut], texts_of_word[cut:]
     counts = Counter(word for text, _ in train for word in text)
-    known = {word: SPECIAL + at for at, (word, _) in enumerate(counts.most_common(WORDS - SPECIAL))}
+    numbers = {
+        word: SPECIAL + index for index, (word, _) in enumerate(counts.most_common(WORDS - SPECIAL))
+    }
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values())
     name = f"{len(train)} and {len(test)} descriptions from {versions}"
-    return Texts(name, _numbers(train, known), _numbers(test, known), SPECIAL + len(known))
+    return Texts(name, _numbers(train, numbers), _numbers(test, numbers), SPECIAL + len(numbers))
 
 
 def _drawn(texts: Sequence[Text], count: int) -> list[Text]:
@@ -105,17 +107,17 @@ def _all(package: str, count: int) -> Iterator[Text]:
 
 
 def _words(text: str) -> Text:
-    found = (
+    words = (
         word
         for word in re.findall(r"[a-z]+", text.lower())
         if not any(name in word for name in NAMES)
     )
-    return tuple(found)[: LENGTH - 1]
+    return tuple(words)[: LENGTH - 1]
 
 
-def _numbers(texts: Sequence[tuple[Text, int]], known: dict[str, int]) -> tuple[Tensor, Tensor]:
+def _numbers(texts: Sequence[tuple[Text, int]], number_of: dict[str, int]) -> tuple[Tensor, Tensor]:
     rows = torch.full((len(texts), LENGTH), PADDING)
     for row, (text, _) in zip(rows, texts, strict=True):
-        numbers = [FIRST, *(known.get(word, UNKNOWN) for word in text)]
+        numbers = [FIRST, *(number_of.get(word, UNKNOWN) for word in text)]
         row[: len(numbers)] = torch.tensor(numbers)
     return rows, torch.tensor([label for _, label in texts])

@@ -37,14 +37,17 @@ def picture(timelines: Mapping[str, Timeline]) -> str:
         for track, pieces in _tracks(timeline):
             parts.append(f'<text x="10" y="{high + 15}">{html.escape(track)}</text>')
             parts += [
-                f'<rect class="{kind}" x="{LEFT + begin * scale:.2f}" y="{high}" width="{(end - begin) * scale:.2f}" '
-                f'height="{BAR}" fill="{COLORS[kind]}"><title>{kind}, {1e3 * (end - begin):.4g} ms</title></rect>'
+                f'<rect class="{kind}" x="{LEFT + begin * scale:.2f}" y="{high}" '
+                f'width="{(end - begin) * scale:.2f}" '
+                f'height="{BAR}" fill="{COLORS[kind]}"><title>{kind}, {1e3 * (end - begin):.4g} '
+                "ms</title></rect>"
                 for kind, begin, end in _joined(pieces, SEEN / scale)
             ]
             high += TRACK
         high += TRACK - BAR
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" height="{high}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" '
+        f'height="{high}" '
         'font-family="system-ui, sans-serif" font-size="13">'
     )
     ground = f'<rect width="{WIDE}" height="{high}" fill="white"/>'
@@ -75,7 +78,7 @@ def _joined(pieces: Sequence[TimelinePiece], nearest: float) -> Iterator[tuple[s
 
 
 def _legend() -> Iterator[str]:
-    for at, (kind, color) in enumerate(COLORS.items()):
-        x = 10 + at * 118
+    for index, (kind, color) in enumerate(COLORS.items()):
+        x = 10 + index * 118
         yield f'<rect x="{x}" y="14" width="14" height="14" fill="{color}"/>'
         yield f'<text x="{x + 20}" y="26">{kind}</text>'

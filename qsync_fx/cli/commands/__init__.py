@@ -38,14 +38,11 @@ def load(name: str) -> Command:
             raise installed.unfit(entries[0], result, "a qsync_fx.cli.Command")
         return result
     if entries:
-        where = [
-            *([] if ours is None else [ours]),
-            *(f"the package {installed.package(entry)}" for entry in entries),
-        ]
+        places = [ours, *(f"the package {installed.package(entry)}" for entry in entries)]
         raise QSyncError(
             f"several commands have the name {name!r}",
-            where=" and ".join(where),
-            do="uninstall all but one of these packages",
+            where=" and ".join(filter(None, places)),
+            do="uninstall packages until one command has this name",
         )
     command: Command = importlib.import_module(ours or name).COMMAND
     return command

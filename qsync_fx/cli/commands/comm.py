@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from qsync_fx import environment
-from qsync_fx.cli import model_args, output, training_args
-from qsync_fx.cli.command import Command
+from qsync_fx.cli import model_args, output
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import OptionError, nearest, shown
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _PREDICT_ABOUT = f"""\
 Predicts which gradient codec pays: replays a training step of a cluster with each
 codec. Byte counts are exact; durations come from a profile or the device catalog.
 No gradient is sent, and no model is trained.
-{training_args.LOSS}"""
+{model_args.LOSS}"""
 
 _PREDICT_EXAMPLES = """\
 examples:
@@ -48,84 +48,49 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         where="--plan",
         do="set the format with --precision; qsync replay accepts a plan and its codecs",
     )
-    model_args.add(parser, required=False, refused={"plan": one_format})
+    model_args.add(parser, required=False, used=("precision",), refused={"plan": one_format})
     requested = parser.add_argument_group(
         "cluster and codecs", "By default all operators compute in fp32."
     )
     requested.add_argument(
-        "--gpus",
-        "--ranks",
-        dest="ranks",
-        metavar="N",
-        type=int,
-        required=True,
-        help="number of devices",
+        "--gpus", "--ranks", metavar="N", type=int, required=True, help="number of devices"
     )
-    requested.add_argument(
-        "--bandwidth",
-        metavar="RATE",
-        required=True,
-        help="bandwidth of each link per second, such as 1gbit, 100mbit or 12.5GB",
+    bandwidth = "bandwidth of each link per second, such as 1gbit, 100mbit or 12.5GB"
+    requested.add_argument("--bandwidth", metavar="RATE", required=True, help=bandwidth)
+    add_options(
+        requested,
+        """
+        --latency SECONDS         latency of the smallest all-reduce (%(default)s)
+        --gpus-per-node --ranks-per-node N
+                                  devices per node, which share one link to other nodes; gradients
+                                  are then compressed only between nodes
+        --inside RATE             bandwidth of each device within its node, in the units of
+                                  --bandwidth
+        --inside-latency SECONDS  latency of the smallest all-reduce within a node (%(default)s)
+        --device NAME             device of the catalog to predict the step for; t4 by default
+        --profile FILE            profile written by qsync measure, instead of a model and a device
+        """,
+        {"latency": float, "gpus_per_node": int, "inside_latency": float},
+        latency=5e-5,
+        gpus_per_node=1,
+        inside_latency=1e-5,
     )
-    requested.add_argument(
-        "--latency",
-        metavar="SECONDS",
-        type=float,
-        default=5e-5,
-        help="latency of the smallest all-reduce (%(default)s)",
+    model_args.add_optimizer(requested)
+    add_options(
+        requested,
+        """
+        --codec NAME...  codec to compare; repeatable; by default all codecs
+        --rates FILE     codec speeds: the output of qsync comm bench --json
+        --json           print one JSON object
+        """,
     )
-    requested.add_argument(
-        "--gpus-per-node",
-        "--ranks-per-node",
-        dest="size",
-        metavar="N",
-        type=int,
-        default=1,
-        help="devices per node, which share one link to other nodes; gradients are then compressed "
-        "only between nodes",
-    )
-    requested.add_argument(
-        "--inside",
-        metavar="RATE",
-        help="bandwidth of each device within its node, in the units of --bandwidth",
-    )
-    requested.add_argument(
-        "--inside-latency",
-        metavar="SECONDS",
-        type=float,
-        default=1e-5,
-        help="latency of the smallest all-reduce within a node (%(default)s)",
-    )
-    requested.add_argument(
-        "--device",
-        metavar="NAME",
-        help="device of the catalog to predict the step for; t4 by default",
-    )
-    requested.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="profile written by qsync measure, instead of a model and a device",
-    )
-    training_args.add_optimizer(requested)
-    requested.add_argument(
-        "--codec",
-        action="append",
-        metavar="NAME",
-        help="codec to compare; repeatable; by default all codecs",
-    )
-    requested.add_argument(
-        "--rates",
-        metavar="FILE",
-        help="codec speeds: the output of qsync comm bench --json",
-    )
-    requested.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    if arguments.ranks < 2:
+    if arguments.gpus < 2:
         raise OptionError(
             "gradients are exchanged between at least 2 devices",
-            where=f"--gpus {arguments.ranks}",
+            where=f"--gpus {arguments.gpus}",
             do="set --gpus to 2 or more",
         )
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
@@ -136,7 +101,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
     from qsync_fx.timeline.codec_costs import paying, rates
 
-    for name in arguments.codec or ():
+    for name in arguments.codec:
         if name not in CODECS[1:]:
             raise OptionError(
                 f"there is no prediction for the codec {shown(name)}",
@@ -147,12 +112,18 @@ def _predict(arguments: argparse.Namespace) -> None:
     profile = _profile(arguments, fmt)
     # gloo reduces gradients on the CPU in one ring.
     nodes = NodeGroup(
-        arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu"
+        arguments.gpus_per_node,
+        inside,
+        arguments.inside_latency,
+        ring=profile.graph.device == "cpu",
     )
-    fleet = Cluster({"devices": ClusterDevice(arguments.ranks)}, network, nodes=nodes)
+    fleet = Cluster({"devices": ClusterDevice(arguments.gpus)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
-    how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
+    if arguments.rates:
+        how_fast = _read(arguments.rates)
+    else:
+        how_fast = rates(fleet, {"devices": profile})
     # 1bit codes columns of parameters, whose shapes a profile lacks; 1bit* is the same rule for
     # consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
@@ -193,10 +164,10 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
             where="MODULE:CALLABLE",
             do="add MODULE:CALLABLE or --profile",
         )
-    trained = training_args.read(
+    trained = model_args.read_training(
         argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None})
     )
-    optimizer = training_args.optimizer(arguments.optimizer, trained.module)
+    optimizer = model_args.optimizer(arguments.optimizer, trained.module)
     return catalog_profile(
         arguments.device or "t4", trained.module, trained.step, trained.batches[0], [fmt], optimizer
     )
@@ -230,7 +201,7 @@ def _read(path: str) -> Rates:
 
 def _inside(arguments: argparse.Namespace) -> float | None:
     """Return the bytes per second of links inside nodes; None without nodes of several devices."""
-    size, ranks = arguments.size, arguments.ranks
+    size, ranks = arguments.gpus_per_node, arguments.gpus
     if size < 1 or ranks % size or (size > 1 and ranks == size):
         raise OptionError(
             f"{ranks} devices cannot be divided into several nodes of {size}",
@@ -243,16 +214,19 @@ def _inside(arguments: argparse.Namespace) -> float | None:
             where="--inside",
             do="set both, as in --gpus-per-node 4 --inside 100gbit, or neither",
         )
-    return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
+    if arguments.inside is None:
+        return None
+    return _bytes_a_second(arguments.inside, "--inside")
 
 
 def _bytes_a_second(text: str, where: str) -> float:
     result = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE
     )
-    size = (
-        float(result[1]) * _POWERS[result[2].lower()] * _UNITS[result[3].lower()] if result else 0.0
-    )
+    size = 0.0
+    if result is not None:
+        number, power, unit = result.groups()
+        size = float(number) * _POWERS[power.lower()] * _UNITS[unit.lower()]
     if not size:
         raise OptionError(
             f"{text[:40]!r} is not a bandwidth",
@@ -264,8 +238,8 @@ def _bytes_a_second(text: str, where: str) -> float:
 
 def _rate(bytes_a_second: float) -> str:
     bits = 8 * bytes_a_second
-    power = next((name for name in ("t", "g", "m", "k") if bits >= _POWERS[name]), "")
-    return f"{bits / _POWERS[power]:.3g} {power.upper() if power != 'k' else power}bit/s"
+    power = next((name for name in ("T", "G", "M", "k") if bits >= _POWERS[name.lower()]), "")
+    return f"{bits / _POWERS[power.lower()]:.3g} {power}bit/s"
 
 
 def _show(
@@ -280,38 +254,29 @@ def _show(
     assert network is not None and network.bandwidth is not None
     bandwidth = network.bandwidth
     print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
-    nodes = fleet.nodes
-    several = (
-        f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
-        if nodes.bandwidth
-        else ""
-    )
+    nodes, several = fleet.nodes, ""
+    if nodes.bandwidth:
+        several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
     print(f"links of {_rate(bandwidth)}{several}; codec speeds are {rates.source}\n")
-    rows = [
-        (
-            item.codec,
-            short(item.sent, "B"),
-            *([short(item.inside, "B")] if several else []),
-            duration(item.seconds),
-            f"{without.seconds / item.seconds:.2f}" if item is not without else "-",
-            duration(item.coding) if item is not without else "-",
-            duration(item.communicating),
-            f"{item.hidden:.0%}",
-            _below(item.until) if item is not without else "-",
-        )
+    cells = [
+        {
+            "codec": item.codec,
+            "sent by a rank": short(item.sent, "B"),
+            "sent by a node": short(item.sent, "B"),
+            "sent in the node": short(item.inside, "B"),
+            "step": duration(item.seconds),
+            "speedup": f"{without.seconds / item.seconds:.2f}",
+            "coding": duration(item.coding),
+            "communication": duration(item.communicating),
+            "hidden": f"{item.hidden:.0%}",
+            "pays below": _below(item.until),
+        }
         for item in (without, *result)
     ]
-    sent = ("sent by a node", "sent in the node") if several else ("sent by a rank",)
-    columns = (
-        "codec",
-        *sent,
-        "step",
-        "speedup",
-        "coding",
-        "communication",
-        "hidden",
-        "pays below",
-    )
+    cells[0] |= {"speedup": "-", "coding": "-", "pays below": "-"}
+    omitted = {"sent by a rank"} if several else {"sent by a node", "sent in the node"}
+    columns = [name for name in cells[0] if name not in omitted]
+    rows = [[row[name] for name in columns] for row in cells]
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, result)
     quickest = min(result, key=lambda item: item.seconds)
@@ -375,7 +340,7 @@ def _as_json(
             "coding": item.coding,
             "communicating": item.communicating,
             "hidden": item.hidden,
-            "pays_below": None if item.until is None else 8 * item.until,
+            "pays_below": item.until and 8 * item.until,
         }
 
     network = fleet.network
@@ -386,9 +351,7 @@ def _as_json(
         "ranks": fleet.ranks,
         "ranks_a_node": fleet.nodes.ranks,
         "bits_a_second": 8 * network.bandwidth,
-        "bits_a_second_inside": None
-        if fleet.nodes.bandwidth is None
-        else 8 * fleet.nodes.bandwidth,
+        "bits_a_second_inside": fleet.nodes.bandwidth and 8 * fleet.nodes.bandwidth,
         "rates": rates.source,
         "best": best(without, result).codec,
         "codecs": [row(item) for item in (without, *result)],
@@ -431,23 +394,20 @@ _WITHOUT_MODEL: Final = {
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--codec",
-        action="append",
-        metavar="NAME",
-        help="codec to compare; repeatable; by default all codecs",
+    add_options(
+        parser,
+        """
+        --codec NAME...        codec to compare; repeatable; by default all codecs
+        --megabytes MEGABYTES  size of FP32 gradients in MiB (%(default)s)
+        --threads THREADS      threads of torch (%(default)s)
+        --repeats REPEATS      interleaved runs; the result is their median (%(default)s)
+        --json                 print one JSON list
+        """,
+        {"megabytes": float, "threads": int, "repeats": int},
+        megabytes=26.0,
+        threads=1,
+        repeats=15,
     )
-    parser.add_argument(
-        "--megabytes", type=float, default=26.0, help="size of FP32 gradients in MiB (%(default)s)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=15,
-        help="interleaved runs, of which the median counts (%(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -469,7 +429,7 @@ def _bench(arguments: argparse.Namespace) -> None:
                 do="use a number above 0",
             )
     torch.set_num_threads(arguments.threads)
-    for name in arguments.codec or ():
+    for name in arguments.codec:
         if name in DUOS:
             raise OptionError(
                 f"{name} is a DUO optimizer mode, not a codec: it computes lookahead steps "

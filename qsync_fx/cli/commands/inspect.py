@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output
-from qsync_fx.cli.command import Command
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import QSyncError
 from qsync_fx.formatting import number
 
@@ -39,30 +39,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="show only operators of this kind, in the table and in JSON",
     )
     show = printed.add_mutually_exclusive_group()
-    show.add_argument(
-        "--after", metavar="PASS", help="print the graph after this pass instead of the table"
-    )
+    add_options(show, "--after PASS  print the graph after this pass instead of the table")
     show.add_argument(
         "--diff",
         metavar=("A", "B"),
         nargs=2,
         help="print the changes of the graph between pass A and pass B",
     )
-    show.add_argument(
-        "--json", action="store_true", help="print one JSON object with more details than the table"
-    )
+    add_options(show, "--json  print one JSON object with more details than the table")
     write = parser.add_argument_group("output files")
-    write.add_argument(
-        "--dot",
-        metavar="FILE",
-        type=output.to_write,
-        help="write the operators and their data flow for Graphviz",
-    )
-    write.add_argument(
-        "--plan-out",
-        metavar="FILE",
-        type=output.to_write,
-        help="write a plan with the precision of every adjustable operator, to edit",
+    add_options(
+        write,
+        """
+        --dot FILE       write the operators and their data flow for Graphviz
+        --plan-out FILE  write a plan with the precision of every adjustable operator, to edit
+        """,
+        {"dot": output.to_write, "plan_out": output.to_write},
     )
 
 
@@ -115,24 +107,20 @@ def _as_json(explanation: Explanation, kind: str | None) -> Mapping[str, object]
 def operator_as_json(operator: Operator) -> Mapping[str, object]:
     """Return a JSON-compatible description of an operator, with more details than the table."""
     note, source = operator.note, operator.source
-    names = {
-        name: None if value is None else value.name
-        for name, value in (
-            ("planned", note.planned),
-            ("precision", note.precision),
-            ("output", note.output),
-        )
+    formats = {
+        name: getattr(getattr(note, name), "name", None)
+        for name in ("planned", "precision", "output")
     }
     sizes = {
         name: _number(getattr(note.cost, name, None)) for name in ("flops", "bytes", "saved_bytes")
     }
-    place = (
-        None if source is None else {"file": source.file, "line": source.line, "code": source.code}
-    )
+    place = None
+    if source is not None:
+        place = {"file": source.file, "line": source.line, "code": source.code}
     return {
         "id": str(note.id),
         "kind": str(note.kind),
-        **names,
+        **formats,
         "reason": operator.reason,
         **sizes,
         "source": place,

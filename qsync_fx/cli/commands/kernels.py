@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_fx.cli import model_args, output
-from qsync_fx.cli.command import Command
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import KernelError, OptionError, nearest
 from qsync_fx.formatting import many
 
@@ -38,19 +38,15 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of kernels; by default the cache and the folders of QSYNC_KERNELS_PATH",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print all details of each kernel as one JSON list"
-    )
+    add_options(parser, "--json  print all details of each kernel as one JSON list")
 
 
 def _list(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_build import kernel_cache
 
-    folders = (
-        [arguments.folder]
-        if arguments.folder
-        else [kernel_cache.root(), *kernel_cache.ahead_of_time()]
-    )
+    folders = [kernel_cache.root(), *kernel_cache.ahead_of_time()]
+    if arguments.folder:
+        folders = [arguments.folder]
     if arguments.folder and not arguments.folder.is_dir():
         raise OptionError(
             "the folder does not exist",
@@ -86,7 +82,8 @@ def table_of(entries: Iterable[CacheEntry]) -> Table:
             f"{m.size / 1024:.0f} KB",
         )
         times = f"{m.seconds:.0f} s", _age(time.time() - m.created)
-        rows.append((m.name, m.arch, *sizes, *times, f"not used: {m.refused}" if m.refused else ""))
+        reason = f"not used: {m.refused}" if m.refused else ""
+        rows.append((m.name, m.arch, *sizes, *times, reason))
     names = ("name", "arch", "registers", "shared", "opcode", "size", "compiled in", "age", "")
     return output.table(names, rows, right=("registers", "shared", "size", "compiled in", "age"))
 
@@ -99,10 +96,8 @@ def _age(seconds: float) -> str:
 
 
 def _add_clear_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--older-than",
-        metavar="AGE",
-        help="remove only kernels older than this, such as 90m, 12h, 30d or 8w",
+    add_options(
+        parser, "--older-than AGE  remove only kernels older than this, such as 90m, 12h, 30d or 8w"
     )
 
 
@@ -156,26 +151,16 @@ one kernel for each product and format."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--arch",
-        metavar="ARCH",
-        action="append",
-        help="target architecture, such as sm_80 or sm_90a; repeatable; by default those of this "
-        "machine's GPUs",
-    )
-    parser.add_argument(
-        "--every-candidate",
-        action="store_true",
-        help="compile all candidates of the tuner, not only the default kernels",
-    )
-    parser.add_argument(
-        "--jobs",
-        metavar="N",
-        type=int,
-        help="number of concurrent compilers; by default as cores and memory allow",
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="folder for the kernels instead of the cache"
+    add_options(
+        parser,
+        """
+        --arch ARCH...     target architecture, such as sm_80 or sm_90a; repeatable; by default
+                           those of this machine's GPUs
+        --every-candidate  compile all candidates of the tuner, not only the default kernels
+        --jobs N           number of concurrent compilers; by default as cores and memory allow
+        --output DIR       folder for the kernels instead of the cache
+        """,
+        {"jobs": int, "output": Path},
     )
     model_args.add(parser, "--model")
 
@@ -183,10 +168,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _build(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 
-    architectures = (
-        [_arch(name) for name in arguments.arch] if arguments.arch else _local_architectures()
-    )
-    folder = None if arguments.output is None else kernel_cache.prepare(arguments.output.absolute())
+    architectures = [_arch(name) for name in arguments.arch] or _local_architectures()
+    folder = arguments.output and kernel_cache.prepare(arguments.output.absolute())
     units = [unit for arch in architectures for unit in _units(arch, arguments)]
     if not units:
         raise OptionError(

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qsync_fx.cli import model_args, output, training_args
-from qsync_fx.cli.command import Command
+from qsync_fx.cli import model_args, output
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
 compiled code to its operators. The resulting profile predicts any other plan.
-{training_args.LOSS}
+{model_args.LOSS}
 
 The model is compiled once per plan, which takes seconds to minutes each. With
 --output, an interrupted measurement resumes.
 
-With --device, nothing is measured: the profile is computed from the catalog, for
-a device that is not in this machine. The step still runs here, to record the
-inputs of the model and the memory of the loss."""
+With --device, the profile of a device that is not in this machine is computed from
+the catalog instead. The step still runs here, to record the inputs of the model and
+the memory of the loss."""
 
 _EXAMPLES = """\
 examples:
@@ -35,42 +35,29 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    measured = training_args.add(
+    measured = model_args.add_training(
         parser,
         "measurement",
         "comma-separated formats; by default the native formats of the device",
         "a profile",
     )
-    training_args.add_optimizer(measured)
-    measured.add_argument(
-        "--device",
-        metavar="NAME",
-        help="device of the catalog, or path of a device file: compute its profile without a "
-        "measurement; see docs/howto-device.md",
+    model_args.add_optimizer(measured)
+    add_options(
+        measured,
+        """
+        --device NAME         device of the catalog, or path of a device file: compute its profile
+                              without a measurement; see docs/howto-device.md
+        --profile FILE        existing profile to correct: measures only the plan of --plan;
+                              --output writes the result to another file
+        --sensitivity METHOD  method for the gradient variance that operators add (see qsync
+                              sensitivity), or none; second_order by default
+        --repeats N           interleaved runs of each plan; 7 by default
+        --cache               cache the plan found from this profile: torch.compile then uses it for
+                              this model if neither a plan nor a precision is given
+        """,
+        {"profile": Path, "repeats": int},
     )
-    measured.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="existing profile to correct: measures only the plan of --plan; --output writes the "
-        "result to another file",
-    )
-    measured.add_argument(
-        "--sensitivity",
-        metavar="METHOD",
-        help="method for the gradient variance that operators add (see qsync sensitivity), or "
-        "none; second_order by default",
-    )
-    measured.add_argument(
-        "--repeats", metavar="N", type=int, help="interleaved runs of each plan; 7 by default"
-    )
-    measured.add_argument(
-        "--cache",
-        action="store_true",
-        help="cache the plan found from this profile: torch.compile then uses it for this model if "
-        "neither a plan nor a precision is given",
-    )
-    training_args.add_output(
+    model_args.add_output(
         parser,
         "write the profile for other commands",
         "print the profile in the format of its file",
@@ -83,7 +70,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     if arguments.device is not None:
         _from_catalog(arguments)
         return
-    trained = training_args.read(arguments)
+    trained = model_args.read_training(arguments)
     inputs = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
         raise OptionError(
@@ -91,6 +78,7 @@ def _measure(arguments: argparse.Namespace) -> None:
             where="--sensitivity",
             do="remove --sensitivity, or remove --profile to measure a new profile",
         )
+    method = arguments.sensitivity or "second_order"
     path = arguments.output or arguments.profile
     options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
     profile = measure(
@@ -98,13 +86,11 @@ def _measure(arguments: argparse.Namespace) -> None:
         trained.step,
         trained.batches,
         trained.precisions,
-        optimizer=training_args.optimizer(arguments.optimizer, trained.module),
+        optimizer=model_args.optimizer(arguments.optimizer, trained.module),
         plan=() if inputs.options.plan is None else inputs.options.plan,
         profile=arguments.profile,
         repeats=REPEATS if arguments.repeats is None else arguments.repeats,
-        sensitivity=None
-        if arguments.sensitivity == "none"
-        else arguments.sensitivity or "second_order",
+        sensitivity=None if method == "none" else method,
         path=path,
         options=options,
     )
@@ -133,13 +119,13 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     }
     if unsupported := [name for name, value in measuring.items() if value is not None]:
         raise OptionError(
-            f"--device measures nothing, so it cannot be combined with {', '.join(unsupported)}",
+            f"--device runs no measurement, so it cannot be combined with {', '.join(unsupported)}",
             where="--device",
             do=f"remove --device, or remove {', '.join(unsupported)}",
         )
     device = get(arguments.device)
-    trained = training_args.read(arguments)
-    optimizer = training_args.optimizer(arguments.optimizer, trained.module)
+    trained = model_args.read_training(arguments)
+    optimizer = model_args.optimizer(arguments.optimizer, trained.module)
     profile = catalog_profile(
         device, trained.module, trained.step, trained.batches[0], trained.precisions, optimizer
     )

@@ -1,20 +1,30 @@
 """`qsync plan`: format of each operator on each device, compared with other allocators.
 
-plan_inputs.py collects profiles and sensitivities; plan_report.py evaluates and prints the plan.
+plan_inputs.py collects profiles and sensitivities. The written plan is the one shown last.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import output, training_args
-from qsync_fx.cli.command import Command
-from qsync_fx.errors import OptionError
+from qsync_fx.cli import model_args, output, plan_inputs
+from qsync_fx.cli.command import Command, add_options
+from qsync_fx.errors import OptionError, QSyncError, shown
+from qsync_fx.progress import progress
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.analysis import AllocatorComparison, ParetoFront, SingleChange
+    from qsync_fx.allocator.plan_result import Allocator, PlanResult, Trial
+    from qsync_fx.cli.plan_inputs import PlanInputs
 
 _ABOUT = f"""\
 Chooses the format of each operator on each class of devices. By default, a step of
-the cluster takes no longer than in low precision, and the plan adds the least
+the cluster is as fast as in low precision, and the plan adds the least
 variance to gradients; --objective selects another goal. No model is trained.
 
 Devices are described by profiles (qsync measure), or by the catalog if the cluster
@@ -22,7 +32,7 @@ file names a catalog device. A model without either is measured here first, whic
 takes minutes. If a profile is of this machine and the model is given, the plan also
 runs here: its measured step corrects the profiles, and planning repeats until
 prediction and measurement agree.
-{training_args.LOSS}"""
+{model_args.LOSS}"""
 
 _EXAMPLES = """\
 examples:
@@ -43,7 +53,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         where="--plan",
         do="remove it, or use qsync replay to evaluate an existing plan",
     )
-    group = training_args.add(
+    group = model_args.add_training(
         parser,
         "planning problem",
         "comma-separated formats that the plan may use",
@@ -51,138 +61,75 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         required=False,
         refused={"plan": given_plan},
     )
-    group.add_argument(
-        "--cluster", metavar="FILE", help="TOML file of devices and links; see docs/predictor.md"
+    add_options(
+        group,
+        """
+        --cluster FILE      TOML file of devices and links; see docs/predictor.md
+        --profile FILE...   profile, or NAME=FILE for a class of devices; repeatable
+        --sensitivity FILE  file of qsync sensitivity, which replaces the sensitivities in profiles
+        --method NAME       method for missing sensitivities: %(default)s, depth or another method
+                            of qsync sensitivity
+        """,
+        {"cluster": model_args.cluster},
+        method="second_order",
     )
-    group.add_argument(
-        "--profile",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="profile, or NAME=FILE for a class of devices; repeatable",
-    )
-    group.add_argument(
-        "--sensitivity",
-        metavar="FILE",
-        help="file of qsync sensitivity, which replaces the sensitivities in profiles",
-    )
-    group.add_argument(
-        "--method",
-        metavar="NAME",
-        default="second_order",
-        help="method for missing sensitivities: %(default)s, depth or another method of "
-        "qsync sensitivity",
-    )
-    training_args.add_optimizer(group)
-    group.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="hybrid, fastest, recover or the name of a custom objective; by default hybrid for "
-        "several devices, else fastest",
-    )
-    group.add_argument(
-        "--budget",
-        metavar="VARIANCE",
-        help="limit of the variance, for fastest and recover: a number, or the format of a "
-        "uniform plan",
-    )
-    group.add_argument(
-        "--target",
-        metavar="SECONDS",
-        help="limit of the step time: a number, or the format of a uniform plan",
-    )
-    group.add_argument(
-        "--margin",
-        metavar="SHARE",
-        type=float,
-        help="share by which devices are assumed slower than predicted; by default the "
-        "uncertainty of the prediction",
-    )
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        action="append",
-        default=[],
-        help='memory limit: "30%%", "4 GB" or bytes; NAME=SIZE for a class of devices; repeatable',
-    )
-    group.add_argument(
-        "--allocator", metavar="NAME", default="milp", help="allocator; %(default)s by default"
-    )
-    group.add_argument(
-        "--tie-blocks",
-        action="store_true",
-        help="give corresponding operators of equal blocks the same format",
-    )
-    group.add_argument(
-        "--max-replans",
-        "--repeats",
-        dest="max_replans",
-        metavar="N",
-        type=int,
-        help="maximum number of runs of the plan on this machine, each followed by new planning; "
-        "3 by default, 0 runs none",
-    )
-    group.add_argument(
-        "--codecs",
-        metavar="NAMES",
-        help="comma-separated codecs for gradient buckets besides fp32, such as qsgd8,qsgd4",
+    model_args.add_optimizer(group)
+    add_options(
+        group,
+        """
+        --objective NAME          hybrid, fastest, recover or the name of a custom objective; by
+                                  default hybrid for several devices, else fastest
+        --budget VARIANCE         limit of the variance, for fastest and recover: a number, or the
+                                  format of a uniform plan
+        --target SECONDS          limit of the step time: a number, or the format of a uniform plan
+        --margin SHARE            share by which devices are assumed slower than predicted; by
+                                  default the uncertainty of the prediction
+        --memory SIZE...          memory limit: "30%%", "4 GB" or bytes; NAME=SIZE for a class of
+                                  devices; repeatable
+        --allocator NAME          allocator; %(default)s by default
+        --tie-blocks              give corresponding operators of equal blocks the same format
+        --max-replans --repeats N
+                                  maximum number of runs of the plan on this machine, each followed
+                                  by new planning; 3 by default, 0 runs none
+        --codecs NAMES            comma-separated codecs for gradient buckets besides fp32, such as
+                                  qsgd8,qsgd4
+        """,
+        {
+            "budget": plan_inputs.limit,
+            "target": plan_inputs.limit,
+            "margin": float,
+            "max_replans": int,
+            "codecs": model_args.names,
+        },
+        allocator="milp",
     )
     analyses = parser.add_argument_group("analyses of the plan")
-    analyses.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare all allocators and baselines",
-    )
-    analyses.add_argument(
-        "--hessian",
-        metavar="FILE",
-        nargs="?",
-        const="",
-        help="also compare with HAWQ's order, computed here or read from a file",
-    )
-    analyses.add_argument(
-        "--explain",
-        metavar="OP",
-        action="append",
-        default=[],
-        help="explain the format of an operator, or of each operator that a pattern selects",
-    )
-    analyses.add_argument(
-        "--set",
-        metavar="OP=FORMAT",
-        action="append",
-        default=[],
-        help="evaluate the plan with another format for an operator or pattern; repeatable",
-    )
-    analyses.add_argument(
-        "--device",
-        metavar="NAME",
-        help="class of devices for --explain and --set, if there are several",
-    )
-    analyses.add_argument(
-        "--pareto",
-        metavar="FILE",
-        nargs="?",
-        const="",
-        type=_picture,
-        help="Pareto front of step time and variance; FILE.svg or FILE.html gets a plot",
-    )
-    analyses.add_argument(
-        "--points",
-        metavar="N",
-        type=int,
-        default=9,
-        help="number of points of --pareto; %(default)s by default",
+    add_options(
+        analyses,
+        """
+        --compare           compare all allocators and baselines
+        --hessian [FILE]    also compare with HAWQ's order, computed here or read from a file
+        --explain OP...     explain the format of an operator, or of each operator that a pattern
+                            selects
+        --set OP=FORMAT...  evaluate the plan with another format for an operator or pattern;
+                            repeatable
+        --device NAME       class of devices for --explain and --set, if there are several
+        --pareto [FILE]     Pareto front of step time and variance; FILE.svg or FILE.html gets a
+                            plot
+        --points N          number of points of --pareto; %(default)s by default
+        """,
+        {"pareto": _picture, "points": int},
+        points=9,
     )
     saved = parser.add_argument_group("output")
-    saved.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=output.to_write,
-        help="write the plan for all ranks, with the changes of --set",
+    add_options(
+        saved,
+        """
+        -o --output FILE  write the plan for all ranks, with the changes of --set
+        --json            print the report as one JSON object
+        """,
+        {"output": output.to_write},
     )
-    saved.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
 
 def _picture(path: str) -> Path | str:
@@ -195,32 +142,222 @@ def _picture(path: str) -> Path | str:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from qsync_fx.cli import plan_inputs, plan_report
-    from qsync_fx.predictor.replayer.cluster import Cluster
-
-    # Check files before the import of torch, which is slow.
-    cluster = None if arguments.cluster is None else Cluster.load(arguments.cluster)
-    changes = plan_report.changes(arguments)
+    changes = _changes(arguments)
 
     from qsync_fx.allocator.api import find_plan
 
-    inputs = plan_inputs.read(arguments, cluster)
+    inputs = plan_inputs.read(arguments, arguments.cluster)
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        objective=plan_inputs.objective(arguments, inputs),
-        budget=plan_inputs.limit(arguments.budget),
-        target=plan_inputs.limit(arguments.target),
-        memory=plan_inputs.memory(arguments),
-        allocator=plan_report.allocator(arguments, inputs),
-        precisions=None if arguments.precisions is None else arguments.precisions.split(","),
+        allocator=_allocator(arguments, inputs),
         sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
-        codecs=() if arguments.codecs is None else arguments.codecs.split(","),
-        margin=arguments.margin,
+        **plan_inputs.request(arguments, inputs),
         **plan_inputs.run_arguments(arguments, inputs),
     )
-    plan_report.PlanReport(arguments, inputs, answer, changes).show()
+    PlanReport(arguments, inputs, answer, changes).show()
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for text in arguments.set:
+        operator, equals, fmt = text.rpartition("=")
+        if not equals or not operator:
+            raise OptionError(
+                f"{shown(text)} contains no format", where="--set", do="write OP=FORMAT"
+            )
+        result[operator] = fmt
+    return result
+
+
+def _allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator | str:
+    if arguments.allocator == "hessian":
+        return _hessian(arguments.hessian or "", available)
+    return str(arguments.allocator)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Plan with the analyses of a command line; `changes` has formats to try, by operator."""
+
+    arguments: argparse.Namespace
+    inputs: PlanInputs
+    answer: PlanResult
+    changes: Mapping[str, str]
+
+    def show(self) -> None:
+        from qsync_fx.allocator.analysis import selected, single_change, what_if
+
+        answer, arguments = self.answer, self.arguments
+        explained = [
+            item
+            for chosen in arguments.explain
+            for item in selected(answer, chosen, arguments.device)
+        ]
+        steps = [
+            single_change(answer, operator, arguments.device)
+            for operator in dict.fromkeys(explained)
+        ]
+        changed, front = None, None
+        compared: list[AllocatorComparison] = []
+        if self.changes:
+            changed = what_if(answer, self.changes, arguments.device)
+        if arguments.compare or arguments.hessian is not None:
+            compared = self._compared()
+        if arguments.pareto is not None:
+            front = self._front()
+        if arguments.json:
+            output.as_json(as_json(answer, steps, changed, compared, front))
+        else:
+            self._tables(steps, changed, compared, front)
+        if front is not None and arguments.pareto:
+            from qsync_fx.allocator.pareto_svg import save_front
+
+            save_front(front, arguments.pareto)
+            output.wrote(arguments.pareto)
+        if arguments.output is not None:
+            (changed or answer).save(arguments.output)
+            output.wrote(arguments.output)
+
+    def _tables(
+        self,
+        steps: Sequence[Sequence[SingleChange]],
+        changed: PlanResult | None,
+        compared: Sequence[AllocatorComparison],
+        front: ParetoFront | None,
+    ) -> None:
+        from qsync_fx.allocator.analysis import (
+            changes_table,
+            comparison_table,
+            front_table,
+            steps_table,
+        )
+        from qsync_fx.allocator.plan_result import answer_table
+
+        output.show(answer_table(self.answer))
+        for item in steps:
+            output.show(steps_table(item))
+        if changed is not None:
+            output.show(changes_table(self.answer, changed))
+        if compared:
+            output.show(comparison_table(compared))
+        if front is not None:
+            output.show(front_table(front))
+
+    def _compared(self) -> list[AllocatorComparison]:
+        from qsync_fx.allocator.analysis import compare, side_by_side
+
+        problem = self.answer.problem
+        more: list[Allocator] = []
+        try:
+            from qsync_fx.allocator.baselines import DynamicBatches
+
+            more.append(DynamicBatches(plan_inputs.resizer(self.inputs, problem)))
+        except QSyncError as error:
+            output.note(f"the comparison omits dynamic batches: {error.what}")
+        if self.arguments.hessian is not None:
+            more.append(_hessian(self.arguments.hessian, self.inputs))
+        allocators = side_by_side(problem, more)
+        with progress("allocators", len(allocators)) as done:
+            return compare(problem, allocators, done)
+
+    def _front(self) -> ParetoFront:
+        from qsync_fx.allocator.analysis import pareto
+        from qsync_fx.allocator.api import get_allocator
+
+        with progress("points", self.arguments.points) as done:
+            selected = get_allocator(_allocator(self.arguments, self.inputs))
+            return pareto(self.answer.problem, selected, self.arguments.points, self.answer, done)
+
+
+def _hessian(path: str, available: PlanInputs) -> Allocator:
+    from qsync_fx.allocator.baselines import HessianGreedy
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+
+    if path:
+        return HessianGreedy(Sensitivity.load(path))
+    return HessianGreedy(plan_inputs.sensitivities(available, "hessian", anew=True))
+
+
+def as_json(
+    answer: PlanResult,
+    steps: Sequence[Sequence[SingleChange]] = (),
+    changed: PlanResult | None = None,
+    compared: Sequence[AllocatorComparison] = (),
+    front: ParetoFront | None = None,
+) -> dict[str, Any]:
+    """Return a JSON-compatible description of the report, with more details than the tables."""
+    result: dict[str, Any] = _answer(answer) | {
+        "plans": {name: dict(plan) for name, plan in answer.plans.items()},
+        "notes": [
+            {
+                "kind": note.kind.name.lower(),
+                "device": note.device,
+                "operator": note.operator,
+                "formats": list(note.formats),
+                "numbers": dict(note.numbers),
+            }
+            for note in answer.notes
+        ],
+    }
+    if steps:
+        result["explain"] = [[_step(step) for step in item] for item in steps]
+    if changed is not None:
+        result["changed"] = _answer(changed)
+    if compared:
+        result["compared"] = [_compared(item) for item in compared]
+    if front is not None:
+        uniform = {fmt: _answer(item) for fmt, item in front.uniform.items()}
+        result["pareto"] = {"points": [_answer(item) for item in front.points], "uniform": uniform}
+    return result
+
+
+def _answer(answer: PlanResult) -> dict[str, Any]:
+    classes = {
+        name: {**dataclasses.asdict(metrics), "memory": answer.problem.classes[name].memory}
+        for name, metrics in answer.evaluation.classes.items()
+    }
+    return {
+        "allocator": answer.allocator,
+        "seconds": answer.evaluation.seconds,
+        "variance": answer.evaluation.variance,
+        "least": answer.problem.least,
+        "bound": answer.bound,
+        "gap": answer.gap,
+        "took": answer.took,
+        "fits": answer.fits,
+        "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
+        "ran": answer.ran,
+        "exceeds": answer.evaluation.exceeds(answer.problem),
+        "codecs": dict(answer.codecs),
+        "coding": answer.evaluation.coding,
+        "classes": classes,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {**dataclasses.asdict(trial), "agrees": trial.agrees}
+
+
+def _step(step: SingleChange) -> dict[str, Any]:
+    return {
+        "device": step.device,
+        "operator": step.operator,
+        "format": step.fmt,
+        "seconds": step.seconds,
+        "computing": step.computing,
+        "peak_bytes": step.peak_bytes,
+        "variance": step.variance,
+        "exceeds": dict(step.exceeds),
+        "why": step.why.name.lower(),
+    }
+
+
+def _compared(item: AllocatorComparison) -> dict[str, Any]:
+    if item.answer is None:
+        return {"allocator": item.allocator, "error": "" if item.error is None else item.error.what}
+    return _answer(item.answer) | {"gap": item.gap}
 
 
 COMMAND = Command("choose the format of each operator", _plan, _arguments, _ABOUT, _EXAMPLES)

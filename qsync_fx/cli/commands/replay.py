@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import output
-from qsync_fx.cli.command import Command
+from qsync_fx.cli import model_args, output
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.cli.model_args import named
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.predictor.replayer.cluster import Cluster
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
@@ -38,21 +38,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "plan", nargs="*", metavar="PLAN", help="plan file, or NAME=FILE for a class of devices"
     )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="profile, or NAME=FILE for a class of devices; repeatable",
-    )
-    parser.add_argument(
-        "--any-machine",
-        action="store_true",
-        help="accept a profile of a single device from another machine; profiles of a cluster are "
-        "always accepted",
-    )
-    parser.add_argument(
-        "--cluster", metavar="FILE", help="TOML file of devices and links; see docs/predictor.md"
+    add_options(
+        parser,
+        """
+        --profile FILE...  profile, or NAME=FILE for a class of devices; repeatable
+        --any-machine      accept a profile of a single device from another machine; profiles of a
+                           cluster are always accepted
+        --cluster FILE     TOML file of devices and links; see docs/predictor.md
+        """,
+        {"cluster": model_args.cluster},
     )
     traced = parser.add_argument_group("traces instead of plans and profiles")
     traced.add_argument(
@@ -70,22 +64,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="execution traces of the same runs, in the order of --trace",
     )
     printed = parser.add_argument_group("output")
-    printed.add_argument(
-        "--operators",
-        metavar="N",
-        type=int,
-        help="number of operators to show, the longest first; by default 15, with --json all",
-    )
-    printed.add_argument(
-        "--json",
-        action="store_true",
-        help="print the step, devices and operators as one JSON object",
-    )
-    printed.add_argument(
-        "--perfetto",
-        metavar="FILE",
-        type=output.to_write,
-        help="also write the timeline for ui.perfetto.dev",
+    add_options(
+        printed,
+        """
+        --operators N    number of operators to show, the longest first; by default 15, with --json
+                         all
+        --json           print the step, devices and operators as one JSON object
+        --perfetto FILE  also write the timeline for ui.perfetto.dev
+        """,
+        {"operators": int, "perfetto": output.to_write},
     )
 
 
@@ -97,7 +84,8 @@ def _replay(arguments: argparse.Namespace) -> None:
             where="--operators",
             do="use 0 or more",
         )
-    timeline = _of_traces(arguments) if arguments.trace else _of_plans(arguments)
+    read = _of_traces if arguments.trace else _of_plans
+    timeline = read(arguments)
     if arguments.json:
         output.as_json(as_json(timeline, shown))
     else:
@@ -117,14 +105,13 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
             do="add a plan file, or traces with --trace",
         )
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
-    cluster = _cluster(arguments)
 
     from qsync_fx.timeline.replay_plans import replay
 
     return replay(
         plans.get("", plans),
         profiles.get("", profiles),
-        cluster=cluster,
+        cluster=arguments.cluster,
         any_machine=arguments.any_machine,
     )
 
@@ -144,26 +131,16 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
             where="--execution-trace",
             do="name one execution trace for each trace, in the same order",
         )
-    cluster = _cluster(arguments)
 
     from qsync_fx.timeline.replay_plans import replay_traces
 
-    return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=cluster)
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """Return the cluster in the file of --cluster, before the slow import of torch."""
-    from qsync_fx.predictor.replayer.cluster import Cluster
-
-    return None if arguments.cluster is None else Cluster.load(arguments.cluster)
+    return replay_traces(
+        traces, dict(zip(traces, executions, strict=False)), cluster=arguments.cluster
+    )
 
 
 def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
-    """Return a JSON-compatible description of the timeline.
-
-    Args:
-        shown: number of operators; None for all.
-    """
+    """Return a JSON-compatible description of the timeline; `shown` limits the operators."""
     cluster = timeline.played.cluster
     return {
         "seconds": timeline.seconds,
@@ -186,7 +163,7 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
             {
                 "parameters": list(bucket.parameters),
                 "bytes": bucket.nbytes,
-                "codec": None if bucket.coded is None else bucket.coded.codec,
+                "codec": getattr(bucket.coded, "codec", None),
                 "travelling": bucket.travelling,
                 "sent": sent,
                 "arrived": arrived,
@@ -198,17 +175,7 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
                 strict=True,
             )
         ],
-        "operators": [
-            {
-                "device": item.device,
-                "operator": item.operator,
-                "forward": item.forward,
-                "backward": item.backward,
-                "casts": item.casts,
-                "other": item.other,
-            }
-            for item in timeline.by_operator()[:shown]
-        ],
+        "operators": [dataclasses.asdict(item) for item in timeline.by_operator()[:shown]],
     }
 
 

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qsync_fx.cli import output, training_args
-from qsync_fx.cli.command import Command
+from qsync_fx.cli import model_args, output
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _ABOUT = f"""\
 Runs a model in FP32 for some steps, and estimates the variance that each operator
 would add to the gradients in each precision. A mixed-precision plan minimizes this
 variance. No model is trained.
-{training_args.LOSS}
+{model_args.LOSS}
 
 Each step draws the share --fraction of the batch. --check also runs other methods
 and real quantized passes, and reports their agreement (Spearman's rank
@@ -42,37 +42,27 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         where="--plan",
         do="remove --plan",
     )
-    settings = training_args.add(
+    settings = model_args.add_training(
         parser,
         "estimation",
         "comma-separated formats; by default the native formats of the device narrower than fp32",
         "a sensitivity",
         refused={"plan": alone},
     )
-    settings.add_argument(
-        "--method",
-        metavar="NAME",
-        default="second_order",
-        help="method: second_order (default), injected, paper and others",
+    add_options(
+        settings,
+        """
+        --method NAME  method: second_order (default), injected, paper and others
+        --steps N      number of steps to average over (%(default)s)
+        --fraction F   share of the batch for each step (%(default)s)
+        --check        compare methods with real quantized passes
+        """,
+        {"steps": int, "fraction": float},
+        method="second_order",
+        steps=50,
+        fraction=0.5,
     )
-    settings.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=50,
-        help="number of steps to average over (%(default)s)",
-    )
-    settings.add_argument(
-        "--fraction",
-        metavar="F",
-        type=float,
-        default=0.5,
-        help="share of the batch for each step (%(default)s)",
-    )
-    settings.add_argument(
-        "--check", action="store_true", help="compare methods with real quantized passes"
-    )
-    training_args.add_output(
+    model_args.add_output(
         parser,
         "write the sensitivity as JSON",
         "print the sensitivity as JSON instead of the table",
@@ -85,13 +75,12 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiler.sensitivity.indicator_registry import method
 
     method(arguments.method)
-    trained = training_args.read(arguments)
-    partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
-    methods = (
-        list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH]))
-        if arguments.check
-        else [arguments.method]
-    )
+    trained = model_args.read_training(arguments)
+    partial, methods = None, [arguments.method]
+    if arguments.output is not None:
+        partial = pathlib.Path(f"{arguments.output}.partial")
+    if arguments.check:
+        methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH]))
     result = several(
         trained.module,
         trained.step,
@@ -156,9 +145,5 @@ def _show_agreement(result: Sequence[Sensitivity]) -> None:
 
 
 COMMAND = Command(
-    "estimate the gradient variance of each operator",
-    _sensitivity,
-    _arguments,
-    _ABOUT,
-    _EXAMPLES,
+    "estimate the gradient variance of each operator", _sensitivity, _arguments, _ABOUT, _EXAMPLES
 )

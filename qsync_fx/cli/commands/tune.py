@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output
-from qsync_fx.cli.command import Command
+from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import DeviceError, OptionError
 from qsync_fx.formatting import many
 
@@ -44,36 +44,25 @@ examples:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     model_args.add(parser)
     measured = parser.add_argument_group("measurement")
-    measured.add_argument(
-        "--device", metavar="NAME", default="cuda", help="GPU to measure on, such as cuda:1"
-    )
-    measured.add_argument(
-        "--repeats",
-        metavar="N",
-        type=int,
-        help="measurements of each candidate; 9 by default",
-    )
-    measured.add_argument(
-        "--recorded",
-        metavar="FILE",
-        type=Path,
-        help="read timings from this file instead of measuring",
+    add_options(
+        measured,
+        """
+        --device NAME    GPU to measure on, such as cuda:1
+        --repeats N      measurements of each candidate; 9 by default
+        --recorded FILE  read timings from this file instead of measuring
+        """,
+        {"repeats": int, "recorded": Path},
+        device="cuda",
     )
     saved = parser.add_argument_group("output")
-    saved.add_argument(
-        "--record",
-        metavar="FILE",
-        type=output.to_write,
-        help="also write every timing to this file",
-    )
-    saved.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="file for the table of results instead of the user's own",
-    )
-    saved.add_argument(
-        "--json", action="store_true", help="print all choices and medians as one JSON object"
+    add_options(
+        saved,
+        """
+        --record FILE  also write every timing to this file
+        --output FILE  file for the table of results instead of the user's own
+        --json         print all choices and medians as one JSON object
+        """,
+        {"record": output.to_write, "output": Path},
     )
 
 
@@ -133,9 +122,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
         _record(arguments.record, current, arch, keepers)
-    path = arguments.output or (
-        None if arguments.recorded else tuning.path_in(device_state.folder(), current)
-    )
+    path = arguments.output
+    if path is None and not arguments.recorded:
+        path = tuning.path_in(device_state.folder(), current)
     if path is not None and choices:
         tuning.save_table(path, current, choices)
         device_state.forget()
@@ -178,7 +167,9 @@ def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[P
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
     inputs = model_args.read(arguments)
-    return problems_of((inputs if gpu is None else inputs.on(gpu)).explain().lowered_graphs)
+    if gpu is not None:
+        inputs = inputs.on(gpu)
+    return problems_of(inputs.explain().lowered_graphs)
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
@@ -261,8 +252,9 @@ def _table(choices: list[TunedChoice], wide: str) -> Printed:
     for choice in choices:
         torch_takes = choice.seconds.get("torch")
         others = {name: seconds for name, seconds in choice.seconds.items() if name != "torch"}
-        best = min(others.values(), default=None)
-        ratio = "" if torch_takes is None or best is None else f"{torch_takes / best:.2f}"
+        best, ratio = min(others.values(), default=None), ""
+        if torch_takes is not None and best is not None:
+            ratio = f"{torch_takes / best:.2f}"
         cells = shown(choice.problem), _microseconds(torch_takes), _microseconds(best), ratio
         rows.append((*cells, choice.name, _note(choice, wide)))
     numbers = ("torch us", "kernel us", "ratio")
@@ -270,11 +262,9 @@ def _table(choices: list[TunedChoice], wide: str) -> Printed:
 
 
 def _note(choice: TunedChoice, wide: str) -> str:
-    notes = (
-        [f"not faster than {wide}, so {choice.problem.a} is not used"]
-        if choice.faster_than_bf16 is False
-        else []
-    )
+    notes = []
+    if choice.faster_than_bf16 is False:
+        notes.append(f"not faster than {wide}, so {choice.problem.a} is not used")
     if choice.failed:
         name, why = next(iter(choice.failed.items()))
         notes.append(f"{many(len(choice.failed), 'kernel')} failed: {name}: {why.splitlines()[0]}")

@@ -1,4 +1,6 @@
-"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time against variance."""
+"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time
+against variance.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def test_allocators_stand_side_by_side() -> None:
         assert part in text, part
 
 
-def test_one_that_finds_no_plan_stands_beside_the_others() -> None:
+def test_comparison_includes_an_allocator_without_a_plan() -> None:
     problem = replace(tight(), seconds=1e-9)
     found = {one.allocator: one for one in compare(problem, side_by_side(problem))}
     assert found["paper"].answer is None
@@ -99,7 +101,7 @@ def test_one_that_finds_no_plan_stands_beside_the_others() -> None:
     assert "none: " in plain(comparison_table(list(found.values())))
 
 
-def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
+def test_single_change_names_the_reason_against_each_format() -> None:
     answer, seen = answered(), set()
     for operator in answer.problem.classes["slow"].choices:
         steps = single_change(answer, operator)
@@ -123,7 +125,7 @@ def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
     assert Why.BETTER not in seen
 
 
-def test_what_the_allocator_missed_is_told() -> None:
+def test_single_change_reports_a_missed_improvement() -> None:
     problem = alone("mlp")
     answer = what_if(answered(problem), dict.fromkeys(problem.classes["device"].choices, "int8"))
     steps = single_change(answer, next(iter(problem.classes["device"].choices)))
@@ -134,7 +136,7 @@ def test_what_the_allocator_missed_is_told() -> None:
     }
 
 
-def test_what_is_tied_changes_together() -> None:
+def test_tied_operators_change_together() -> None:
     problem = fleet("mlp", times=PlainTimes)
     first, second = list(problem.classes["slow"].choices)[:2]
     answer = replace(answered(problem), problem=replace(problem, tied=[[first, second]]))
@@ -144,7 +146,7 @@ def test_what_is_tied_changes_together() -> None:
     )
 
 
-def test_what_if_says_what_it_breaks() -> None:
+def test_what_if_reports_exceeded_limits() -> None:
     answer = answered()
     changed = what_if(answer, dict.fromkeys(answer.problem.classes["slow"].choices, "fp32"))
     assert changed.evaluation == evaluate_plan(answer.problem, changed.plans)
@@ -177,7 +179,7 @@ def test_operators_and_devices_that_are_none() -> None:
     assert single_change(several, "0/linear", "fast")
 
 
-def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: Path) -> None:
+def test_front_spans_the_fastest_and_the_least_variance_plan(tmp_path: Path) -> None:
     answer = answered(replace(alone("mlp", times=NarrowIsFaster), seconds=1.0))
     front = pareto(answer.problem, MilpAllocator(), 7, answer)
     seconds = [one.evaluation.seconds for one in front.points]

@@ -1,4 +1,6 @@
-"""What allocators are compared with: each answers as the contract says, and says it where a limit is exceeded."""
+"""What allocators are compared with: each answers as the contract says, and says it where a limit
+is exceeded.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def allocators(problem: Problem) -> list[Allocator]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "checkpointed"])
-def test_answers_are_what_the_judge_says(name: str) -> None:
+def test_results_equal_the_evaluator(name: str) -> None:
     problem = hybrid(name)
     for allocator in allocators(problem):
         answer = allocator.allocate(problem)
@@ -44,7 +46,7 @@ def test_answers_are_what_the_judge_says(name: str) -> None:
         assert answer.fits == (PlanNoteKind.UNFIT not in {note.kind for note in answer.notes})
 
 
-def test_a_plan_that_exceeds_limits_says_so() -> None:
+def test_plan_above_its_limits_is_marked() -> None:
     problem = fleet("mlp")
     problem = replace(problem, seconds=0.9 * FullPrecision().allocate(problem).evaluation.seconds)
     answer = FullPrecision().allocate(problem)
@@ -72,8 +74,10 @@ def test_uniform_is_the_best_that_fits() -> None:
     assert "int8" in str(caught.value)
 
 
-def test_orders_decide_what_is_widened() -> None:
-    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is that."""
+def test_order_determines_the_widened_operators() -> None:
+    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is
+    that.
+    """
     problem = hybrid("odd")
     part = problem.classes["slow"]
     halving = {
@@ -102,7 +106,7 @@ def test_orders_decide_what_is_widened() -> None:
     )
 
 
-def test_what_is_drawn_decides() -> None:
+def test_random_order_depends_on_the_seed() -> None:
     """One of two equal layers can be in FP32."""
     problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": ClusterDevice()}))
     narrow, wide = (
@@ -114,7 +118,7 @@ def test_what_is_drawn_decides() -> None:
     assert len({tuple(plan.items()) for plan in plans}) > 1
 
 
-def test_a_better_order_is_no_worse_on_the_whole() -> None:
+def test_better_order_is_not_worse_in_total() -> None:
     ours, drawn = [], []
     for seed in range(6):
         problem = hybrid("mlp", seed)

@@ -1,4 +1,6 @@
-"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning rate that fit."""
+"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning
+rate that fit.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_counts_that_do_not_divide_it_come_near() -> None:
     assert abs(3 * found["v100"] + 5 * found["t4"] - 8 * 64) <= 1
 
 
-def test_memory_takes_samples_from_a_class() -> None:
+def test_memory_limit_moves_samples_to_another_class() -> None:
     problem = fleet()
     free = allocated(problem)
     limit = free.evaluation.classes["v100"].peak_bytes or 0
@@ -84,7 +86,7 @@ def test_memory_takes_samples_from_a_class() -> None:
     )
 
 
-def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
+def test_learning_rate_shrinks_if_no_class_fits_its_share() -> None:
     problem = fleet()
     least, share = (
         evaluate_plan(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0
@@ -102,7 +104,7 @@ def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
     assert not allocated(replace(problem, classes=hopeless)).fits
 
 
-def test_what_a_loss_takes_follows_what_the_model_returns() -> None:
+def test_loss_memory_scales_with_the_output() -> None:
     measured = part("t4", 1024)
     assert measured.training is not None
     for known, twice in (
@@ -117,7 +119,7 @@ def test_what_a_loss_takes_follows_what_the_model_returns() -> None:
         assert double == replace(measured.training, loss=twice)
 
 
-def test_what_was_measured_is_scaled() -> None:
+def test_measured_values_are_scaled_to_the_batch() -> None:
     """As far as a device of the catalog takes as much longer as there is more to do."""
     measured = part("t4", 1024)
     same = resized(
@@ -142,7 +144,7 @@ def test_what_was_measured_is_scaled() -> None:
     assert once * 1.7 < twice < once * 2
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_input_is_reported() -> None:
     problem = fleet()
     devices = {
         name: replace(device, batch=None) for name, device in problem.cluster.devices.items()

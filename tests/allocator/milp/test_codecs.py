@@ -1,4 +1,6 @@
-"""Codecs of gradient buckets chosen with the formats of operators: what brute force over both finds, and the bound."""
+"""Codecs of gradient buckets chosen with the formats of operators: what brute force over both
+finds, and the bound.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def with_gradients(part: DeviceClass, seed: int) -> DeviceClass:
 
 
 def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Problem:
-    """Returns ranks that send about as long as they compute; "kept" has a class that is not open to choice, "two" another that is."""
+    """Returns ranks that send about as long as they compute; "kept" has a class that is not open to
+    choice, "two" another that is.
+    """
     draw = random.Random(f"codecs {seed}")
     slow = with_gradients(device_class("mlp", ("fp32", "bf16"), seed, times), seed)
     parts, devices = (
@@ -94,7 +98,7 @@ def every(problem: Problem) -> list[Evaluation]:
     tight=st.floats(0.0, 0.6),
     least=st.sampled_from(["variance", "seconds"]),
 )
-def test_formats_and_codecs_are_those_of_brute_force(
+def test_formats_and_codecs_equal_brute_force(
     classes: str, seed: int, tight: float, least: str
 ) -> None:
     problem = drawn(seed, classes)
@@ -118,7 +122,7 @@ def test_formats_and_codecs_are_those_of_brute_force(
     assert answer.bound <= best * (1 + 1e-6) + 1e-12
 
 
-def test_two_classes_get_one_choice_of_codecs() -> None:
+def test_device_classes_share_the_codecs() -> None:
     for seed in range(20):
         problem = drawn(seed, "two")
         judge = PlanEvaluator(problem, problem.uniform())
@@ -135,7 +139,7 @@ def test_two_classes_get_one_choice_of_codecs() -> None:
     assert answer.gap <= 1.1e-4
 
 
-def test_of_many_choices_the_relaxed_program_finds_as_good_ones(
+def test_relaxed_program_matches_the_optimum_for_many_choices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for seed in range(3):
@@ -167,7 +171,7 @@ def test_times_that_depend_on_neighbours_keep_the_bound() -> None:
         assert answer.bound is None or answer.bound <= best * (1 + 1e-6)
 
 
-def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> None:
+def test_codecs_are_chosen_for_slow_links_only() -> None:
     problem = drawn(1, "one")
     network = problem.cluster.network
     assert network is not None and network.bandwidth is not None
@@ -188,7 +192,7 @@ def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> 
     assert set(found[1e-3]) != {"fp32"}
 
 
-def test_what_cannot_be_kept_is_told() -> None:
+def test_infeasible_limit_is_reported() -> None:
     problem = replace(drawn(2, "kept"), seconds=1e-9)
     with pytest.raises(PlanError, match=r"a step takes .* at least"):
         MilpAllocator().allocate(problem)

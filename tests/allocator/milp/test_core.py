@@ -16,7 +16,9 @@ EXAMPLES = chosen([15], [60])[0]
 
 
 def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list[float], float]:
-    """Returns a program of choices that cost and weigh something, within what they may weigh together, and that limit."""
+    """Returns a program of choices that cost and weigh something, within what they may weigh
+    together, and that limit.
+    """
     draw = random.Random(seed)
     program = LinearProgram()
     groups = [
@@ -60,12 +62,13 @@ def least(
     opened=st.integers(0, 6),
     gap=st.sampled_from([0.0, 0.3]),
 )
-def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, gap: float) -> None:
+def test_relaxation_equals_brute_force(seed: int, tight: float, opened: int, gap: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lagrangian_relaxation, "_OPEN", opened)
         program, groups, weights, limit = drawn(seed, tight)
         best, less = (least(program, groups, weights, limit + by) for by in (1e-6, -1e-6))
-        # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight lets either be right.
+        # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight
+        # lets either be right.
         assume(best == less)
         found = lagrangian_relaxation.solve(program, gap, 60.0, {})
         assert not found.stopped
@@ -79,7 +82,7 @@ def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, g
         assert not found.between(program.choices).any()
 
 
-def test_what_costs_more_than_all_others_is_not_asked_again(
+def test_dominated_choices_are_evaluated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lagrangian_relaxation, "_OPEN", 3)

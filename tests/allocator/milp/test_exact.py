@@ -80,7 +80,9 @@ def test_least_variance_is_that_of_brute_force(
 
 @ALL
 def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken that does not fit, none bounded away."""
+    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken
+    that does not fit, none bounded away.
+    """
     monkeypatch.setattr(milp_allocator, "MAX_ENUMERATED_PLANS", 0)
     best = 0
     for seed in range(examples(6)):
@@ -128,7 +130,7 @@ def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
-def test_least_seconds_are_those_of_brute_force(
+def test_minimum_seconds_equal_brute_force(
     seed: int, formats: tuple[str, ...], share: float
 ) -> None:
     part = device(seed, formats)
@@ -151,7 +153,7 @@ def test_least_seconds_are_those_of_brute_force(
     tight=st.floats(0.1, 0.9),
     least=st.sampled_from(["variance", "seconds"]),
 )
-def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: str) -> None:
+def test_two_classes_equal_brute_force(seed: int, tight: float, least: str) -> None:
     first = device(seed - seed % 2, ("fp32", "bf16"))
     second = replace(first, times=PlainTimes(seed + 1), formats=("fp32", "int8"))
     cluster = Cluster(
@@ -227,7 +229,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
     assert near >= 2
 
 
-def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
+def test_interrupted_search_reports_a_valid_bound() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     slow = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
@@ -262,10 +264,12 @@ def test_a_stopped_solve_without_plans_leaves_the_lower_bound(
 
 @settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9))
-def test_limits_as_prices_first_lead_to_what_brute_force_finds(
+def test_lagrangian_prices_lead_to_the_brute_force_optimum(
     seed: int, formats: tuple[str, ...], tight: float
 ) -> None:
-    """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
+    """With several buckets, of which any may be what the step waits for; a choice at a time is made
+    anew.
+    """
     part = device(seed, formats)
     cluster = Cluster(
         {"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
@@ -302,7 +306,7 @@ def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -
         assert relaxed.evaluation.variance == pytest.approx(whole.evaluation.variance, rel=1.1e-4)
 
 
-def test_one_problem_has_one_answer() -> None:
+def test_search_is_deterministic() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     fast = PlanEvaluator(problem, problem.uniform()).evaluate().seconds
@@ -371,7 +375,7 @@ def test_tied_operators_get_one_format() -> None:
     )
 
 
-def test_what_cannot_be_is_named_with_what_can() -> None:
+def test_infeasible_problem_names_the_feasible_limit() -> None:
     part = device(2, SETS[0])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = [judged for _, judged in every(problem, "a")]

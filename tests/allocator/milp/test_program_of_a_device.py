@@ -1,4 +1,6 @@
-"""With all choices given, a program has the states of the pipeline and the seconds of the replayer."""
+"""With all choices given, a program has the states of the pipeline and the seconds of the
+replayer.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def value(expression: Expression, values: Array) -> float:
 def solved(
     problem: Problem, asked: dict[str, str], held: LowerBoundTerm | None = None
 ) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
-    """Returns the least seconds with all choices given, the judge of them, states, and the most bytes that are held."""
+    """Returns the least seconds with all choices given, the judge of them, states, and the most
+    bytes that are held.
+    """
     name = problem.open[0]
     judge = PlanEvaluator(problem, problem.completed({name: asked}))
     program = LinearProgram()
@@ -93,9 +97,7 @@ def solved(
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_states_and_seconds_are_those_of_mapper_and_replayer(
-    name: str, formats: tuple[str, ...]
-) -> None:
+def test_program_equals_cost_mapper_and_replayer(name: str, formats: tuple[str, ...]) -> None:
     draw = random.Random(name)
     for seed in range(4):
         problem = (fleet if seed % 2 else alone)(name, formats, seed, OwnedTimes)
@@ -120,7 +122,7 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(
 
 
 @pytest.mark.parametrize("name", ["mlp", "odd"])
-def test_states_are_those_of_the_pipeline(name: str) -> None:
+def test_states_equal_the_pipeline(name: str) -> None:
     explanation: Explanation = explained(name)
     draw = random.Random(f"pipeline {name}")
     problem = alone(name, FIVE, 0, OwnedTimes)
@@ -140,7 +142,7 @@ def test_states_are_those_of_the_pipeline(name: str) -> None:
     "name",
     ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)],
 )
-def test_what_is_held_is_learned_from_plans(name: str) -> None:
+def test_memory_of_moments_is_learned_from_plans(name: str) -> None:
     draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), LinearizedMemory()
     part = problem.classes["device"]
     for fmt in part.formats:
@@ -158,7 +160,7 @@ def test_what_is_held_is_learned_from_plans(name: str) -> None:
     "loss", [LossMemory(), LossMemory(held=30_000, most=90_000)], ids=["none", "kept"]
 )
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_keeps(
+def test_lower_bound_includes_the_saved_tensors_of_a_known_loss(
     name: str, loss: LossMemory
 ) -> None:
     """Of gradients that a pass begins with none is held longer than it is read."""
@@ -171,7 +173,7 @@ def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_kee
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, ...]) -> None:
+def test_lower_bound_is_valid_for_any_plan(name: str, formats: tuple[str, ...]) -> None:
     for certain, known, part, memory, least in certainties(name, formats):
         assert least <= passes(known, part.training) * (1 + 1e-9)
         assert least >= certain.of(known.names) * (1 - 1e-6) - 1.0
@@ -186,7 +188,7 @@ def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, .
     "name",
     ["prenorm", *(pytest.param(name, marks=ALL) for name in ("odd", "resnet", "gpt2", "vgg"))],
 )
-def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | None) -> None:
+def test_lower_bound_of_a_moment_is_valid(name: str, loss: LossMemory | None) -> None:
     """While each gradient is computed, in the order in which the backward pass is written."""
     for certain, known, part, memory, _ in certainties(name, FIVE, loss):
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
@@ -196,7 +198,8 @@ def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | 
             operator = part.graph.operators[at]
             own = [place for place, moment in enumerate(backward) if moment.operator == operator.id]
             if which == len(gradients(operator, certain.saved_tensors.passes[0].forward)) > 0:
-                # What converts is one kernel with what lies between it and the next one of a library, and is called after that.
+                # What converts is one kernel with what lies between it and the next one of a
+                # library, and is called after that.
                 own = [*own, min(own[-1] + 1, len(backward) - 1)]
             least = (
                 before
@@ -213,14 +216,16 @@ SHARE = 0.8
 @ALL
 @pytest.mark.parametrize("formats", [FIVE, SIX], ids=["five", "six"])
 @pytest.mark.parametrize("name", ["resnet", "bert2", "vgg"])
-def test_most_of_what_the_passes_hold_is_certain(name: str, formats: tuple[str, ...]) -> None:
+def test_lower_bound_covers_most_of_the_peak(name: str, formats: tuple[str, ...]) -> None:
     for _, known, part, _, least in certainties(name, formats):
         assert least > 0.7 * passes(known, part.training)
 
 
 @pytest.mark.parametrize("name", ["prenorm", "postnorm"])
-def test_what_waits_beside_residuals_is_certain(name: str) -> None:
-    """Results that a stream is computed from till the end of the forward pass; and back, what its gradients are computed from."""
+def test_lower_bound_includes_gradients_next_to_residuals(name: str) -> None:
+    """Results that a stream is computed from till the end of the forward pass; and back, what its
+    gradients are computed from.
+    """
     for _, known, part, memory, least in certainties(name, FIVE):
         kept = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         assert least - kept > SHARE * (passes(known, part.training) - kept)
@@ -240,7 +245,9 @@ def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_compute
 
 
 def test_masks_of_gates_are_certain() -> None:
-    """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98% without them."""
+    """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98%
+    without them.
+    """
     least, held = 0, 0
     for certain, known, _, _, _ in certainties("gated", FIVE):
         now, blocked = Passes(known), dict[int, Expression]()
@@ -262,7 +269,7 @@ def test_masks_of_gates_are_certain() -> None:
     assert least > SHARE * held > 0
 
 
-def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain() -> None:
+def test_lower_bound_includes_operands_of_the_last_product() -> None:
     """A ResNet-50's gap was 24% without the value that its last residual is added to."""
     beside = 0
     for certain, known, part, memory, _ in certainties("gated", FIVE):
@@ -321,7 +328,7 @@ def passes(known: States, training: TrainingMemory | None = None) -> float:
     )
 
 
-def test_moments_above_a_limit_are_those_of_all_moments() -> None:
+def test_moments_above_a_limit_equal_a_full_scan() -> None:
     """The judge's figures rule out no moment at which more than a limit is certainly held."""
     several = 0
     for certain, known, part, memory, _ in certainties("prenorm", FIVE):
@@ -342,8 +349,10 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
     assert several
 
 
-def test_what_attention_keeps_beside_values_is_certain() -> None:
-    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds: without them a plan's gap was 94%."""
+def test_lower_bound_includes_saved_tensors_of_attention() -> None:
+    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds:
+    without them a plan's gap was 94%.
+    """
     found = 0
     for certain, known, part, _, _ in certainties("bert2", FIVE):
         for at, operator in enumerate(part.graph.operators):

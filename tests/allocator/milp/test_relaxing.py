@@ -1,4 +1,6 @@
-"""Prices of limits are begun at what choices alone would have them, and end where the bound is highest."""
+"""Prices of limits are begun at what choices alone would have them, and end where the bound is
+highest.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def drawn(seed: int, count: int) -> tuple[LinearProgram, list[list[int]], list[f
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 10**6), price=st.floats(1e-3, 1e3))
-def test_a_curve_says_what_choices_win_at_a_price(seed: int, price: float) -> None:
+def test_curve_gives_the_best_choices_at_each_price(seed: int, price: float) -> None:
     program, groups, weights = drawn(seed, 8)
     factors, costs = np.array(weights), np.array(program.costs)
     alone = IndependentChoices(groups, costs)
@@ -55,7 +57,7 @@ def test_a_curve_says_what_choices_win_at_a_price(seed: int, price: float) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.8])
-def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
+def test_few_programs_are_solved_to_the_relaxed_bound(
     seed: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, groups, weights = drawn(seed, 400)
@@ -96,7 +98,7 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
     assert relaxing.bound <= whole.objective * (1 + 1e-6)
 
 
-def test_a_limit_that_choices_alone_miss_may_cost_nothing() -> None:
+def test_limit_between_choices_may_cost_no_time() -> None:
     program = LinearProgram()
     group = [program.variable(1.0, full=True), program.variable(2.0, full=True)]
     program.row(dict.fromkeys(group, 1.0), 1.0, 1.0)

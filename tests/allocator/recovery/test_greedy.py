@@ -1,4 +1,6 @@
-"""The paper's allocator: what it answers keeps the limits, is no worse than a uniform plan, and the same each time."""
+"""The paper's allocator: what it answers keeps the limits, is no worse than a uniform plan, and the
+same each time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.support.planning.allocation_problems import alone, device_class, flee
 
 
 def limited(problem: Problem, seed: int) -> Problem:
-    """Returns a problem with limits that lie somewhere between those of the uniform plans, or just beyond them."""
+    """Returns a problem with limits that lie somewhere between those of the uniform plans, or just
+    beyond them.
+    """
     draw = random.Random(seed)
     known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
 
@@ -70,7 +74,7 @@ def found_or_refused(problem: Problem) -> PlanResult | None:
     return None
 
 
-def test_nothing_that_is_left_can_be_widened() -> None:
+def test_greedy_plan_is_maximal() -> None:
     problem = fleet("mlp")
     problem = replace(problem, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.02)
     answer = PrecisionRecovery().allocate(problem)
@@ -90,7 +94,7 @@ def test_without_limits_everything_is_recovered() -> None:
     assert set(answer.plans["device"].values()) == {"fp32"}
 
 
-def test_equal_blocks_are_searched_once_and_start_alike() -> None:
+def test_equal_blocks_are_searched_once_with_equal_starts() -> None:
     part = device_class("bert2")
     own = units(part)
     found = parts(part.graph, own)

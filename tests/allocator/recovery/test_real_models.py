@@ -14,11 +14,15 @@ from tests.support.planning.catalog_fleets import MODELS, of_catalog
 
 pytestmark = tiers.ALL
 COMPRESSIBLE = [name for name in MODELS if name != "perceptron"]
-"""A perceptron's step waits for its gradients, and its weights in a byte a value take more than its activations save."""
+"""A perceptron's step waits for its gradients, and its weights in a byte a value take more than its
+activations save.
+"""
 
 
 def hybrid(problem: Problem, room: float | None) -> Problem:
-    """Returns the problem of the paper: as fast as the narrowest uniform plan, in a part of the memory between it and the widest one."""
+    """Returns the problem of the paper: as fast as the narrowest uniform plan, in a part of the
+    memory between it and the widest one.
+    """
     plans = uniforms(problem)
     narrow, wide = evaluate_plan(problem, plans["int8"]), evaluate_plan(problem, plans["fp32"])
     low, high = (found.classes["t4"].peak_bytes or 0 for found in (narrow, wide))
@@ -29,7 +33,7 @@ def hybrid(problem: Problem, room: float | None) -> Problem:
 
 @pytest.mark.parametrize("name", COMPRESSIBLE)
 @pytest.mark.parametrize("room", [None, 0.0, 0.3, 0.7])
-def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(
+def test_recovered_plan_is_fast_and_has_less_variance_than_uniform_plans(
     name: str, room: float | None
 ) -> None:
     problem = hybrid(of_catalog(name), room)

@@ -1,8 +1,10 @@
-"""The compiler's half for real, without a GPU: models through torch.compile with our backend, and Inductor, to machine code.
+"""The compiler's half for real, without a GPU: models through torch.compile with our backend, and
+Inductor, to machine code.
 
-Every kernel that Inductor generates is compiled by Triton for a T4, an A100 and an H100; calls of our kernels stand where the plan says.
-`make test-gpu-code` brings Triton and runs all of it; elsewhere a sample runs in the tier all, where Triton is at hand. With
-QSYNC_GPU_CODE=FILE registers, spills and shared memory of every kernel go into that file.
+Every kernel that Inductor generates is compiled by Triton for a T4, an A100 and an H100; calls of
+our kernels stand where the plan says. `make test-gpu-code` brings Triton and runs all of it;
+elsewhere a sample runs in the tier all, where Triton is at hand. With QSYNC_GPU_CODE=FILE
+registers, spills and shared memory of every kernel go into that file.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("gpu", "model", "precision", "how"), MATRIX if WHOLE else SAMPLE)
-def test_what_is_generated_compiles(
+def test_generated_code_compiles(
     guard: Path, gpu: str, model: str, precision: str, how: str
 ) -> None:
     if model != "mlp" and importlib.util.find_spec("transformers") is None:
@@ -85,7 +87,8 @@ def test_what_is_generated_compiles(
         assert found["planned"], "there are layers large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):
-        # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute operator by operator.
+        # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute
+        # operator by operator.
         assert found["quantizers"] == 0 and any(
             "quantize" in kernel["name"] for kernel in found["kernels"]
         )

@@ -1,6 +1,8 @@
-"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices that are not at hand.
+"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices
+that are not at hand.
 
-Only what torch says of a device is put in place; formats, kernels and reasons are those that the tests get.
+Only what torch says of a device is put in place; formats, kernels and reasons are those that the
+tests get.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def asked() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("capability", DEVICES)
-def test_a_gpu_is_asked_for_what_it_has(
+def test_gpu_properties_are_queried(
     capability: tuple[int, int], asked: dict[str, dict[str, Any]]
 ) -> None:
     found = asked[".".join(map(str, capability))]
@@ -102,9 +104,7 @@ def test_a_gpu_is_asked_for_what_it_has(
 @pytest.mark.parametrize(
     ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
 )
-def test_models_are_asked_for_the_operators_that_have_kernels_there(
-    arch: Arch, name: str, precision: str
-) -> None:
+def test_kernel_operators_of_models_are_collected(arch: Arch, name: str, precision: str) -> None:
     asked = models.problems(name, precision, arch)
     assert any(problem.a == "int8" for problem in asked)
     convolved = {"qsync::conv2d_product"} if name == "resnet" else set()

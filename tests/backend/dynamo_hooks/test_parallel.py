@@ -1,4 +1,6 @@
-"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled before it was wrapped."""
+"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled
+before it was wrapped.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,14 @@ def test_in_the_other_order_too(graphs: list[int]) -> None:
     assert graphs == [3, 1, 1, 1]
 
 
-def test_what_one_bucket_holds_is_not_compiled_again(graphs: list[int]) -> None:
+def test_single_bucket_is_not_recompiled(graphs: list[int]) -> None:
     fast = compiled(Layers(), graphs)
     step(fast)
     step(DistributedDataParallel(fast, bucket_cap_mb=25))
     assert graphs == [3]
 
 
-def test_nor_where_torch_is_told_not_to_split(graphs: list[int]) -> None:
+def test_no_recompilation_with_ddp_optimizer_disabled(graphs: list[int]) -> None:
     fast = compiled(Layers(), graphs)
     with torch._dynamo.config.patch(optimize_ddp=False):
         step(fast)

@@ -50,7 +50,7 @@ def test_threads_may_name_the_backend_at_once(imported: str) -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_registration_is_idempotent() -> None:
     assert registry.register_backend(qsync, name="qsync") is qsync
     assert registry.lookup_backend("qsync") is qsync
     assert "qsync" in registry.list_backends()

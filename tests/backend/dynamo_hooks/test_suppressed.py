@@ -1,4 +1,6 @@
-"""With `torch._dynamo.config.suppress_errors` Dynamo runs on as the model is written: not where a plan was given."""
+"""With `torch._dynamo.config.suppress_errors` Dynamo runs on as the model is written: not where a
+plan was given.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def failing(graph: qsync_fx.PrecisionGraph) -> None:
     raise RuntimeError("this pass fails")
 
 
-def test_an_error_of_a_pass_reaches_the_user_where_a_plan_was_given() -> None:
+def test_error_of_a_pass_is_raised_with_a_plan() -> None:
     fast = torch.compile(
         build(Perceptron), backend="qsync", options={"precision": "bf16", "passes": [failing]}
     )

@@ -1,4 +1,6 @@
-"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients are those without it."""
+"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients
+are those without it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support import tiers
 
 
 @given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 3))
-def test_bits_are_those_of_the_mask(n: int, seed: int, at: int, threads: int) -> None:
+def test_packed_bits_equal_the_mask(n: int, seed: int, at: int, threads: int) -> None:
     every = torch.rand(n + at, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask = every[at:]  # from an address that eight does not divide
     wanted = [
@@ -80,7 +82,9 @@ class Block(nn.Module):
 def differentiated(
     block: nn.Module, x: Tensor, precision: str, less: bool, fast: bool
 ) -> tuple[int, list[Tensor]]:
-    """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as Inductor does and run as it stands."""
+    """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as
+    Inductor does and run as it stands.
+    """
     kept: dict[int, int] = {}
     lowered = qsync_fx.explain(block, x, options={"precision": precision}).graph_module("lower")
 
@@ -125,7 +129,7 @@ def differentiated(
         pytest.param("fp32", False, 0.75, marks=tiers.ALL),
     ],
 )
-def test_less_is_kept_and_gradients_stay_to_the_bit(
+def test_recomputation_saves_memory_with_bit_equal_gradients(
     precision: str, fast: bool, most: float
 ) -> None:
     torch.manual_seed(0)
@@ -139,7 +143,9 @@ def test_less_is_kept_and_gradients_stay_to_the_bit(
 @tiers.ALL
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=tiers.EVERY), "int8"])
 def test_a_compiled_model_trains_with_it(precision: str) -> None:
-    """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again: gradients stay within the format."""
+    """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again:
+    gradients stay within the format.
+    """
     x = torch.randn(8, 24, 32)
     found = {}
     for less in (False, True):
@@ -159,7 +165,7 @@ def test_a_compiled_model_trains_with_it(precision: str) -> None:
 
 
 @tiers.ALL
-def test_a_checkpoint_within_the_graph_stays_one() -> None:
+def test_checkpoint_in_the_graph_is_preserved() -> None:
     """What the user has asked to be computed again is, dropout from torch's generator too."""
     from torch.utils.checkpoint import checkpoint
 

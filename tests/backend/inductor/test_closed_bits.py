@@ -1,4 +1,6 @@
-"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as of bytes."""
+"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as
+of bytes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def gradients_of(network: str, x: Tensor) -> list[Tensor]:
     "network",
     [pytest.param("rows", marks=tiers.ALL), "images", pytest.param("volumes", marks=tiers.ALL)],
 )
-def test_gradients_are_those_of_bytes_to_the_bit(
+def test_packed_masks_give_bit_equal_gradients(
     network: str, settings: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(NETWORKS[network][1])
@@ -103,7 +105,7 @@ def test_gradients_are_those_of_bytes_to_the_bit(
     assert all(map(torch.equal, found, wanted))
 
 
-def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
+def test_custom_partitioner_runs_first() -> None:
     asked = []
 
     class Theirs(recompute_policy.InBits):
@@ -128,7 +130,7 @@ def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
     assert torch.equal(forward(torch.ones(2))[0], torch.full((2,), 2.0))
 
 
-def test_a_graph_is_read_from_torchs_caches_under_the_settings_that_it_was_compiled_in() -> None:
+def test_cached_graph_is_loaded_under_its_compile_settings() -> None:
     """Where Inductor draws as torch does, its table has no dropout to put ours around."""
     table = for_inductor(torch.device("cpu"), activation_recompute=True)
     with torch._inductor.config.patch(fallback_random=True):

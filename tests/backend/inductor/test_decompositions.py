@@ -1,4 +1,6 @@
-"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and what is kept for them."""
+"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and
+what is kept for them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def gradients(
     function: Callable[..., Tensor], x: Tensor, incoming: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the input gradients in eager mode and compiled."""
-    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was written.
+    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was
+    # written.
     torch._dynamo.reset()
     found = []
     for run in (function, torch.compile(function, backend="qsync", options={"precision": "fp32"})):
@@ -124,7 +127,7 @@ def test_the_gradient_of_max_pooling_allocates_its_result_alone(channels_last: b
     assert held == x.nbytes
 
 
-def test_a_closed_gate_lets_nothing_through() -> None:
+def test_closed_gate_blocks_nonfinite_gradients() -> None:
     incoming = torch.tensor(
         [1.0, float("nan"), float("inf"), 2.0, float("nan")], dtype=torch.bfloat16
     )
@@ -139,7 +142,7 @@ def test_a_closed_gate_lets_nothing_through() -> None:
 
 
 @tiers.ALL
-def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
+def test_quantized_layer_after_relu_saves_no_bool_mask() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)
@@ -168,7 +171,7 @@ def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
     assert all(order[node] < order[last] for node in closed)
 
 
-def test_a_pass_of_the_users_own_is_not_replaced() -> None:
+def test_custom_pass_is_not_replaced() -> None:
     theirs = Graphs()
     with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
         assert inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs

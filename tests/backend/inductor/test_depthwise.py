@@ -1,4 +1,6 @@
-"""Gradients of depthwise convolutions in BF16 that a CPU computes in FP32, where oneDNN has no fast kernel for BF16."""
+"""Gradients of depthwise convolutions in BF16 that a CPU computes in FP32, where oneDNN has no fast
+kernel for BF16.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -
 
 
 def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool], list[bool], Any]:
-    """What our operator is asked for and what torch's is, nothing where it is not called, and the gradients."""
+    """What our operator is asked for and what torch's is, nothing where it is not called, and the
+    gradients.
+    """
 
     def run(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
         return BACKWARD(gradient, x, weight, *arguments[3:], needed)
@@ -58,7 +62,7 @@ def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool]
     ],
 )
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_slow_ones_are_computed_in_fp32(
+def test_slow_depthwise_convolutions_run_in_fp32(
     kernel: int, stride: int, groups: int, ours: list[bool], torchs: list[bool], channels_last: bool
 ) -> None:
     arguments = operands(kernel, groups, stride)
@@ -85,7 +89,7 @@ def test_large_kernels_are_so_in_fp32_too() -> None:
         torch.testing.assert_close(one, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_what_nobody_needs_is_not_computed() -> None:
+def test_unused_gradients_are_not_computed() -> None:
     arguments = operands(3, 8, 2)
     ours, torchs, found = computed(arguments, [False, True, False])
     assert (ours, torchs) == ([], [False, True, False]) and found[0] is None

@@ -1,4 +1,6 @@
-"""The gradient of an embedding's table under Inductor on the CPU: torch's kernel, with the numbers of eager mode."""
+"""The gradient of an embedding's table under Inductor on the CPU: torch's kernel, with the numbers
+of eager mode.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_it_is_the_kernel_of_eager_mode(
     assert not any("index_put" in str(target) for target in called)
 
 
-def test_the_operator_is_what_tracing_takes_it_for() -> None:
+def test_operator_equals_its_fake_implementation() -> None:
     gradient, indices = torch.randn(2, 3, 5), torch.tensor([[0, 1, 1], [6, 0, 2]])
     torch.library.opcheck(
         torch.ops.qsync.embedding_gradient.default, (gradient, indices, 7, -1, False)

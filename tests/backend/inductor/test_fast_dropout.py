@@ -1,4 +1,6 @@
-"""The option "fast_dropout": what is dropped, how often, where it is dropped again in the backward pass, and who keeps torch's."""
+"""The option "fast_dropout": what is dropped, how often, where it is dropped again in the backward
+pass, and who keeps torch's.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_wrong_probabilities_raise() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_probability_and_the_neighbours(p: float) -> None:
-    """As many are dropped as should be, to five deviations; neighbours, rows and streams have nothing in common."""
+    """As many are dropped as should be, to five deviations; neighbours, rows and streams have
+    nothing in common.
+    """
     n = 1 << 20
     kept = keep((n,), SEED, 3, p).double() - (1 - p)
     bound = 5 * math.sqrt(p * (1 - p) / n)
@@ -67,7 +71,9 @@ class Dropping(nn.Module):
 
 
 def traced(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A backend that traces as Inductor does, with the option's decomposition, and runs what comes of it as it is."""
+    """A backend that traces as Inductor does, with the option's decomposition, and runs what comes
+    of it as it is.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: object) -> Any:
@@ -83,7 +89,7 @@ def traced(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
     return backend
 
 
-def test_a_backward_pass_drops_what_the_forward_pass_dropped() -> None:
+def test_backward_uses_the_forward_dropout_mask() -> None:
     graphs: list[fx.GraphModule] = []
     x, q = torch.ones(64, 100, requires_grad=True), torch.randn(2, 4, 16, 8, requires_grad=True)
     compiled = torch.compile(Dropping(), backend=traced(graphs))
@@ -104,7 +110,7 @@ def test_a_backward_pass_drops_what_the_forward_pass_dropped() -> None:
     torch._dynamo.reset()
 
 
-def test_evaluation_drops_nothing() -> None:
+def test_evaluation_has_no_dropout() -> None:
     graphs: list[fx.GraphModule] = []
     x, q = torch.randn(4, 5), torch.randn(1, 2, 3, 4)
     found = torch.compile(Dropping().eval(), backend=traced(graphs))(x, q)
@@ -113,7 +119,7 @@ def test_evaluation_drops_nothing() -> None:
     torch._dynamo.reset()
 
 
-def test_a_checkpoint_around_compiled_code_drops_again_what_it_dropped() -> None:
+def test_checkpoint_recomputes_the_same_dropout_mask() -> None:
     """torch restores its generator before it computes again, and the stream moves with it."""
     x = torch.ones(50, 50, requires_grad=True)
     compiled = torch.compile(nn.Dropout(0.5), backend=traced([]))
@@ -159,7 +165,7 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
 
 
 @tiers.ALL
-def test_where_nothing_is_asked_for_it_is_drawn_wherever_it_can_be() -> None:
+def test_fast_dropout_is_the_default_if_possible() -> None:
     found = {}
     for asked in (None, True, False):
         given = {} if asked is None else {"fast_dropout": asked}

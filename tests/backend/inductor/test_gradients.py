@@ -38,7 +38,9 @@ def handed_over(model: nn.Module, images: Tensor, **given: Any) -> dict[str, Ten
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_lie_as_their_weights(memory_format: torch.memory_format, precision: str) -> None:
+def test_gradients_have_the_strides_of_their_weights(
+    memory_format: torch.memory_format, precision: str
+) -> None:
     model, images = network(memory_format), torch.randn(4, 16, 8, 8)
     expected = handed_over(copy.deepcopy(model), images, backend="eager")
     found = handed_over(model, images, backend="qsync", options={"precision": precision})
@@ -50,7 +52,9 @@ def test_gradients_lie_as_their_weights(memory_format: torch.memory_format, prec
 
 
 def joint() -> tuple[fx.Graph, Tensor]:
-    """Returns a joint graph of one result, a gradient of a weight and none of a scale that was given."""
+    """Returns a joint graph of one result, a gradient of a weight and none of a scale that was
+    given.
+    """
     graph, value = fx.Graph(), torch.empty(8, 4, 3, 3)
     weight, scale, tangent = (
         graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1")
@@ -65,7 +69,7 @@ def joint() -> tuple[fx.Graph, Tensor]:
     return graph, value
 
 
-def test_a_joint_graph_is_told_how_gradients_lie() -> None:
+def test_joint_graph_has_the_strides_of_gradients() -> None:
     graph, value = joint()
     AsWeights()(graph)
     graph.lint()

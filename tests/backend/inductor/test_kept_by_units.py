@@ -1,4 +1,6 @@
-"""Graphs that torch keeps on disk are taken again only where the same units multiply integers: paths and CPUs may share a cache."""
+"""Graphs that torch keeps on disk are taken again only where the same units multiply integers:
+paths and CPUs may share a cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from qsync_fx.backend.operators.gemm import dispatch
 from tests.support import tiers
 
 
-def test_every_choice_of_units_has_a_tag_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_set_of_units_has_a_distinct_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
     for native, exact in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(inductor_config, "native_integer_unit", lambda native=native: native)
@@ -28,7 +30,7 @@ def test_every_choice_of_units_has_a_tag_of_its_own(monkeypatch: pytest.MonkeyPa
 
 
 @tiers.ALL
-def test_a_kernel_of_a_path_with_a_unit_is_not_taken_on_one_without(
+def test_kernel_for_a_unit_is_not_reused_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was: by the kernel of "scalar" a step took 500 ms, in place of 50."""

@@ -1,4 +1,6 @@
-"""How operands are to lie is heard by Inductor, which asks of an operator that has a tag for it nothing else."""
+"""How operands are to lie is heard by Inductor, which asks of an operator that has a tag for it
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from qsync_fx.backend.numerics import native
 
 
 @pytest.mark.parametrize("name", ["gemm", "conv2d_product", "quantize", "quantize_transposed"])
-def test_inductor_asks_how_the_operands_of_an_operator_are_to_lie(name: str) -> None:
+def test_inductor_requests_operand_strides(name: str) -> None:
     from torch._inductor.lowering import maybe_layout_constraints
 
     register_with_inductor()
@@ -32,7 +34,9 @@ def test_inductor_is_free_with_operators_that_take_any_layout() -> None:
 
 
 class Block(nn.Module):
-    """The begin of a block of a ConvNeXt: a linear layer behind convolutions, on images that are no matrix."""
+    """The begin of a block of a ConvNeXt: a linear layer behind convolutions, on images that are no
+    matrix.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -45,10 +49,12 @@ class Block(nn.Module):
         return rows
 
 
-def test_what_linear_layers_read_as_rows_is_quantized_as_rows(
+def test_row_operands_of_linear_layers_are_quantized_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a graph with convolutions, too, whose images have their channels last: a copy stood between quantizer and layer."""
+    """In a graph with convolutions, too, whose images have their channels last: a copy stood
+    between quantizer and layer.
+    """
     from torch._inductor.utils import run_and_get_code
 
     n, h, w, c = 2, 5, 7, 24
@@ -99,7 +105,10 @@ def test_images_keep_their_layout_where_weights_are_far_more(
     with torch.compiler.config.patch(force_disable_caches=True):
         y, (code,) = run_and_get_code(compiled, x)
     size_of, weights_of = rf"\({n}, {c}, {size}, {size}\)", rf"\({c}, {c}, 3, 3\)"
-    last = rf"{size_of}, \({size * size * c}, 1, {size * c}, {c}\)|{weights_of}, \({9 * c}, 1, {3 * c}, {c}\)"
+    last = (
+        rf"{size_of}, \({size * size * c}, 1, {size * c}, {c}\)|{weights_of}, \({9 * c}, 1, "
+        rf"{3 * c}, {c}\)"
+    )
     assert bool(re.search(last, code)) is not first
     torch.testing.assert_close(y, model(x), atol=0.1, rtol=0.1)
     y.square().sum().backward()

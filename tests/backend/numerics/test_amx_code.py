@@ -1,6 +1,7 @@
 """What the compiler has made of AMX's kernel, on machines that have no AMX to run it.
 
-GCC 12.2 left out what configures the tiles, all but 8 bytes of it, and the module died on every processor with AMX.
+GCC 12.2 left out what configures the tiles, all but 8 bytes of it, and the module died on every
+processor with AMX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""AMX's kernels give the scalar path's bits, on machines that have no AMX: its instructions for tiles are written out in plain C++.
+"""AMX's kernels give the scalar path's bits, on machines that have no AMX: its instructions for
+tiles are written out in plain C++.
 
-Those of BF16 do where sums are exact; elsewhere they are near. All else, the packing above all, is compiled as it is for a processor that
-has tiles, and runs by AVX-512.
+Those of BF16 do where sums are exact; elsewhere they are near. All else, the packing above all, is
+compiled as it is for a processor that has tiles, and runs by AVX-512.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_products_of_all_sizes_layouts_and_outputs_are_the_scalar_ones(program: Path) -> None:
+def test_products_equal_the_scalar_variant(program: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout == f"{40 * (3 * 3 * 3 * 2 + 1)} products, 0 differ\n"
 
 
 def test_a_tile_is_not_used_before_it_is_configured(program: Path) -> None:
-    """That the emulation sees it is what makes the products above a test of when tiles are configured."""
+    """That the emulation sees it is what makes the products above a test of when tiles are
+    configured.
+    """
     done = subprocess.run(
         [program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,4 +1,6 @@
-"""Activations that products give out: ReLU to the bit, GELU near FP64's, and the same bits on every path."""
+"""Activations that products give out: ReLU to the bit, GELU near FP64's, and the same bits on every
+path.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_gelu_follows_bias_and_is_rounded_once(
 
 
 @every_isa
-def test_a_nan_stays_one(isa: str) -> None:
+def test_nan_is_preserved(isa: str) -> None:
     odd = torch.tensor([float("nan"), float("inf")])
     for how in ACTIVATIONS:
         found = activated(odd, how, isa)

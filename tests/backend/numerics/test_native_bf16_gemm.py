@@ -1,4 +1,6 @@
-"""Products of BF16 matrices on the CPU: exact where sums are of whole numbers, near FP64's elsewhere, the same on any number of threads."""
+"""Products of BF16 matrices on the CPU: exact where sums are of whole numbers, near FP64's
+elsewhere, the same on any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def like(layout: Tensor, low: int, high: int) -> Tensor:
-    """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros among them."""
+    """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros
+    among them.
+    """
     numbers = torch.randn(layout.shape) * torch.exp2(
         torch.randint(low, high + 1, layout.shape).float()
     )
@@ -43,7 +47,7 @@ def like(layout: Tensor, low: int, high: int) -> Tensor:
 @every_isa
 @settings(max_examples=60)
 @given(SIZES, SIZES, LENGTHS, LAYOUTS, LAYOUTS, st.integers(1, 3), st.integers(0, 2**32))
-def test_sums_of_whole_numbers_are_exact(
+def test_integer_sums_are_exact(
     isa: str, m: int, n: int, k: int, first: str, second: str, threads: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -105,7 +109,7 @@ def test_threads_change_no_bit(isa: str, m: int, n: int, k: int) -> None:
 
 
 @every_isa
-def test_what_is_not_finite_goes_through(isa: str) -> None:
+def test_nonfinite_values_propagate(isa: str) -> None:
     inf, nan = float("inf"), float("nan")
     for m, n, k in ((3, 5, 2), (40, 70, 33)):
         a, b = torch.ones(m, k, dtype=BF16), torch.ones(k, n, dtype=BF16)
@@ -122,7 +126,7 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
 
 @every_isa
 @pytest.mark.parametrize("places", [1, 3, 17])
-def test_operands_lie_at_any_address(isa: str, places: int) -> None:
+def test_operands_may_be_unaligned(isa: str, places: int) -> None:
     m, n, k = 35, 37, 67
     for layout in ("rows", "columns"):
         a, b = (
@@ -165,12 +169,12 @@ def test_the_end_of_memory_is_not_passed(isa: str) -> None:
                 assert torch.equal(multiplied(a, b, torch.float32, isa=isa), exact)
 
 
-def test_sums_may_be_longer_than_those_of_int8() -> None:
+def test_inner_dimension_may_exceed_the_int8_limit() -> None:
     a = torch.ones(2, 131_072 + 5, dtype=BF16)
     assert (multiplied(a, a.t(), torch.float32) == 131_077).all()
 
 
-def test_what_is_no_product_is_refused() -> None:
+def test_invalid_products_are_rejected() -> None:
     a, b, result = torch.zeros(2, 3, dtype=BF16), torch.zeros(3, 4, dtype=BF16), torch.zeros(2, 4)
     good = (a.data_ptr(), b.data_ptr(), result.data_ptr(), 2, 4, 3, a.stride(), b.stride())
     _C.gemm(*good, "float32", operands="bfloat16")

@@ -1,4 +1,6 @@
-"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path and with any number of threads."""
+"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path
+and with any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def test_the_epilogue_rounds_as_torch_does(
     ("m", "n", "k"),
     [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)],
 )
-def test_blocks_and_threads_change_nothing(isa: str, m: int, n: int, k: int) -> None:
+def test_result_does_not_depend_on_blocks_and_threads(isa: str, m: int, n: int, k: int) -> None:
     a, b = matrix(m, k, "columns"), matrix(k, n, "rows")
     exact = expected(a, b, torch.int32)
     for threads in (1, 2, 3, 64):
@@ -123,7 +125,7 @@ def test_the_end_of_memory_is_not_passed(isa: str) -> None:
 
 
 @every_isa
-def test_what_is_not_finite_goes_through(isa: str) -> None:
+def test_nonfinite_values_propagate(isa: str) -> None:
     a, b = torch.ones(3, 2, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)
     scale = torch.tensor([float("nan"), float("inf"), 1.0])
     for dtype in (torch.float32, torch.bfloat16):
@@ -137,7 +139,7 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
 
 @every_isa
 @pytest.mark.parametrize("places", [1, 3, 17])
-def test_operands_lie_at_any_address(isa: str, places: int) -> None:
+def test_operands_may_be_unaligned(isa: str, places: int) -> None:
     m, n, k = 35, 37, 67
     for layout in ("rows", "columns"):
         a, b = moved(matrix(m, k, layout), places), moved(matrix(k, n, layout), 2 * places)
@@ -169,7 +171,7 @@ def test_operands_lie_at_any_address(isa: str, places: int) -> None:
 
 
 @every_isa
-def test_calls_at_one_time_do_not_meet(isa: str) -> None:
+def test_concurrent_calls_are_independent(isa: str) -> None:
     a, b = matrix(150, 300, "rows"), matrix(300, 90, "columns")
     exact, found = expected(a, b, torch.int32), []
 
@@ -184,7 +186,7 @@ def test_calls_at_one_time_do_not_meet(isa: str) -> None:
     assert found == [True] * 120
 
 
-def test_what_is_no_product_is_refused() -> None:
+def test_invalid_products_are_rejected() -> None:
     a, b = torch.zeros(2, 3, dtype=torch.int8), torch.zeros(3, 4, dtype=torch.int8)
     result = torch.zeros(2, 4)
     good = (a.data_ptr(), b.data_ptr(), result.data_ptr(), 2, 4, 3, a.stride(), b.stride())

@@ -1,4 +1,6 @@
-"""The native quantizer does what its contract says, to the last bit, on every path; its random numbers are good enough to be unbiased."""
+"""The native quantizer does what its contract says, to the last bit, on every path; its random
+numbers are good enough to be unbiased.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def test_special_rows(isa: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 200_003), (7, 40_001), (3, 9), (5003, 37), (40_001, 1)])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_threads_change_nothing(shape: tuple[int, int], rounding: _C.Rounding) -> None:
+def test_result_does_not_depend_on_threads(shape: tuple[int, int], rounding: _C.Rounding) -> None:
     x = torch.randn(shape)
     alone = run_quantize(x, rounding, seed=11, stream=2)
     for threads in (2, 3, 8):
@@ -107,7 +109,7 @@ def test_threads_change_nothing(shape: tuple[int, int], rounding: _C.Rounding) -
 
 
 @given(data=st.data(), seed=SEEDS, stream=STREAMS)
-def test_parts_equal_the_whole(data: st.DataObject, seed: int, stream: int) -> None:
+def test_chunks_equal_the_full_tensor(data: st.DataObject, seed: int, stream: int) -> None:
     x = data.draw(vectors(200, finite=True)).view(4, 50)
     cut = data.draw(st.integers(0, 4))
     whole = run_quantize(x, "stochastic", seed=seed, stream=stream)
@@ -120,7 +122,7 @@ def test_parts_equal_the_whole(data: st.DataObject, seed: int, stream: int) -> N
 
 
 @every_isa
-def test_flushing_denormals_changes_nothing(isa: str) -> None:
+def test_result_does_not_depend_on_denormal_flushing(isa: str) -> None:
     x = torch.tensor([[1e-39, -3e-40, 2e-45, 1e-38]])
     expected = quantized(x, "stochastic", 127, 1, 1)
     assert torch.set_flush_denormal(True)
@@ -133,7 +135,9 @@ def test_flushing_denormals_changes_nothing(isa: str) -> None:
 
 
 def bias(isa: str, rounding: _C.Rounding, x: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Returns z of the mean error over all elements, and z of the sum of squares of each element's own z."""
+    """Returns z of the mean error over all elements, and z of the sum of squares of each element's
+    own z.
+    """
     total = np.zeros(x.shape, np.int64)
     for stream in range(repeats):
         q, scales = run_quantize(
@@ -193,8 +197,9 @@ def test_random_numbers_are_uniform_and_independent(seed: int, stream: int, firs
 
 
 @every_isa
-def test_reads_nothing_behind_the_end(isa: str) -> None:
-    # Memory that ends at a page nobody may touch; a read of it ends the process, so it has one of its own.
+def test_no_read_past_the_end(isa: str) -> None:
+    # Memory that ends at a page nobody may touch; a read of it ends the process, so it has one of
+    # its own.
     code = f"""
 import ctypes, mmap
 from qsync_fx import _C

@@ -1,4 +1,6 @@
-"""Rounding to a float grid: against torch's own conversions, and to the last bit against the contract, on every path."""
+"""Rounding to a float grid: against torch's own conversions, and to the last bit against the
+contract, on every path.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def test_nearest_equals_the_conversion_of_torch(isa: str, fmt) -> None:  # type:
 
 @every_isa
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_what_is_on_the_grid_stays(isa: str, rounding: _C.Rounding) -> None:
+def test_representable_values_are_unchanged(isa: str, rounding: _C.Rounding) -> None:
     for dtype, grid in (
         (torch.float8_e4m3fn, (3, -6, 448.0)),
         (torch.float8_e5m2, (2, -14, 57344.0)),

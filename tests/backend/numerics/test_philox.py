@@ -1,4 +1,6 @@
-"""The random numbers of the CUDA kernels: Philox as published, unbiased roundings, streams that know nothing of each other."""
+"""The random numbers of the CUDA kernels: Philox as published, unbiased roundings, streams that
+know nothing of each other.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_uniform_and_independent(seed: int, stream: int) -> None:
         assert abs(correlation(found, philox.uniform(like, key, (stream + following) % 2**32))) < 6
 
 
-def test_the_measure_sees_a_correlation() -> None:
+def test_correlation_measure_detects_correlation() -> None:
     found = philox.uniform(torch.empty(N), torch.tensor(5), 0)
     half = torch.rand(N) < 0.1
     assert correlation(found, torch.where(half, found, torch.rand(N))) > 6
@@ -103,7 +105,9 @@ def test_the_measure_sees_a_correlation() -> None:
 @settings(max_examples=5)
 @given(seed=SEEDS)
 def test_roundings_are_unbiased(fmt: str, seed: int) -> None:
-    """The mean error over many roundings of one tensor is within six standard errors of what sixteen bits resolve."""
+    """The mean error over many roundings of one tensor is within six standard errors of what
+    sixteen bits resolve.
+    """
     row, repeats = precision(fmt), 200
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
     x = torch.randn(2048, generator=generator)
@@ -139,7 +143,7 @@ def test_exact_values_never_move(fmt: str, seed: int, stream: int) -> None:
     assert torch.equal(reference.to_grid(every, row, "stochastic", random), every)
 
 
-def test_the_reference_takes_them_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_uses_philox_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     like, seed = torch.empty(100), torch.tensor([3])
     hashed = reference.uniform(like, seed, 7)
     assert not torch.equal(hashed, philox.uniform(like, seed, 7))

@@ -1,7 +1,8 @@
-"""The contract of quantizing and rounding to the last bit, for every format, layout and way to round.
+"""The contract of quantizing and rounding to the last bit, for every format, layout and way to
+round.
 
-What is expected comes from two sides: the plain torch reference is held against a search for the neighbours in the list of all values of
-a format, and the native kernels against the reference.
+What is expected comes from two sides: the plain torch reference is held against a search for the
+neighbours in the list of all values of a format, and the native kernels against the reference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SEED = torch.tensor([-7262512093])
 
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype], finite: bool = False) -> Tensor:
-    """Draws tensors of 0 to 4 dimensions with zeros, denormals, huge values and, unless `finite`, NaN and Inf, laid out in any way."""
+    """Draws tensors of 0 to 4 dimensions with zeros, denormals, huge values and, unless `finite`,
+    NaN and Inf, laid out in any way.
+    """
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     dtype = draw(st.sampled_from(dtypes))
     x = draw(vectors(int(np.prod(shape)), dtype, finite)).view(shape)
@@ -53,7 +56,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values of the format below (or at) and above (or at) each of `u`, which lies within its range."""
+    """Returns the values of the format below (or at) and above (or at) each of `u`, which lies
+    within its range.
+    """
     grid = grid_of(row)
     return grid[np.searchsorted(grid, u, side="right") - 1], grid[
         np.searchsorted(grid, u, side="left")
@@ -63,7 +68,7 @@ def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("row", [*(FORMATS[fmt] for fmt in SCALED), INT4], ids=str)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_the_reference_takes_a_neighbour(row: Precision, data: st.DataObject) -> None:
+def test_reference_rounds_to_a_neighbour(row: Precision, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 300))
     x = data.draw(vectors(n, finite=True))
     seed, stream = data.draw(SEEDS), data.draw(st.integers(0, 2**32 - 1))
@@ -85,7 +90,8 @@ def test_the_reference_takes_a_neighbour(row: Precision, data: st.DataObject) ->
             if row.kind == "integer":
                 assert (q == np.rint(u)).all()
         else:
-            # FP32 rounds the fraction of small negative values, so r within 2**-24 of it may go either way.
+            # FP32 rounds the fraction of small negative values, so r within 2**-24 of it may go
+            # either way.
             certain = np.abs(r - fraction) > 2.0**-24
             assert (np.where(r < fraction, above, below) == q)[certain].all()
 
@@ -105,7 +111,7 @@ def test_ties_go_to_the_even_neighbour(fmt: str) -> None:
     assert even[place].all()
 
 
-def test_random_numbers_are_those_of_the_kernels_in_any_layout() -> None:
+def test_random_numbers_equal_the_kernels_in_any_layout() -> None:
     x = torch.empty(3, 5, 4, 2).to(memory_format=torch.channels_last)
     found = reference.uniform(x, SEED, 9)
     assert found.stride() == x.stride()

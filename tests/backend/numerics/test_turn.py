@@ -1,4 +1,6 @@
-"""Matrices that the native module turns are torch's transposes, bit for bit, whatever their values are and wherever they lie."""
+"""Matrices that the native module turns are torch's transposes, bit for bit, whatever their values
+are and wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ def turned(source: Tensor, threads: int) -> Tensor:
     st.integers(0, 5),
     st.integers(1, 3),
 )
-def test_the_bits_are_those_of_the_transpose(
+def test_bits_equal_the_transpose(
     count: int, rows: int, columns: int, dtype: torch.dtype, first: int, threads: int
 ) -> None:
-    """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats have."""
+    """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats
+    have.
+    """
     limits = torch.iinfo(dtype)
     every = torch.randint(
         limits.min, limits.max + 1, (first + count * rows * columns,), dtype=dtype
@@ -50,7 +54,7 @@ def test_the_bits_are_those_of_the_transpose(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_what_it_is(dtype: torch.dtype) -> None:
+def test_nan_bits_are_preserved(dtype: torch.dtype) -> None:
     source = torch.tensor(
         [[[0.0, -0.0, float("nan")], [float("inf"), -float("inf"), 1e-40]]], dtype=dtype
     )

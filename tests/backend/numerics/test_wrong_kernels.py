@@ -1,6 +1,8 @@
-"""Kernels that give wrong results on a processor are found out before they are used, told, and replaced by those of the next path.
+"""Kernels that give wrong results on a processor are found out before they are used, told, and
+replaced by those of the next path.
 
-One bit of one kernel's result is made wrong (`_C.corrupt`), in a process of its own where the path is yet to be chosen.
+One bit of one kernel's result is made wrong (`_C.corrupt`), in a process of its own where the path
+is yet to be chosen.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("isa", PATHS)
-def test_a_wrong_bit_of_any_kernel_is_found(isa: str) -> None:
+def test_wrong_bit_of_any_kernel_is_detected(isa: str) -> None:
     assert _C.agrees(isa)
     try:
         for name, which in KERNELS:
@@ -75,7 +77,7 @@ def test_a_wrong_bit_of_any_kernel_is_found(isa: str) -> None:
 
 @several
 @pytest.mark.parametrize(("kernel", "which"), [("quantize", 0), ("multiply", 0), ("sgd", 19)])
-def test_its_path_is_refused_and_told_and_the_next_one_is_right(kernel: str, which: int) -> None:
+def test_wrong_variant_is_refused_and_the_next_one_is_used(kernel: str, which: int) -> None:
     done = run(QUANTIZED, kernel, str(which))
     assert done.returncode == 0, done.stderr
     chosen, report = done.stdout.splitlines()
@@ -92,7 +94,7 @@ def test_its_path_is_refused_and_told_and_the_next_one_is_right(kernel: str, whi
 
 
 @several
-def test_a_wrong_path_that_is_asked_for_is_an_error() -> None:
+def test_requested_wrong_variant_is_an_error() -> None:
     done = run(QUANTIZED, "quantize", "0", QSYNC_CPU_ISA=PATHS[0])
     assert (
         f"OptionError: the path '{PATHS[0]}' gives other results than the scalar one" in done.stderr
@@ -100,12 +102,12 @@ def test_a_wrong_path_that_is_asked_for_is_an_error() -> None:
     assert "QSYNC_CPU_ISA" in done.stderr and not done.stdout
 
 
-def test_what_is_right_is_not_refused() -> None:
+def test_correct_variant_is_not_refused() -> None:
     done = run("from qsync_fx import _C; print(_C.isa(), _C.refused_isas())")
     assert done.stdout.strip() == f"{PATHS[0]} []" and not done.stderr
 
 
-def test_a_kernel_that_is_not_there_is_none() -> None:
+def test_absent_kernel_is_none() -> None:
     for isa, name, which in (
         ("quantum", "keep", 0),
         (PATHS[0], "kept", 0),

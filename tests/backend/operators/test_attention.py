@@ -1,4 +1,6 @@
-"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen to keep what it keeps."""
+"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen
+to keep what it keeps.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,10 @@ def test_it_is_products_in_bf16_where_it_trains() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_products_are_what_runs(batch: int) -> None:
-    """Inductor knows attention by its products where a batch is one sequence, and would call the fused kernel for them again."""
+def test_attention_runs_quantized_products(batch: int) -> None:
+    """Inductor knows attention by its products where a batch is one sequence, and would call the
+    fused kernel for them again.
+    """
     run = torch.compile(Attending().train(), backend="qsync", options={"precision": "bf16"})
     x = rows()[:batch]
     run(x).sum().backward()
@@ -141,8 +145,10 @@ def test_a_step_by_inductor_is_that_of_the_model() -> None:
         assert float((parameter.grad - expected).norm() / expected.norm()) < 0.02
 
 
-def test_what_it_keeps_is_foreseen_by_the_same_function() -> None:
-    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with activation_recompute that is so in both."""
+def test_saved_tensors_equal_the_prediction() -> None:
+    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with
+    activation_recompute that is so in both.
+    """
     weights = 3 * HEADS * TOKENS * TOKENS * 2
     for options, products in ({}, True), ({"activation_recompute": True}, False):
         torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""Masks that are the same for all keys are written anew where kernels read them along the keys; here the CPU passes for such a device."""
+"""Masks that are the same for all keys are written anew where kernels read them along the keys;
+here the CPU passes for such a device.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,7 @@ def strides(
 
 
 @pytest.mark.parametrize("name", list(masks()))
-def test_keys_lie_beside_one_another_and_nothing_else_is_written_out(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_keys_are_made_contiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Masked(masks()[name]), torch.randn(3, TOKENS, 32)
     ((before,), expected) = strides(monkeypatch, model, x)

@@ -1,4 +1,6 @@
-"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of torch's own operators."""
+"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of
+torch's own operators.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def images(shape: tuple[int, ...], last: bool) -> Tensor:
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_the_bits_are_those_of_the_reference(
+def test_bits_equal_the_reference(
     sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, last: bool, out: torch.dtype
 ) -> None:
     n, c, k, h, w, r, s = sizes
@@ -106,8 +108,12 @@ def test_layers_use_it_where_it_is_faster(
 
 
 @tiers.ALL
-def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the model's own."""
+def test_compiled_models_use_the_kernel_for_any_memory_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the
+    model's own.
+    """
     monkeypatch.setattr(dispatch, "native_integer_unit", lambda: True)
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -141,7 +147,7 @@ def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("isa", _C.available_isas())
 @pytest.mark.parametrize("places", [1, 19])
-def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_may_be_unaligned(isa: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(*shape: int) -> Tensor:
         like = images(shape, True)
         return (
@@ -173,7 +179,9 @@ def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
-def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_blocks_and_threads(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums in parts: over 6,000 windows, and over 4,500 taps."""
     how = [1, 1], [1, 1], [1, 1]
     asked: list[tuple[ConvOperation, Tensor, Tensor]] = [

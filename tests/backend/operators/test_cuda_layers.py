@@ -1,6 +1,7 @@
 """Layers that go through `qsync::gemm` and `qsync::conv2d_product`, where a device has kernels.
 
-There is no GPU here. The operators' CPU implementation is plain torch and says what kernels compute, so layers that are told that the CPU
+There is no GPU here. The operators' CPU implementation is plain torch and says what kernels
+compute, so layers that are told that the CPU
 has kernels run for real: same decisions, same graph, same operators, same gradients.
 """
 
@@ -65,7 +66,9 @@ def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> li
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
 @pytest.mark.parametrize("channel", [False, True])
 def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
-    """Output and gradients of a layer whose products are kernels are within the bounds of one whose products are torch's."""
+    """Output and gradients of a layer whose products are kernels are within the bounds of one whose
+    products are torch's.
+    """
     x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
     layer = Layer(fmt, channel=channel)
     problems = asked_by(layer, x, weight, bias)
@@ -74,7 +77,8 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     )
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
-    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
+    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as
+    # well.
     units = not (fmt == "fp8" and arch == "sm_80")
     assert calls.count("qsync::gemm") == (3 if units else 0)
     turned = FORMATS[fmt].gradient.scaled and units and not channel
@@ -107,7 +111,7 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
     assert calls.count("qsync::conv2d_product") == len(served)
 
 
-def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
+def test_conv1d_is_conv2d_of_height_one() -> None:
     x, weight = leaf(torch.randn(2, 32, 20)), leaf(torch.randn(64, 32, 3))
     layer = Layer("tf32", Geometry([2], [1], [1]))
     problems = asked_by(layer, x, weight, None)
@@ -125,7 +129,7 @@ def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
         Geometry([1, 1, 1], [0, 0, 0], [1, 1, 1]),
     ],
 )
-def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
+def test_unsupported_convolutions(geometry: Geometry) -> None:
     spatial = len(geometry.stride)
     x, weight = (
         leaf(torch.randn(2, 32, *[5] * spatial)),
@@ -134,12 +138,12 @@ def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
     assert asked_by(Layer("int8", geometry), x, weight, None) == []
 
 
-def test_a_frozen_operand_asks_for_nothing() -> None:
+def test_frozen_operand_computes_no_gradient() -> None:
     x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
     assert len(asked_by(Layer("int8"), x, weight, None)) == 2
 
 
-def test_without_kernels_for_the_device_nothing_changes() -> None:
+def test_device_without_kernels_is_unchanged() -> None:
     x, weight = leaf(torch.randn(8, 64)), leaf(torch.randn(16, 64))
     with recorded() as calls:
         y = Layer("int8")(x, weight)
@@ -152,7 +156,9 @@ def test_without_kernels_for_the_device_nothing_changes() -> None:
 
 
 def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
-    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch multiplies in BF16."""
+    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch
+    multiplies in BF16.
+    """
     x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
     with assumed("sm_80", on="cpu"), recorded() as calls:
         assert_right(Layer("int8"), x, weight, None)
@@ -187,7 +193,7 @@ def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
     assert calls.count("qsync::gemm") == (2 if ours else 0)
 
 
-def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
+def test_symbolic_sizes_use_the_example_without_guards() -> None:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     env = ShapeEnv()
@@ -219,7 +225,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def test_explain_says_what_computes() -> None:
+def test_explain_names_the_kernel() -> None:
     explained = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
     assert all("kernel" not in op.reason for op in explained.operators)
     problems = problems_of(explained.lowered_graphs)
@@ -279,8 +285,10 @@ def test_int8_gradients_of_large_layers_are_kernels_untuned(
     assert config(channels, inner, rows, "fp32", "row")
 
 
-def test_explain_says_what_computes_int8_gradients() -> None:
-    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
+def test_explain_names_the_kernel_of_int8_gradients() -> None:
+    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and
+    why is said.
+    """
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
     problems = problems_of(linears.lowered_graphs)
     assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
@@ -307,7 +315,8 @@ def test_explain_says_what_computes_int8_gradients() -> None:
     with assumed("sm_80", everything("sm_80", problems_of(explained.lowered_graphs))):
         assert str(computed(layer, device)) == (
             "CUTLASS sm_80 kernels for output; "
-            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product of int8"
+            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product "
+            "of int8"
         )
 
 
@@ -316,7 +325,9 @@ def test_explain_says_what_computes_int8_gradients() -> None:
 def test_a_model_trains_through_the_operators(
     inner_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
+    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and
+    computes what it does without.
+    """
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
     # What would be compiled for a GPU is not what computes here.
@@ -350,7 +361,8 @@ def test_a_model_trains_through_the_operators(
         after, calls = train()
     assert calls == 5
     torch.compiler.reset()
-    # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward pass converts it to.
+    # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward
+    # pass converts it to.
     assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner_backend == "inductor" else 2)
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(
@@ -358,11 +370,11 @@ def test_a_model_trains_through_the_operators(
         )
 
 
-def test_candidates_are_there_for_what_the_tests_assume() -> None:
+def test_candidates_exist_for_the_tested_problems() -> None:
     """Should the lists of candidates change, the tests above must still be about kernels."""
     bf16 = GemmProblem(32, 64, 48, "bf16", "bf16", "fp32", "column", "row")
     assert candidates(bf16, "sm_80") and candidates(replace(bf16, a="tf32", b="tf32"), "sm_90a")
 
 
-def test_seed_is_whole() -> None:
+def test_seed_has_64_bits() -> None:
     assert SEED.dtype == torch.int64 and set(OUT) >= {"int8", "fp8", "tf32"}

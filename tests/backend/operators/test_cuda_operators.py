@@ -1,6 +1,7 @@
 """`qsync::gemm` and `qsync::conv2d_product`: what they compute, and what they refuse.
 
-There is no GPU here: the operators' CPU implementation is plain torch, and says what kernels compute.
+There is no GPU here: the operators' CPU implementation is plain torch, and says what kernels
+compute.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PAIRS = st.sampled_from([(t, t) for t in TYPES] + [(torch.float8_e5m2, torch.flo
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
 )
-def test_gemm_is_what_fp64_gives(
+def test_gemm_equals_fp64(
     m: int,
     n: int,
     k: int,
@@ -90,7 +91,7 @@ def test_int8_sums_are_exact_at_any_length() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_goes_through(bad: float) -> None:
+def test_nonfinite_values_propagate(bad: float) -> None:
     a, b = torch.ones(2, 3, dtype=torch.float8_e4m3fn), torch.ones(3, 2, dtype=torch.float8_e4m3fn)
     y = gemm(a, b, torch.tensor([[bad], [1.0]]), None, None)
     assert not y[0].isfinite().any() and y[1].tolist() == [3.0, 3.0]
@@ -110,7 +111,7 @@ def test_what_is_not_finite_goes_through(bad: float) -> None:
         ({"b": torch.zeros(3, dtype=torch.int8)}, RuntimeError),
     ],
 )
-def test_what_is_no_product_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_products_are_rejected(change: dict[str, Any], error: type[Exception]) -> None:
     good: dict[str, Any] = {
         "a": torch.zeros(2, 3, dtype=torch.int8),
         "b": torch.zeros(3, 4, dtype=torch.int8),
@@ -170,7 +171,7 @@ PAIR = st.tuples(st.integers(1, 2), st.integers(1, 2))
     PAIRS,
     st.booleans(),
 )
-def test_convolutions_are_what_fp64_gives(
+def test_convolutions_equal_fp64(
     sizes: tuple[int, ...],
     stride: Any,
     padding: Any,

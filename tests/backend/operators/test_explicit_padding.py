@@ -234,7 +234,7 @@ def test_gradients_per_sample() -> None:
         assert (results[name] - right).norm() <= 0.03 * right.norm()
 
 
-def test_graph_tells_it() -> None:
+def test_graph_contains_the_padding() -> None:
     model = nn.Conv3d(4, 4, 3, padding=1)
 
     def text(depth: int) -> str:

@@ -1,4 +1,6 @@
-"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact, or none."""
+"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact,
+or none.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_gradients_in_int8_cost_three_products_by_the_kernel() -> None:
     )
 
 
-def test_formats_with_the_same_values_are_known_by_one_name() -> None:
+def test_formats_with_equal_values_share_a_name() -> None:
     assert {
         row.name: encoding(row).name for row in FORMATS.values() if encoding(row) is not row
     } == {"int8_grad": "int8"}
@@ -138,7 +140,9 @@ for options in ({}, {"precision": "int8"}, {"precision": "int8_grad"}):
 def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
     isa: str, path: str, capability: str
 ) -> None:
-    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of FP32, but for roundings."""
+    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of
+    FP32, but for roundings.
+    """
     env = {
         **os.environ,
         "ONEDNN_MAX_CPU_ISA": isa,
@@ -155,7 +159,7 @@ def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
 
 
 @pytest.mark.parametrize("width", [48, 64])
-def test_what_is_kept_of_a_weight_takes_a_byte_a_value(width: int) -> None:
+def test_saved_weight_has_one_byte_per_value(width: int) -> None:
     """Whatever its sizes round to in torch's partitioner, which kept every other one in BF16."""
     layer, x = nn.Linear(width, width, bias=False), leaf(torch.randn(32, width))
     kept: list[tuple[torch.dtype, tuple[int, ...]]] = []

@@ -1,6 +1,8 @@
-"""Taps of a convolution that never meet data: which they are, that their gradients are zero, and that no kernel of oneDNN is given one.
+"""Taps of a convolution that never meet data: which they are, that their gradients are zero, and
+that no kernel of oneDNN is given one.
 
-oneDNN leaves such taps unwritten. Here the kernel's result is spoilt on its way, at these taps, as if memory had infinities.
+oneDNN leaves such taps unwritten. Here the kernel's result is spoilt on its way, at these taps, as
+if memory had infinities.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def geometries(draw: st.DrawFn) -> tuple[list[int], list[int], Geometry]:
 
 
 @given(geometries())
-def test_dead_taps_are_those_that_meet_nothing(case: tuple[list[int], list[int], Geometry]) -> None:
+def test_dead_taps_read_only_padding(case: tuple[list[int], list[int], Geometry]) -> None:
     size, kernel, geometry = case
     expected = alive(size, kernel, geometry)
     least = least_sizes(kernel, geometry)
@@ -96,7 +98,9 @@ def test_dead_taps_have_no_gradient(case: tuple[list[int], list[int], Geometry],
 
 
 class Spoilt(TorchDispatchMode):
-    """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight gradients."""
+    """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +146,9 @@ def gradients(
 
 
 def check(model: nn.Module, x: Tensor, **how: Any) -> None:
-    """Asserts that gradients are those of an unspoilt kernel, and zero at the dead taps, of which no kernel is given any."""
+    """Asserts that gradients are those of an unspoilt kernel, and zero at the dead taps, of which
+    no kernel is given any.
+    """
     torch._dynamo.reset()
     torch.manual_seed(1)
     step = torch.compile(model, backend="qsync", **how)
@@ -219,7 +225,7 @@ class Autocast(nn.Module):
             return self.conv(x)
 
 
-def test_the_models_own_autocast_region() -> None:
+def test_autocast_region_of_the_model() -> None:
     torch.manual_seed(0)
     check(
         Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner_backend": "aot_eager"}
@@ -231,7 +237,7 @@ def text(model: nn.Module, x: Tensor, precision: str) -> str:
     return str(qsync_fx.explain(model, x, options={"precision": precision}).graph("lower"))
 
 
-def test_nothing_is_padded_where_no_kernel_is_longer_than_its_data() -> None:
+def test_no_padding_if_kernels_fit_their_data() -> None:
     model, pixel, image = (
         nn.Conv2d(4, 6, 3, stride=2, padding=1),
         torch.randn(2, 4, 1, 1),

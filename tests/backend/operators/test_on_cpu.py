@@ -1,4 +1,6 @@
-"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers use it, whatever its unit."""
+"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers
+use it, whatever its unit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def scale(kind: str, shape: tuple[int, int]) -> Tensor | None:
     st.booleans(),
     st.booleans(),
 )
-def test_the_bits_are_those_of_the_reference(
+def test_bits_equal_the_reference(
     sizes: tuple[int, int, int],
     of_a: str,
     of_b: str,
@@ -62,7 +64,7 @@ def test_sums_beyond_int32_are_the_references() -> None:
     )
 
 
-def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
+def test_transposed_matrix_passes_opcheck() -> None:
     a, b = torch.ones(5, 16, dtype=torch.int8), torch.ones(7, 16, dtype=torch.int8)
     given = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False, True
     torch.library.opcheck(torch.ops.qsync.gemm.default, given)
@@ -88,7 +90,9 @@ def test_no_rows_are_no_error_and_have_no_gradient(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a unit of x86")
 @pytest.mark.parametrize("unit", [True, False])
-def test_layers_use_it_where_there_is_a_unit(unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_use_the_kernel_with_a_native_unit(
+    unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
     x, weight = leaf(torch.randn(3, 4, 24)), leaf(torch.randn(8, 24))
     for fmt, products in (("int8", 1), ("int8_grad", 3)):

@@ -1,4 +1,6 @@
-"""The lowerings: each ATen operator that takes scaled formats becomes a qsync operator that computes the same."""
+"""The lowerings: each ATen operator that takes scaled formats becomes a qsync operator that
+computes the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SEED = torch.tensor([3])
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
-    """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that takes scaled formats."""
+    """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that
+    takes scaled formats.
+    """
     module = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
     (found,) = [
         node
@@ -68,7 +72,8 @@ def weights(*shape: int) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], list[int]]] = {
-    # name: function, inputs (activation, weight, others), dimensions with scales of activation and weight
+    # name: function, inputs (activation, weight, others), dimensions with scales of activation and
+    # weight
     "linear": (F.linear, (weights(2, 3, 6), weights(4, 6), weights(4)), [0, 1], [0]),
     "linear without bias": (F.linear, (weights(5, 6), weights(4, 6)), [0], [0]),
     "linear of a vector": (F.linear, (weights(6), weights(4, 6), weights(4)), [], [0]),
@@ -201,7 +206,7 @@ def test_the_lowered_operator_computes_the_same(case: str, channel: bool) -> Non
         ),
     ],
 )
-def test_what_cannot_be_lowered_says_why(
+def test_unlowered_operators_have_a_reason(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], says: str
 ) -> None:
     module, node = traced(function, *inputs)
@@ -212,6 +217,6 @@ def test_what_cannot_be_lowered_says_why(
     assert len(module.graph.nodes) == before
 
 
-def test_every_operator_that_takes_scaled_formats_has_a_lowering_and_no_other() -> None:
+def test_exactly_scaled_operators_have_a_lowering() -> None:
     scaled = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE and row.may_scale}
     assert scaled == set(lowerings())

@@ -79,7 +79,8 @@ def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
         each(1, 2),
         each(1, 7),
     )
-    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight gradients up in BF16.
+    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight
+    # gradients up in BF16.
     output_padding = [draw(st.integers(0, step - 1)) for step in stride]
     geometry = Geometry(
         stride, padding, dilation, transposed, output_padding if transposed else [0], groups
@@ -145,7 +146,7 @@ def test_layout_of_a_convolution_is_that_of_torch(
 
 
 @every_format
-def test_a_kernel_of_one_tap_is_not_dilated(fmt: str) -> None:
+def test_one_tap_kernel_ignores_dilation(fmt: str) -> None:
     """With this dilation torch 2.13 dies of a segmentation fault in BF16."""
     x = torch.randn(3, 1, 3, 1).as_strided((3, 1, 3, 1), (3, 1, 1, 1))
     weight = torch.randn(2, 1, 3, 1)
@@ -181,13 +182,14 @@ def test_convolution_of_a_common_size(fmt: str, groups: int) -> None:
 @pytest.mark.parametrize(
     ("inner", "unit"), [(133_143, True), (133_144, True), (133_145, False), (200_000, False)]
 )
-def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit: bool) -> None:
+def test_sums_beyond_int32_use_the_emulation_dtype(inner: int, unit: bool) -> None:
     x, weight = torch.ones(1, inner), torch.ones(2, inner)
     assert (inner * 127**2 < 2**31) == unit
     with recorded() as calls:
         y = Layer("int8", out_dtype=torch.float32)(x, weight)
     assert ("qsync::integer_products" in calls) == unit
-    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal summands.
+    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal
+    # summands.
     torch.testing.assert_close(
         y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0
     )
@@ -206,14 +208,15 @@ def test_zeros_give_the_bias(fmt: str) -> None:
 
 @every_format
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_seen(fmt: str, bad: float) -> None:
+def test_nonfinite_values_are_visible(fmt: str, bad: float) -> None:
     x, weight = leaf(torch.randn(4, 6)), leaf(torch.randn(3, 6))
     spoilt = x.detach().clone()
     spoilt[2, 1] = bad
     for layer in (Layer(fmt), Layer(fmt, channel=True)):
         y = layer(spoilt, weight)
         assert not y[2].isfinite().any()
-        # A row with a scale of its own is spoilt alone, and so is every one where there are no scales.
+        # A row with a scale of its own is spoilt alone, and so is every one where there are no
+        # scales.
         alone = layer.channel or not FORMATS[fmt].scaled
         assert y[[0, 1, 3]].isfinite().all() == alone
         good = layer(x, weight)

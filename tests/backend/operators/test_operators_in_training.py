@@ -1,4 +1,6 @@
-"""`qsync::linear` and `qsync::convolution` as training uses them: what is computed and saved, checkpointing, torch.compile."""
+"""`qsync::linear` and `qsync::convolution` as training uses them: what is computed and saved,
+checkpointing, torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.support.computing.lowered_layers import (
 
 
 @every_format
-def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
+def test_unused_products_are_not_computed(fmt: str) -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
     rounded = FORMATS[fmt].gradient
     roundings = None if rounded.plain else "qsync::quantize" if rounded.scaled else "qsync::round"
@@ -52,7 +54,7 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
         assert roundings is None or calls.count(roundings) == expected
 
 
-def test_a_convolution_computes_both_gradients_in_one_call() -> None:
+def test_convolution_gradients_share_one_call() -> None:
     x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
     formats, each = ("int8", "int8_grad", "fp8"), ((True, True), (True, False), (False, True))
     for fmt, channel, needed in itertools.product(formats, (False, True), each):
@@ -63,7 +65,8 @@ def test_a_convolution_computes_both_gradients_in_one_call() -> None:
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16 holds is not.
+        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16
+        # holds is not.
         twice = FORMATS[fmt].gradient.scaled and channel and all(needed)
         assert calls.count("aten::convolution_backward") == (2 if twice else 1)
 
@@ -132,7 +135,9 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
 @every_format
 @pytest.mark.parametrize("geometry", [None, Geometry([1], [0], [1])])
 def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> None:
-    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a gradient of constants is one too."""
+    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a
+    gradient of constants is one too.
+    """
     x, weight = (
         leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4))
     )
@@ -148,7 +153,8 @@ def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> 
 
 # torch.compile.
 
-# The schema check compares inputs before and after with `allclose`, which torch does not have for FP8. The schema is the same for all.
+# The schema check compares inputs before and after with `allclose`, which torch does not have for
+# FP8. The schema is the same for all.
 CHECKS = (
     "test_autograd_registration",
     "test_faketensor",
@@ -161,7 +167,7 @@ CHECKS = (
 @pytest.mark.parametrize(
     ("rounding", "channel"), [("stochastic", False), pytest.param("nearest", True, marks=tiers.ALL)]
 )
-def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
+def test_operators_pass_opcheck(fmt: str, rounding: str, channel: bool) -> None:
     checks = (
         CHECKS
         if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float"
@@ -245,7 +251,8 @@ def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_ba
             if inner_backend == "aot_eager":
                 assert torch.equal(one, other)
             else:
-                # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.
+                # Fused code rounds intermediate results less often, and a value near the middle of
+                # two levels may take the other one.
                 torch.testing.assert_close(
                     one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item()
                 )

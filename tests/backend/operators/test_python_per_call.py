@@ -1,4 +1,5 @@
-"""Python work of one call of a small operator on the CPU: a compiled model of small layers spends its time there.
+"""Python work of one call of a small operator on the CPU: a compiled model of small layers spends
+its time there.
 
 Counted are calls of functions and methods, in Python and in C, which is the same on every machine.
 """
@@ -65,7 +66,7 @@ SIZES: Sequence[tuple[int, ...]] = (
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_quantized_tensors_lie_as_the_reference_lays_them(
+def test_quantized_tensors_have_the_reference_strides(
     size: tuple[int, ...], transposed: bool
 ) -> None:
     x = torch.randn(size)
@@ -81,7 +82,7 @@ def test_quantized_tensors_lie_as_the_reference_lays_them(
         )
 
 
-def test_scales_are_fp32_whatever_the_default_dtype_is() -> None:
+def test_scales_are_fp32_for_any_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         for keep in ([], [0]):

@@ -1,4 +1,5 @@
-"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds and gradients, and what torch demands of operators.
+"""`qsync::quantize` and `qsync::round` as operators: edge values, layouts, seeds and gradients, and
+what torch demands of operators.
 
 Their bits are those of the reference (tests/backend/numerics/test_quantizer_reference.py).
 """
@@ -68,7 +69,7 @@ def test_the_range_of_fp32_is_served(fmt: str, largest: float) -> None:
 
 
 @every_scaled
-def test_memory_format_and_strides_are_kept(fmt: str) -> None:
+def test_memory_format_and_strides_are_preserved(fmt: str) -> None:
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     q, _ = quantize(x, SEED, 0, fmt, "stochastic", [])
     assert q.is_contiguous(memory_format=torch.channels_last)
@@ -133,7 +134,8 @@ def test_values_are_exact_in_the_carrier_and_gradients_too(fmt: str) -> None:
     values = torch.from_numpy(grid_of(row))
     assert torch.equal(values.to(carrier.dtype).double(), values)
     assert gradient.mantissa <= carrier.mantissa
-    # The smallest gradient is a denormal of its format, which the carrier may hold as one of its own.
+    # The smallest gradient is a denormal of its format, which the carrier may hold as one of its
+    # own.
     assert gradient.e_min - gradient.mantissa >= carrier.e_min - carrier.mantissa
     assert gradient.max <= carrier.max
 
@@ -202,7 +204,7 @@ def test_round_is_an_operator_that_torch_accepts(fmt: str, rounding: str) -> Non
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_errors_say_what_to_do(
+def test_errors_have_a_remedy(
     call: Callable[[Tensor], object], error: type[Exception], says: str, device: str
 ) -> None:
     with pytest.raises(error, match=says):

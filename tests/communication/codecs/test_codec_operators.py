@@ -1,4 +1,6 @@
-"""The codecs in torch operators make the bytes of the kernels, and the values, as they are and compiled by Inductor."""
+"""The codecs in torch operators make the bytes of the kernels, and the values, as they are and
+compiled by Inductor.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def test_inductor_makes_the_same_bits_of_signs_and_of_levels() -> None:
 
 
 @pytest.mark.parametrize("codec", [Qsgd(4, 512), Qsgd(8, 512, "two", "endpoints"), Reshaped(64)])
-def test_codecs_use_operators_where_there_are_no_kernels(
+def test_codecs_fall_back_to_operators_without_kernels(
     codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they do on other devices than the CPU."""

@@ -1,4 +1,6 @@
-"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number of threads, in parts or at once."""
+"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number
+of threads, in parts or at once.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +202,7 @@ def test_truncation(isa: str, data: st.DataObject, n: int, bits: int, partition:
 
 
 @given(data=st.data(), bits=BITS, unit=UNITS, layout=LAYOUTS, seed=SEEDS, cut=st.integers(0, 4))
-def test_parts_are_those_of_the_whole(
+def test_chunks_equal_the_full_tensor(
     data: st.DataObject, bits: int, unit: int, layout: str, seed: int, cut: int
 ) -> None:
     n, at = 4 * unit - 5, min(cut * unit, 4 * unit - 5)
@@ -224,9 +226,7 @@ def test_parts_are_those_of_the_whole(
 @every_isa
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_too_long_for_caches_is_decoded_as_in_parts(
-    isa: str, shift: int, threads: int
-) -> None:
+def test_long_messages_are_decoded_as_chunks(isa: str, shift: int, threads: int) -> None:
     """It is written past them from where a line begins, and as anything else from elsewhere."""
     n, unit = 2**19 + 77, 512
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
@@ -265,7 +265,7 @@ def test_what_is_too_long_for_caches_is_decoded_as_in_parts(
 
 
 @every_isa
-def test_denormal_numbers_are_what_they_are_where_torch_flushes_them(isa: str) -> None:
+def test_denormals_do_not_depend_on_flushing(isa: str) -> None:
     x = torch.tensor([1e-39, -3e-40, 2e-45, 1e-38] * 32)
     expected = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
     assert torch.set_flush_denormal(True)
@@ -300,13 +300,13 @@ def test_streams_and_steps_draw_other_numbers() -> None:
         lambda: native.qsgd_encode(1, 1, 0, 4, 64, isa="none"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(call: Callable[[], Any]) -> None:
+def test_invalid_arguments_are_errors(call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         call()
 
 
 @pytest.mark.parametrize("harm", ["level", "count", "cut", "more"])
-def test_headers_that_do_not_fit_are_an_error_and_nothing_is_written_beyond(harm: str) -> None:
+def test_invalid_headers_are_errors_without_overflow(harm: str) -> None:
     x = torch.randn(1000)
     nbytes = native.truncate_bytes(1000, 12, 420)
     wire = encoded(

@@ -1,4 +1,6 @@
-"""What the papers say of their codecs holds of ours: unbiased, bounded, nothing lost, and as many bytes as they count."""
+"""What the papers say of their codecs holds of ours: unbiased, bounded, nothing lost, and as many
+bytes as they count.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,7 @@ def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec:
 
 @every_kind
 @given(data=st.data(), n=st.integers(1, 128))
-def test_qsgd_is_within_a_step_of_whatever_it_is_given(
-    codec: Qsgd, data: st.DataObject, n: int
-) -> None:
+def test_qsgd_error_is_at_most_a_step(codec: Qsgd, data: st.DataObject, n: int) -> None:
     x = data.draw(vectors(n, finite=True))
     found = sent(codec, x, Draw(data.draw(st.integers(0, 2**64 - 1)), 1))
     assert found.isfinite().all()
@@ -93,7 +93,7 @@ def test_qsgd_is_within_a_step_of_whatever_it_is_given(
 
 @every_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_qsgd_tells_of_what_is_not_finite(codec: Qsgd, bad: float) -> None:
+def test_qsgd_propagates_nonfinite_values(codec: Qsgd, bad: float) -> None:
     x = torch.ones(300)
     for at in (0, 127, 17):
         x[at] = bad
@@ -107,7 +107,9 @@ def test_qsgd_tells_of_what_is_not_finite(codec: Qsgd, bad: float) -> None:
 
 
 @given(data=st.data(), n=st.integers(0, 700), size=st.sampled_from([1, 3, 64, 512]))
-def test_one_bit_loses_nothing(data: st.DataObject, n: int, size: int) -> None:
+def test_one_bit_preserves_the_sum_with_its_residual(
+    data: st.DataObject, n: int, size: int
+) -> None:
     codec = Reshaped(size)
     residual, given, decoded = (
         torch.zeros(n),
@@ -127,7 +129,7 @@ def test_one_bit_loses_nothing(data: st.DataObject, n: int, size: int) -> None:
     assert n == 0 or float((decoded + residual - given).abs().max()) <= 1e-5 * largest
 
 
-def test_a_class_of_one_bit_that_is_empty_has_mean_zero() -> None:
+def test_empty_one_bit_class_has_mean_zero() -> None:
     codec, wire = Reshaped(64), torch.empty(16, dtype=torch.uint8)
     for sign in (1.0, -1.0):
         codec.encode(torch.full((64,), 3 * sign), wire, Draw())
@@ -137,7 +139,7 @@ def test_a_class_of_one_bit_that_is_empty_has_mean_zero() -> None:
 
 
 @pytest.mark.parametrize("codec", [Reshaped(64), Truncated(12)], ids=["1bit*", "aqgb"])
-def test_what_is_not_finite_does_not_stay_in_a_residual(codec: Codec) -> None:
+def test_nonfinite_values_do_not_enter_the_residual(codec: Codec) -> None:
     residual = torch.full((128,), 0.5)
     for bad in (math.nan, math.inf, HUGE):
         x = torch.full((128,), 1.25)
@@ -193,7 +195,7 @@ def test_partitions_of_several_levels_are_read_by_who_knows_none() -> None:
     "row", [row for row in FORMATS.values() if row.plain and row.bits <= 32], ids=str
 )
 @given(data=st.data(), n=st.integers(0, 100))
-def test_casts_are_those_of_torch(row: object, data: st.DataObject, n: int) -> None:
+def test_casts_equal_torch(row: object, data: st.DataObject, n: int) -> None:
     x = data.draw(vectors(n))
     codec = codec_named(str(row))
     found, expected = sent(codec, x), x.to(FORMATS[str(row)].dtype).float()
@@ -218,7 +220,7 @@ def test_casts_are_those_of_torch(row: object, data: st.DataObject, n: int) -> N
         }.items()
     ),
 )
-def test_bytes_are_those_of_the_study(name: str, bits: float) -> None:
+def test_bytes_equal_the_study(name: str, bits: float) -> None:
     codec = codec_named(name)
     assert codec.theory(2**20) * 8 / 2**20 == bits
     assert codec.nbytes(2**20) == codec.theory(2**20)
@@ -245,7 +247,7 @@ def test_columns_of_resnet_50_take_more_bytes_than_fp32() -> None:
     )
 
 
-def test_columns_are_those_of_cntk() -> None:
+def test_columns_equal_cntk() -> None:
     codec = codec_named("1bit")
     for module, size, transposed in (
         (nn.Linear(5, 7), 7, True),
@@ -273,8 +275,10 @@ def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-def test_every_codec_keeps_to_its_interface(name: str, bad: float) -> None:
-    """Cuts between units change no value, error feedback is what coding leaves, and what is not finite is not hidden."""
+def test_every_codec_implements_the_interface(name: str, bad: float) -> None:
+    """Cuts between units change no value, error feedback is what coding leaves, and what is not
+    finite is not hidden.
+    """
     codec = codec_named(name).fitted((96,))
     n, cut = 3 * codec.unit + 5, 2 * codec.unit
     x, before = torch.randn(n), torch.randn(n) if codec.residual else None
@@ -304,7 +308,7 @@ def test_every_codec_keeps_to_its_interface(name: str, bad: float) -> None:
     assert residual.isfinite().all()
 
 
-def test_what_a_kernel_cannot_take_is_an_error() -> None:
+def test_unsupported_kernel_arguments_are_errors() -> None:
     codec, wire = codec_named("qsgd8"), torch.empty(8192, dtype=torch.uint8)
     for values in (torch.zeros(64, dtype=torch.float64), torch.zeros(64, 2)[:, 0]):
         with pytest.raises(QSyncError, match="contiguous FP32"):

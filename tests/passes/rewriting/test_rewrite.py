@@ -34,7 +34,7 @@ def _fresh() -> None:
 # What is found, and what it becomes.
 
 
-def test_every_place_computes_what_is_put_in() -> None:
+def test_every_match_is_replaced() -> None:
     fuse = rewriting(linear_gelu, addmm_gelu)
     explanation = explained(fuse)
     assert places(explanation) == {"linear_gelu": 2}
@@ -48,11 +48,12 @@ def test_every_place_computes_what_is_put_in() -> None:
     assert all(torch.allclose(found_grads[name], grads[name], atol=1e-6) for name in grads)
 
 
-def test_what_is_put_in_has_ids_kinds_reasons_and_lines() -> None:
+def test_replacement_has_ids_kinds_reasons_and_lines() -> None:
     explanation = explained(rewriting(linear_gelu, addmm_gelu), precision="bf16")
     put_in = {str(op.id): op for op in explanation.operators if op.note.by}
     assert list(put_in) == [
-        "first/linear_gelu.t", "first/linear_gelu.addmm", "/gelu@first", "second/linear_gelu.t", "second/linear_gelu.addmm",
+        "first/linear_gelu.t", "first/linear_gelu.addmm", "/gelu@first", "second/linear_gelu.t",
+        "second/linear_gelu.addmm",
         "/gelu@second",
     ]  # fmt: skip
     product = put_in["first/linear_gelu.addmm"]
@@ -63,7 +64,7 @@ def test_what_is_put_in_has_ids_kinds_reasons_and_lines() -> None:
     assert product.node.meta["custom"]["qsync"] == "first/linear_gelu.addmm"
 
 
-def test_a_plan_decides_on_what_is_put_in() -> None:
+def test_plan_applies_to_the_replacement() -> None:
     plan = Plan("fp32", patterns=[("first", "int8"), ("**/linear_gelu.*", "bf16")])
     fuse = rewriting(linear_gelu, addmm_gelu)
     assert {
@@ -73,7 +74,7 @@ def test_a_plan_decides_on_what_is_put_in() -> None:
     } == {"bf16"}
 
 
-def test_an_operator_of_the_same_name_keeps_its_id() -> None:
+def test_operator_with_an_equal_name_retains_its_id() -> None:
     """So that a plan made without the rewrite still means the same."""
 
     def put(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def test_the_pattern_is_spelled_as_the_model_is() -> None:
         assert places(explanation) == {pattern.__name__: 1}
 
 
-def test_one_tensor_may_be_two_arguments() -> None:
+def test_tensor_may_be_two_arguments() -> None:
     explanation = explained(
         rewriting(lambda a, b: a.sin() * b, lambda a, b: a * b, name="both"),
         model=lambda x: x.sin() * x,
@@ -135,7 +136,7 @@ def test_several_results() -> None:
     assert torch.allclose(compiled(model, precision="fp32", passes=[fuse])(x), model(x), atol=1e-5)
 
 
-def test_places_that_follow_one_another() -> None:
+def test_consecutive_matches_are_replaced() -> None:
     class Chain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(4):
@@ -155,7 +156,7 @@ def test_places_that_follow_one_another() -> None:
     assert torch.equal(run(x), x * 3 * 3 * 3 * 3)
 
 
-def test_places_that_overlap_are_taken_in_order() -> None:
+def test_overlapping_matches_are_replaced_in_order() -> None:
     explanation = explained(
         rewriting(lambda x: x.sin().sin(), lambda x: x.cos(), name="twice"),
         model=lambda x: x.sin().sin().sin(),
@@ -164,7 +165,7 @@ def test_places_that_overlap_are_taken_in_order() -> None:
     assert [op.id.operator for op in explanation.operators] == ["twice.cos", "sin"]
 
 
-def test_one_rewrite_may_find_what_another_put_in() -> None:
+def test_rewrite_matches_the_result_of_another() -> None:
     first = rewriting(lambda x: x.sin(), lambda x: x.cos(), name="first")
     second = rewriting(lambda x: x.cos(), lambda x: x.tanh(), name="second")
     explanation = explained(first, second, model=lambda x: x.sin())
@@ -194,7 +195,7 @@ def test_a_replacement_may_give_back_an_argument() -> None:
 # Numbers.
 
 
-def test_numbers_in_the_pattern_must_be_those_of_the_model() -> None:
+def test_constants_of_the_pattern_must_be_equal() -> None:
     def layer_norm(eps: float) -> Any:
         return lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -223,7 +224,9 @@ def test_arguments_with_defaults_stand_for_any_value() -> None:
 
 
 def test_numbers_that_sizes_decide() -> None:
-    """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is compared there."""
+    """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is
+    compared there.
+    """
 
     def find(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return (

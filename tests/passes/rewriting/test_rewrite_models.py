@@ -1,4 +1,6 @@
-"""The rewrites that docs/howto-pass.md shows, on a BERT, a BERT that recomputes its layers, and a ViT."""
+"""The rewrites that docs/howto-pass.md shows, on a BERT, a BERT that recomputes its layers, and a
+ViT.
+"""
 
 from __future__ import annotations
 

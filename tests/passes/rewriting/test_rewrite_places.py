@@ -1,4 +1,6 @@
-"""`@qsync_fx.rewrite`: which places it leaves alone, and those in bodies, regions and several frames."""
+"""`@qsync_fx.rewrite`: which places it leaves alone, and those in bodies, regions and several
+frames.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_a_guard_that_fails_is_named() -> None:
 # What is left alone.
 
 
-def test_inner_values_that_others_read_are_left_alone_and_said() -> None:
+def test_match_with_an_external_reader_is_skipped_and_reported() -> None:
     def model(x: Tensor) -> Tensor:
         inner = x.sin()
         return inner.tanh() + inner
@@ -100,7 +102,7 @@ def test_a_place_across_modes_is_left_alone() -> None:
     assert "gradients" in explanation.rewritten["both"].left[0]
 
 
-def test_nothing_found_is_said() -> None:
+def test_missing_match_is_reported() -> None:
     explanation = explained(rewriting(lambda x: x.erf(), lambda x: x, name="erf"))
     assert places(explanation) == {"erf": 0}
     assert "rewrite erf: found nowhere" in str(explanation)

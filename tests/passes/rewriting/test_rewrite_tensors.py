@@ -1,4 +1,6 @@
-"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and replacements and patterns that cannot be."""
+"""`@qsync_fx.rewrite`: tensors that a replacement refers to, and replacements and patterns that
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def test_a_tensor_that_the_graph_has_already_is_in_it_once() -> None:
     assert all(torch.allclose(grads[name], wanted[name], rtol=1e-4) for name in wanted)
 
 
-def test_operators_with_a_backward_pass_of_their_own() -> None:
+def test_operators_with_a_custom_backward() -> None:
     @torch.library.custom_op("test_rewrite::doubled_gradient", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
         return x.clone()
@@ -182,7 +184,8 @@ _COMPUTED = _GIVEN * 2
         ),
         (
             lambda x: None,
-            "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is expected",
+            "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is "
+            "expected",
         ),
         (lambda x: {"y": x}, "cannot be traced: it returns dict"),
         (
@@ -227,14 +230,14 @@ def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> Non
         (lambda ids, weight: F.embedding(ids, weight), "cannot be traced"),
     ],
 )
-def test_patterns_that_say_nothing_to_find(find: Callable[..., Any], what: str) -> None:
+def test_empty_patterns_are_rejected(find: Callable[..., Any], what: str) -> None:
     with pytest.raises(PassError, match=what) as caught:
         explained(rewriting(find, lambda: None))
     assert __file__ in str(caught.value.where)
     assert caught.value.do
 
 
-def test_an_example_says_what_a_pattern_takes() -> None:
+def test_example_defines_the_pattern_inputs() -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +256,7 @@ def test_an_example_says_what_a_pattern_takes() -> None:
     }
 
 
-def test_what_is_wrong_with_a_rewrite_is_told_where_it_is_written() -> None:
+def test_invalid_rewrite_is_reported_at_its_source() -> None:
     with pytest.raises(OptionError, match="one place"):
         qsync_fx.rewrite(after="normalize", before="lower")
     with pytest.raises(OptionError, match="has \\*arguments"):

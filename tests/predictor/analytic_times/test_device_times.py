@@ -1,4 +1,6 @@
-"""How long a model's operators take on a device of the catalog: products by their sides, which are found from what they read and make."""
+"""How long a model's operators take on a device of the catalog: products by their sides, which are
+found from what they read and make.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def graph_of(name: str, target: str | None = "t4") -> ModelGraph:
     )
 
 
-def test_the_sides_of_convolutions_are_those_of_the_layers() -> None:
+def test_convolution_shapes_equal_the_layers() -> None:
     model = dict(resnet()[0].named_modules())
     times = DeviceTimes(T4, graph_of("resnet"))
     found = {op.id: times.sides(op.id) for op in times.graph.operators if op.row == "conv2d"}
@@ -78,7 +80,7 @@ def test_the_sides_of_convolutions_are_those_of_the_layers() -> None:
         assert (sides.stride, sides.padding) == (layer.stride[0], layer.padding[0])
 
 
-def test_the_sides_of_products_are_those_of_the_factors() -> None:
+def test_product_shapes_equal_the_factors() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
     found = {
         op.id: times.sides(op.id) for op in times.graph.operators if times.sides(op.id) is not None
@@ -114,7 +116,7 @@ def test_four_numbers_give_the_four_sides_of_a_product(sides: tuple[int, ...]) -
     st.sampled_from([3, 8, 64]),
     st.sampled_from([8, 65]),
 )
-def test_a_convolution_is_found_that_reads_and_makes_as_much(
+def test_convolution_shape_matches_its_bytes(
     window: tuple[int, int, int], size: tuple[int, int], n: int, c: int, k: int
 ) -> None:
     r, stride, padding = window
@@ -130,7 +132,7 @@ def test_a_convolution_is_found_that_reads_and_makes_as_much(
     assert found.n * found.c * found.h * found.w == n * c * size[0] * size[1]
 
 
-def test_a_layer_takes_what_its_three_products_take() -> None:
+def test_layer_time_is_the_sum_of_its_three_products() -> None:
     graph, fp16 = graph_of("wide"), FORMATS["fp16"]
     times = DeviceTimes(T4, graph)
     found = times.operator("up/linear", OperandState(fp16, fp16))
@@ -144,7 +146,7 @@ def test_a_layer_takes_what_its_three_products_take() -> None:
     )
 
 
-def test_gradients_of_int8_layers_are_computed_in_what_they_are_rounded_to() -> None:
+def test_int8_gradients_are_computed_in_their_rounded_format() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
     int8, fp16, fp32 = (
         times.operator("down/linear", OperandState(FORMATS[name], FORMATS[output]))
@@ -177,7 +179,7 @@ def test_every_state_of_every_operator_has_a_time_and_a_plan_a_schedule(name: st
         assert schedule.optimizer == times.optimizer() > 0
 
 
-def test_what_is_computed_again_takes_its_time_again() -> None:
+def test_recomputation_time_is_counted() -> None:
     graph, fp32 = graph_of("checkpointed"), FORMATS["fp32"]
     times = DeviceTimes(T4, graph)
     inside = [op for op in graph.operators if op.repeated and times.sides(op.id)]
@@ -190,7 +192,7 @@ def test_what_is_computed_again_takes_its_time_again() -> None:
     assert times.operator(outside.id, OperandState(fp32, fp32)).forward > 0
 
 
-def test_casts_take_what_their_bytes_take() -> None:
+def test_cast_time_follows_from_bytes() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
     there = times.cast("up/linear", "fp32", "fp16", 10**7, True)
     assert there.forward == there.backward == T4.cast_seconds("fp32", "fp16", 10**7)
@@ -201,7 +203,7 @@ def test_casts_take_what_their_bytes_take() -> None:
     assert times.outside().forward == times.outside().backward == 0
 
 
-def test_what_is_not_known_is_an_error_that_names_it() -> None:
+def test_unknown_shape_is_named_in_the_error() -> None:
     graph = graph_of("wide")
     times = DeviceTimes(T4, graph)
     with pytest.raises(ProfileError, match="no operator 'up/linaer'") as raised:
@@ -217,7 +219,7 @@ def test_what_is_not_known_is_an_error_that_names_it() -> None:
     assert DeviceTimes(get("epyc-9004"), graph_of("wide", None)).optimizer() > 0
 
 
-def test_sizes_that_are_no_numbers_are_an_error_that_says_how_to_give_them() -> None:
+def test_symbolic_sizes_are_an_error_with_a_remedy() -> None:
     model, x = Wide(), torch.randn(8, 128, 1024)
     torch._dynamo.mark_dynamic(x, 0)
     graph = build_model_graph(
@@ -228,7 +230,7 @@ def test_sizes_that_are_no_numbers_are_an_error_that_says_how_to_give_them() -> 
     assert "give sizes first" in str(raised.value)
 
 
-def test_a_convolution_of_another_batch_is_known_by_its_sides() -> None:
+def test_convolution_time_is_found_for_another_batch() -> None:
     model = nn.Sequential(
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1)
     )

@@ -1,4 +1,6 @@
-"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is taken back was never there."""
+"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is
+taken back was never there.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_totals_are_those_of_the_schedule(name: str, data: st.DataObject) -> None:
+def test_totals_equal_the_schedule(name: str, data: st.DataObject) -> None:
     mapper = CostMapper(graph_of(name), TIMES, data.draw(plans(name)))
     found, totals = mapper.schedule(), mapper.totals
     assert total(found, Part.FORWARD, Part.BACKWARD) == pytest.approx(
@@ -74,7 +76,7 @@ def test_totals_are_those_of_the_schedule(name: str, data: st.DataObject) -> Non
     assert found.seconds == pytest.approx(mapper.seconds)
 
 
-def test_a_gradient_is_whole_when_the_last_of_its_readers_is_through() -> None:
+def test_gradient_is_complete_after_its_last_reader() -> None:
     mapper = CostMapper(graph_of("broken"), TIMES, Plan.uniform("int8"))
     found = mapper.schedule()
     assert [parameter.path for parameter in found.parameters] == [
@@ -101,7 +103,7 @@ def test_a_shared_weight_waits_for_its_first_reader() -> None:
     )
 
 
-def test_what_gradients_of_a_graph_come_out_together() -> None:
+def test_gradients_of_a_graph_are_ready_together() -> None:
     mapper = CostMapper(graph_of("mlp"), TIMES, Plan.uniform("bf16"))
     assert len(set(mapper.schedule().ready.values())) == 3
     assert set(mapper.schedule(whole_graphs=True).ready.values()) == {
@@ -109,7 +111,7 @@ def test_what_gradients_of_a_graph_come_out_together() -> None:
     }
 
 
-def test_unpacking_is_of_what_is_kept_in_a_scaled_format() -> None:
+def test_unpacking_applies_to_tensors_saved_in_scaled_formats() -> None:
     graph = graph_of("mlp")
     assert CostMapper(graph, TIMES, Plan.uniform("bf16")).totals.unpacking == 0
     mapper = CostMapper(graph, TIMES, {"0/linear": "int8", "2/linear": "bf16", "4/linear": "bf16"})
@@ -120,7 +122,7 @@ def test_unpacking_is_of_what_is_kept_in_a_scaled_format() -> None:
     assert mapper.totals.unpacking == 0, "its gradients multiply integers"
 
 
-def test_what_cannot_be_changed_is_an_error_and_changes_nothing() -> None:
+def test_invalid_change_is_an_error_without_effect() -> None:
     class Partial(DrawnTimes):
         def operator(self, operator: str, state: OperandState, around: object) -> Seconds:
             return Seconds(float("nan") if str(state.precision) == "int8" else 1.0, 1.0)

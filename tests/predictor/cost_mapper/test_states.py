@@ -1,4 +1,6 @@
-"""What a plan makes of a model is foreseen from its graph as the passes decide it: states, casts and costs."""
+"""What a plan makes of a model is foreseen from its graph as the passes decide it: states, casts
+and costs.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def agree(found: States, told: Explanation) -> None:
 )
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_they_are_what_the_passes_decide(name: str, data: st.DataObject) -> None:
+def test_states_equal_the_passes(name: str, data: st.DataObject) -> None:
     plan = data.draw(plans(name))
     agree(states(graph_of(name), plan), explained(name).replanned(plan))
 

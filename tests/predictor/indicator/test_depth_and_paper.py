@@ -12,19 +12,21 @@ from qsync_fx.predictor.indicator.rounding_variance import noise
 
 
 def test_a_depth_is_the_longest_path() -> None:
-    """A residual block of two layers: breadth first, what adds them up would be as deep as the first."""
+    """A residual block of two layers: breadth first, what adds them up would be as deep as the
+    first.
+    """
     inputs = {"x": [], "a": ["x"], "b": ["a"], "add": ["x", "b"], "c": ["add"]}
     assert depths(inputs, "abc") == {"x": 0, "a": 1, "b": 2, "add": 2, "c": 3}
 
 
-def test_omega_is_what_an_operator_causes_and_the_papers_what_it_receives() -> None:
+def test_omega_is_caused_and_the_papers_indicator_is_received_variance() -> None:
     first, last = omega(0.5, 1, 4, 10.0, 2.0, 3.0), omega(0.5, 4, 4, 10.0, 2.0, 3.0)
     assert (first, last) == (0.25 * 4 * 10 + 2, 0.25 * 10 + 2 + 3 * 3)
     assert formulas.indicator(0.5, 1, 4, 10.0, 2.0) == 0.25 * 10 + 3 * 2.0
     assert formulas.indicator(0.5, 4, 4, 10.0, 2.0) == 0.25 * 4 * 10
 
 
-def test_one_exponent_for_a_tensor_is_too_much() -> None:
+def test_common_exponent_overestimates_the_noise() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     fp16 = FORMATS["fp16"]
     assert formulas.moments(x, fp16).spread / 6 > 20 * float(noise(x, fp16).sum())

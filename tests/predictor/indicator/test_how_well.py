@@ -25,14 +25,14 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
-def test_methods_tell_real_quantized_passes(precision: str) -> None:
+def test_methods_correlate_with_real_quantized_passes(precision: str) -> None:
     rows = [row for row in ROWS if row["precision"] == precision]
     assert len(rows) == 12
     for row in rows:
         assert row["second_order"] >= 0.9 and row["injected"] >= 0.95, row
 
 
-def test_the_page_tells_how_well_methods_do_as_the_benchmark_found_it() -> None:
+def test_page_equals_the_indicator_benchmark() -> None:
     lines: list[str] = []
     for precision in ("int8", "bf16"):
         lines += [
@@ -57,7 +57,7 @@ def test_the_page_tells_how_well_methods_do_as_the_benchmark_found_it() -> None:
         assert told[0].splitlines() == lines[1:]
 
 
-def test_the_picture_is_that_of_what_the_benchmark_found(tmp_path: Path) -> None:
+def test_picture_equals_the_indicator_benchmark(tmp_path: Path) -> None:
     drawn = tmp_path / "indicators.svg"
     script, rows = (
         ROOT / "benchmarks" / "predictor" / "indicator_scatter.py",

@@ -1,4 +1,6 @@
-"""The variance of products is that of real products of rounded factors, for every kind of product that a layer computes."""
+"""The variance of products is that of real products of rounded factors, for every kind of product
+that a layer computes.
+"""
 
 from __future__ import annotations
 

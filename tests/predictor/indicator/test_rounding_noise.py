@@ -1,4 +1,6 @@
-"""The variance and the error of rounding a tensor are those of the reference that every kernel equals."""
+"""The variance and the error of rounding a tensor are those of the reference that every kernel
+equals.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rounded(
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision) -> None:
-    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same scale."""
+    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same
+    scale.
+    """
     x = torch.randn(20, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 1, 20)
     found = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
     wanted = noise(x, fmt)
@@ -90,9 +94,7 @@ EDGES = torch.tensor(
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_elements_that_are_not_finite_are_no_noise_of_their_own(
-    fmt: Precision, rounding: str
-) -> None:
+def test_nonfinite_elements_add_no_noise(fmt: Precision, rounding: str) -> None:
     found = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
     if fmt.scaled:
         assert found.isnan().all()  # the group is lost, as its scale is NaN
@@ -104,12 +106,12 @@ def test_elements_that_are_not_finite_are_no_noise_of_their_own(
 
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
-def test_nothing_and_one_element(fmt: Precision) -> None:
+def test_empty_and_scalar_tensors(fmt: Precision) -> None:
     assert noise(torch.empty(0, 3), fmt).shape == (0, 3)
     assert noise(torch.tensor(0.3), fmt).shape == ()
 
 
-def test_a_stochastic_error_is_asked_for_its_variance() -> None:
+def test_stochastic_error_provides_its_variance() -> None:
     with pytest.raises(ValueError, match="see noise"):
         error(torch.ones(2), FORMATS["int8"], "stochastic")
 

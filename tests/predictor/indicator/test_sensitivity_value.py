@@ -1,4 +1,6 @@
-"""The value that holds an indicator: lookups, ranks, text, and files that anyone may have written."""
+"""The value that holds an indicator: lookups, ranks, text, and files that anyone may have
+written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ FOUND = Sensitivity(
 )
 
 
-def test_it_says_what_an_operator_adds() -> None:
+def test_sensitivity_gives_the_added_variance() -> None:
     assert FOUND.of("a/linear", "int8") == 3.0
     assert FOUND.of("b/linear", "fp32") == FOUND.of("b/linear", "fp64") == 0.0
     assert (FOUND.operators, FOUND.precisions) == (["a/linear", "b/linear"], ["int8", "bf16"])
@@ -81,7 +83,7 @@ HEAD = {"format": "qsync-sensitivity", "version": 1, "method": "second_order", "
         FOUND.to_json()[:-20],
     ],
 )
-def test_hostile_text_is_an_error_that_says_what_to_do(text: str) -> None:
+def test_hostile_text_is_an_error_with_a_remedy(text: str) -> None:
     with pytest.raises(ProfileError) as raised:
         Sensitivity.from_json(text)
     assert raised.value.do
@@ -93,7 +95,7 @@ class Holder:
     sensitivity: Sensitivity | None = None
 
 
-def test_other_files_may_hold_one() -> None:
+def test_sensitivity_is_embedded_in_other_files() -> None:
     holders = Schema(Holder, "profile", ProfileError, "measure again", "test", checks=CHECKS)
     for held in (FOUND, None):
         assert holders.decode(holders.encode(Holder("cpu", held))) == Holder("cpu", held)

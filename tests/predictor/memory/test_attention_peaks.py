@@ -1,4 +1,6 @@
-"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of scores, where sequences are long."""
+"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of
+scores, where sequences are long.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ OFF = 0.03
 
 
 class Attending(nn.Module):
-    """Attention, between the product that gives its query, key and value as parts of one tensor and the one that takes its result."""
+    """Attention, between the product that gives its query, key and value as parts of one tensor and
+    the one that takes its result.
+    """
 
     def __init__(self, dropout: float, heads: int = 4, size: int = 128) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ def test_attention_without_dropout_is_one_kernel() -> None:
     )
 
 
-def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
+def test_attention_with_dropout_saves_scores_weights_and_mask() -> None:
     graph = graph_of(Attending(0.1))
     assert not any(
         is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs
@@ -68,9 +72,7 @@ def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
     )
 
 
-def test_one_kernel_reads_parts_of_a_result_where_they_lie_and_keeps_its_own_with_sums_of_rows() -> (
-    None
-):
+def test_fused_attention_saves_its_output_and_row_sums() -> None:
     back = [
         live
         for live in live_buffers(states(graph_of(Attending(0.0)), Plan("fp32")))
@@ -86,7 +88,7 @@ def test_one_kernel_reads_parts_of_a_result_where_they_lie_and_keeps_its_own_wit
     assert 4 * (2 * 64 * 256 + 64) in [live.bytes.get(("", None)) for live in back]
 
 
-def test_attention_as_one_kernel_holds_what_is_foreseen() -> None:
+def test_fused_attention_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
     real, found = real_and_foreseen(Attending(0.0), rows(), Plan("fp32"))
     assert abs(found - real) <= OFF * real
@@ -94,7 +96,7 @@ def test_attention_as_one_kernel_holds_what_is_foreseen() -> None:
 
 @ALL
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:
+def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
     torch.manual_seed(0)
     real, found = real_and_foreseen(Attending(0.1), rows(), Plan(fmt))
     assert abs(found - real) <= OFF * real
@@ -104,7 +106,7 @@ def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:
 @pytest.mark.skipif(
     not native_bf16_unit(), reason="attention is products on a CPU with a unit for BF16"
 )
-def test_attention_as_products_holds_what_is_foreseen() -> None:
+def test_attention_as_products_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     real, found = real_and_foreseen(Attending(0.0), rows(), Plan("bf16"))

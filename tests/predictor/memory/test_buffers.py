@@ -17,7 +17,7 @@ def held(tasks: list[Task], grouped: bool = True) -> list[int]:
     return [live.bytes for live in lives(tasks, grouped, lambda buffer: buffer, None)]
 
 
-def test_a_buffer_is_there_until_its_last_reader_has_run() -> None:
+def test_buffer_is_live_until_its_last_reader() -> None:
     a, b, c = buffer(1), buffer(10), buffer(100)
     tasks = [
         task(a, library=True),
@@ -28,14 +28,14 @@ def test_a_buffer_is_there_until_its_last_reader_has_run() -> None:
     assert held(tasks) == [1, 11, 101, 100]
 
 
-def test_what_stays_is_there_to_the_end() -> None:
+def test_outputs_are_live_to_the_end() -> None:
     assert held([task(buffer(5, stays=True), library=True), task(buffer(1), library=True)]) == [
         5,
         6,
     ]
 
 
-def test_one_kernel_allocates_all_that_it_writes_before_it_releases_anything() -> None:
+def test_kernel_allocates_outputs_before_releasing_inputs() -> None:
     narrow = [buffer(2), buffer(2)]
     wide = [buffer(4, stays=True), buffer(4, stays=True)]
     tasks = [
@@ -47,18 +47,18 @@ def test_one_kernel_allocates_all_that_it_writes_before_it_releases_anything() -
     assert held(tasks, grouped=False) == [4, 8, 10]
 
 
-def test_an_elementwise_task_writes_over_what_it_reads_last_and_a_library_does_not() -> None:
+def test_only_elementwise_tasks_reuse_their_last_input() -> None:
     a, b = buffer(7), buffer(7)
     assert held([task(a, library=True), task(b, reads=(a,))]) == [7, 7]
     a, b = buffer(7), buffer(7)
     assert held([task(a, library=True), task(b, reads=(a,), library=True)]) == [7, 14]
 
 
-def test_a_workspace_is_held_while_its_task_runs() -> None:
+def test_workspace_is_live_during_its_task() -> None:
     assert held([Task("", True, True, workspace=9), task(buffer(1), library=True)]) == [9, 1]
 
 
-def test_results_of_one_kernel_are_held_until_the_last_is_taken_out() -> None:
+def test_kernel_results_are_live_until_all_are_extracted() -> None:
     a, b, c = buffer(1), buffer(10), buffer(100)
     first, second = (Task("", True, True, writes=(one,), holds=(a, b)) for one in (a, b))
     tasks = [

@@ -1,5 +1,6 @@
-"""A gradient that is computed from a tanh or a sigmoid which it reads several times: Inductor reckons with that in memory, and has products
-run in another order than around other activations."""
+"""A gradient that is computed from a tanh or a sigmoid which it reads several times: Inductor
+reckons with that in memory, and has products run in another order than around other activations.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def graph_of(activation: nn.Module) -> ModelGraph:
     return build_model_graph(explanation, ("fp32", "bf16", "int8"))
 
 
-def test_the_graph_says_by_what_a_gelu_approximates(tmp_path: object) -> None:
+def test_graph_contains_the_gelu_approximation(tmp_path: object) -> None:
     for activation, method in ((nn.GELU(approximate="tanh"), "tanh"), (nn.GELU(), "")):
         graph = graph_of(activation)
         assert {operator.method for operator in graph.operators if operator.row == "gelu"} == {
@@ -43,8 +44,10 @@ def test_the_graph_says_by_what_a_gelu_approximates(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
-def test_the_last_activation_is_still_there_with_its_gradient(activation: nn.Module) -> None:
-    """The gradient of what the last product reads is computed before that of its weight, which reads the activation."""
+def test_last_activation_is_live_with_its_gradient(activation: nn.Module) -> None:
+    """The gradient of what the last product reads is computed before that of its weight, which
+    reads the activation.
+    """
 
     def most(activation: nn.Module) -> int:
         return max(
@@ -57,7 +60,7 @@ def test_the_last_activation_is_still_there_with_its_gradient(activation: nn.Mod
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
-def test_such_a_perceptron_holds_what_is_foreseen(activation: nn.Module, fmt: str) -> None:
+def test_perceptron_peak_equals_the_prediction(activation: nn.Module, fmt: str) -> None:
     real, found = real_and_foreseen(perceptron(activation), torch.randn(ROWS, 256), Plan(fmt))
     # oneDNN's products in BF16 take some hundred kilobytes for themselves.
     assert abs(found - real) <= 0.03 * real + 2**18

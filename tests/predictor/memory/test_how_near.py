@@ -38,7 +38,7 @@ def table() -> list[str]:
     return lines
 
 
-def test_the_page_tells_how_near_foreseen_peaks_are_as_the_benchmark_found_it() -> None:
+def test_page_equals_the_memory_benchmark() -> None:
     page = ROOT / "docs" / "predictor.md"
     text = page.read_text()
     told = re.search(r"(?<=<!-- how near -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)

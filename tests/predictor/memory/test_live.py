@@ -17,7 +17,7 @@ NAMES = ("mlp", "odd", "checkpointed", "tied", "vgg")
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.DataObject) -> None:
+def test_live_buffers_sum_to_the_memory_of_a_moment(name: str, data: st.DataObject) -> None:
     found = states(graph_of(name), data.draw(plans(name)))
     memory = step_memory(found)
     live = live_buffers(found)

@@ -1,4 +1,6 @@
-"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins with go where they are read last."""
+"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins
+with go where they are read last.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def graph_of_wide() -> ModelGraph:
     )
 
 
-def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer() -> None:
+def test_loss_memory_is_live_during_the_backward_pass() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
     without = step_memory(found, TrainingMemory(loss=LossMemory())).moments
     moments = step_memory(found, TrainingMemory(loss=LossMemory(held=1000, most=50_000))).moments
@@ -58,7 +60,7 @@ def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer()
     assert moments[-2].of(Category.LOSS) == 1000
 
 
-def test_a_gradient_that_the_pass_begins_with_goes_where_it_is_read_last() -> None:
+def test_first_gradient_is_released_after_its_last_reader() -> None:
     """Autograd holds none of them; in BF16 it is read once, by what makes a copy in BF16 of it."""
     there = with_the_gradient(TrainingMemory(loss=LossMemory()))
     assert there[0] and not there[-1]
@@ -72,7 +74,7 @@ def with_the_gradient(training: TrainingMemory | None) -> list[bool]:
 
 
 @pytest.mark.parametrize("training", [None, TrainingMemory()])
-def test_where_no_loss_is_known_that_gradient_is_held_throughout_as_much_as_a_loss_may_keep(
+def test_unknown_loss_is_bounded_by_its_gradient(
     training: TrainingMemory | None,
 ) -> None:
     assert all(with_the_gradient(training))
@@ -80,9 +82,7 @@ def test_where_no_loss_is_known_that_gradient_is_held_throughout_as_much_as_a_lo
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "odd", "vgg"])
-def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keeps_nothing(
-    name: str, fmt: str
-) -> None:
+def test_unknown_loss_needs_at_least_the_memory_of_a_trivial_loss(name: str, fmt: str) -> None:
     found = states(graph_of(name), Plan(fmt))
     unknown, nothing = Orders.of(found), Orders.of(found, TrainingMemory(loss=LossMemory()))
     pairs = ((unknown.expected, nothing.expected), (unknown.written, nothing.written))
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keep
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.cross_entropy])
-def test_a_step_with_its_loss_holds_what_is_foreseen(fmt: str, loss: object) -> None:
+def test_step_with_loss_peak_equals_the_prediction(fmt: str, loss: object) -> None:
     graph, model, x = graph_of_wide(), narrow_to_wide(), torch.randn(ROWS, 64)
     target = (
         torch.randn(ROWS, WIDE)

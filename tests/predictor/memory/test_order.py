@@ -1,4 +1,6 @@
-"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are the truth."""
+"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are
+the truth.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,18 @@ def task(*writes: Buffer, reads: tuple[Buffer, ...] = ()) -> Task:
     return Task("", True, True, frozenset(reads), writes)
 
 
-def test_what_releases_more_than_it_takes_runs_first_where_less_is_expected_of_it() -> None:
+def test_kernels_that_release_memory_run_first() -> None:
     saved, narrow, wide = buffer(100), buffer(10), buffer(20, stays=True)
     product, widening, after = task(narrow), task(wide, reads=(narrow,)), task(reads=(saved,))
     assert ordered([product, widening, after], frozenset()) == [after, product, widening]
 
 
-def test_what_is_no_better_stays_as_it_was_written() -> None:
+def test_order_without_a_gain_is_preserved() -> None:
     narrow, wide = buffer(10), buffer(20, stays=True)
     assert ordered([task(narrow), last := task(wide, reads=(narrow,))], frozenset())[-1] is last
 
 
-def test_what_is_written_again_waits_for_its_first_writer() -> None:
+def test_second_write_waits_for_the_first() -> None:
     both = buffer(10), buffer(20, stays=True)
     first, second, third = task(*both), task(both[0]), task(both[1])
     assert ordered([first, second, third], frozenset())[0] is first
@@ -45,7 +47,7 @@ def elementwise(*writes: Buffer, reads: tuple[Buffer, ...] = (), sums: bool = Fa
     return Task("", True, False, frozenset(reads), writes, sums=sums)
 
 
-def test_what_reads_the_same_is_one_kernel_unless_something_it_needs_waits_for_the_other() -> None:
+def test_readers_of_one_tensor_are_fused_unless_dependent() -> None:
     given, a, b, c = (buffer(10) for _ in range(4))
     first, product, second = (
         elementwise(a, reads=(given,)),
@@ -57,7 +59,7 @@ def test_what_reads_the_same_is_one_kernel_unless_something_it_needs_waits_for_t
     assert fused([first, product, waiting]) == [[first], [product], [waiting]]
 
 
-def test_what_a_kernel_needs_runs_before_all_of_it() -> None:
+def test_inputs_of_a_kernel_run_before_it() -> None:
     given, a, zeros = (buffer(10) for _ in range(3))
     first, empty, added = (
         elementwise(a, reads=(given,)),
@@ -67,7 +69,7 @@ def test_what_a_kernel_needs_runs_before_all_of_it() -> None:
     assert fused([first, empty, added]) == [[empty], [first, added]]
 
 
-def test_sums_over_the_batch_are_kernels_of_their_own_with_what_is_done_to_them() -> None:
+def test_batch_sums_are_separate_kernels_with_their_epilogue() -> None:
     given, a, total, wide = buffer(10), buffer(10), buffer(1), buffer(2)
     first, summed = elementwise(a, reads=(given,)), elementwise(total, reads=(given,), sums=True)
     after = elementwise(wide, reads=(total,))
@@ -76,7 +78,9 @@ def test_sums_over_the_batch_are_kernels_of_their_own_with_what_is_done_to_them(
 
 @contextmanager
 def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[int]]]]:
-    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order that Inductor takes."""
+    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order
+    that Inductor takes.
+    """
     found: list[tuple[list[Task], frozenset[Buffer], list[int]]] = []
     original = torch._inductor.memory.reorder_for_peak_memory
 
@@ -90,7 +94,8 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
 
         tasks = []
         for node in nodes:
-            # A kernel of several results writes no buffer itself; those are taken out by nodes behind it.
+            # A kernel of several results writes no buffer itself; those are taken out by nodes
+            # behind it.
             several = [
                 out
                 for user in node.mpi_node.succ_nodes
@@ -151,9 +156,7 @@ ROWS, IMAGES = torch.randn(96, 64), torch.randn(4, 3, 8, 8)
         pytest.param(convolutions, IMAGES, "bf16", marks=EVERY),
     ],
 )
-def test_the_order_is_the_one_that_inductor_takes(
-    make: Callable[[], nn.Module], x: Tensor, fmt: str
-) -> None:
+def test_order_equals_inductor(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     with sorted_graphs() as found:

@@ -1,4 +1,6 @@
-"""What a step is foreseen to hold: of any plan, against the allocator's own count, and against torch's tracker of memory."""
+"""What a step is foreseen to hold: of any plan, against the allocator's own count, and against
+torch's tracker of memory.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,7 @@ def saved(memory: StepMemory) -> int:
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(
-    name: str, data: st.DataObject
-) -> None:
+def test_parameters_and_gradients_are_live_at_the_end(name: str, data: st.DataObject) -> None:
     graph = graph_of(name)
     memory = step_memory(states(graph, data.draw(plans(name))), TrainingMemory(ADAM))
     trained = [p for p in graph.parameters if p.trained]
@@ -63,7 +63,8 @@ def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(
         >= memory.held_bytes + gradients
     )
     assert all(size >= 0 for moment in memory.moments for size in moment.kinds.values())
-    # With the last task of the backward pass every gradient that a product or a norm has given is there, in its parameter's format.
+    # With the last task of the backward pass every gradient that a product or a norm has given is
+    # there, in its parameter's format.
     read = {
         value.name for value in graph.values if value.source == "parameter" and value.differentiated
     }
@@ -75,14 +76,14 @@ def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(
 @pytest.mark.parametrize(
     "name", [*NAMES, pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)]
 )
-def test_what_is_kept_in_one_byte_takes_no_more_than_in_two(name: str) -> None:
+def test_one_byte_formats_save_no_more_than_two_byte_formats(name: str) -> None:
     graph = graph_of(name)
     assert saved(step_memory(states(graph, Plan("int8")))) <= saved(
         step_memory(states(graph, Plan("bf16")))
     )
 
 
-def test_a_copy_of_a_weight_is_kept_beside_it_where_a_product_reads_it_in_another_format() -> None:
+def test_converted_weight_is_saved_next_to_the_weight() -> None:
     """So a narrower format can keep more than FP32, where weights are large and batches small."""
     graph = graph_of("mlp")
     kinds = {
@@ -96,7 +97,7 @@ def test_a_copy_of_a_weight_is_kept_beside_it_where_a_product_reads_it_in_anothe
 
 
 @pytest.mark.parametrize("optimizer", [OptimizerMemory(), MOMENTUM, ADAM])
-def test_the_optimizer_counts_by_what_it_keeps_and_takes(optimizer: OptimizerMemory) -> None:
+def test_optimizer_state_and_workspace_are_counted(optimizer: OptimizerMemory) -> None:
     found = states(graph_of("mlp"), Plan("bf16"))
     without, memory = step_memory(found), step_memory(found, TrainingMemory(optimizer))
     numels = [int(p.numel) for p in graph_of("mlp").parameters]
@@ -113,14 +114,14 @@ def test_buckets_are_a_copy_of_all_gradients() -> None:
     assert more == sum(int(p.numel) * 4 for p in graph_of("mlp").parameters)
 
 
-def test_the_peak_is_printed_with_its_place_and_what_it_is_made_of() -> None:
+def test_peak_is_printed_with_its_position_and_categories() -> None:
     memory = step_memory(states(graph_of("vgg"), Plan("int8")))
     text = str(memory)
     assert memory.peak.place in text and memory.peak.operator in text
     assert "saved for the backward pass in int8" in text and "parameters" in text
 
 
-def test_symbolic_sizes_are_refused_with_what_to_do() -> None:
+def test_symbolic_sizes_are_rejected_with_a_remedy() -> None:
     graph = graph_of("mlp")
     batch = sympy.Symbol("batch", positive=True, integer=True)
     value = dataclasses.replace(graph.values[graph.operators[0].result], numel=16 * batch)
@@ -153,18 +154,20 @@ def kept_of_parts(dropout: float) -> dict[str, int]:
     return found
 
 
-def test_of_a_part_that_a_product_reads_the_part_is_copied_and_kept() -> None:
+def test_slice_read_by_a_product_is_copied_and_saved() -> None:
     assert sorted(kept_of_parts(0.0).values()).count(64 * 32 * 4) >= 2
 
 
-def test_a_dropout_that_drops_nothing_keeps_nothing() -> None:
+def test_inactive_dropout_saves_no_tensor() -> None:
     some, none = kept_of_parts(0.5), kept_of_parts(0.0)
     assert any("extra" in name for name in some) and not any("extra" in name for name in none)
     assert sum(none.values()) < sum(some.values())
 
 
 class Added(nn.Module):
-    """A product that is written as what is added to a bias, as GPT-2's are, and attention of torch's own."""
+    """A product that is written as what is added to a bias, as GPT-2's are, and attention of
+    torch's own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,15 +189,16 @@ def live_of_added(fmt: str) -> list[LiveBuffers]:
     return live_buffers(states(graph, Plan(fmt)))
 
 
-def test_the_weight_of_a_product_that_begins_with_its_bias_is_kept_in_its_format() -> None:
+def test_addmm_weight_is_saved_in_its_format() -> None:
     live = live_of_added("bf16")
     end = next(one for one in reversed(live) if not one.backward)
     assert end.bytes["weight", "bf16"] == 2 * 32 * 96
-    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes: in BF16, widened behind it.
+    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes:
+    # in BF16, widened behind it.
     assert any(one.bytes.get(("gradient of weight", "bf16")) == 2 * 32 * 96 for one in live)
 
 
-def test_values_that_need_no_laying_out_are_kept_as_the_whole_that_they_are_a_part_of() -> None:
+def test_views_without_a_copy_save_their_base() -> None:
     live = live_of_added("fp32")
     end = next(one for one in reversed(live) if not one.backward)
     each, whole = 4 * 4 * 16 * 96, 3 * 4 * 4 * 16 * 96
@@ -202,7 +206,7 @@ def test_values_that_need_no_laying_out_are_kept_as_the_whole_that_they_are_a_pa
     assert kept == [each, each] and whole in end.bytes.values()
 
 
-def test_an_integer_product_lies_in_the_format_of_its_result_alone() -> None:
+def test_integer_product_is_stored_in_its_output_format() -> None:
     sizes = [
         one.bytes[name, fmt]
         for one in live_of_added("int8")
@@ -228,7 +232,7 @@ def test_a_plan_that_was_measured_is_predicted_as_measured() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(plan=plans("vgg"))
-def test_what_was_measured_corrects_a_plan_by_no_more_than_its_largest_error(plan: Plan) -> None:
+def test_calibration_is_bounded_by_the_largest_error(plan: Plan) -> None:
     graph = graph_of("vgg")
     found = states(graph, plan)
     pure = {
@@ -300,7 +304,7 @@ IMAGES = torch.randn(16, 3, 48, 48).to(memory_format=torch.channels_last)
         *(pytest.param(Convolutions, IMAGES, fmt, marks=ALL) for fmt in ("fp32", "bf16", "int8")),
     ],
 )
-def test_inductor_holds_what_is_foreseen(
+def test_inductor_peak_equals_the_prediction(
     make: Callable[[], nn.Module], x: Tensor, fmt: str
 ) -> None:
     real, found = real_and_foreseen(make, x, Plan(fmt))
@@ -309,7 +313,9 @@ def test_inductor_holds_what_is_foreseen(
 
 
 def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> None:
-    """`MemTracker` is private to torch, and follows a model in eager mode: what is saved there is another matter."""
+    """`MemTracker` is private to torch, and follows a model in eager mode: what is saved there is
+    another matter.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     with FakeTensorMode():

@@ -1,4 +1,6 @@
-"""The gradient of a table is there when its kernel has run, and not from the begin of the backward pass."""
+"""The gradient of a table is there when its kernel has run, and not from the begin of the backward
+pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model as the predictor knows it: what it says of parameters and values, other sizes without another trace, and its file."""
+"""A model as the predictor knows it: what it says of parameters and values, other sizes without
+another trace, and its file.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def test_parameters_of_layers_that_are_compiled_alone_have_their_path_in_the_mod
     }
 
 
-def test_what_is_frozen_gets_no_gradient() -> None:
+def test_frozen_parameters_get_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[0].requires_grad_(False)
     graph = of(model, torch.randn(2, 8))
@@ -101,7 +103,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     assert [parameter.path for parameter in found.parameters] == ["1.weight", "1.bias"]
 
 
-def test_values_say_where_they_come_from() -> None:
+def test_values_record_their_source() -> None:
     graph = graph_of("tied")
     found = {value.name: value for value in graph.values}
     assert (found["ids"].source, found["ids"].own, found["ids"].numel, found["ids"].fixed) == (
@@ -147,7 +149,7 @@ def test_other_sizes_take_no_other_trace() -> None:
     assert "graph.at(batch=...)" in str(caught.value)
 
 
-def test_costs_are_known_of_the_formats_that_are_asked_for() -> None:
+def test_costs_cover_the_requested_formats() -> None:
     narrow = build_model_graph(explained("mlp"), ("fp32", "int8"))
     assert {state for operator in narrow.operators for state in operator.costs} <= {
         (p, o) for p in ("fp32", "int8", "bf16") for o in ("fp32", "bf16")
@@ -161,7 +163,7 @@ def test_costs_are_known_of_the_formats_that_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_holds_all(name: str, tmp_path: Path) -> None:
+def test_model_graph_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     graph = graph_of(name)
     graph.save(tmp_path / "graph.json")
     again = ModelGraph.load(tmp_path / "graph.json")
@@ -170,7 +172,7 @@ def test_a_file_holds_all(name: str, tmp_path: Path) -> None:
     assert states(again, plan).casts == states(graph, plan).casts
 
 
-def test_a_file_holds_symbolic_sizes(tmp_path: Path) -> None:
+def test_symbolic_sizes_are_saved_and_loaded(tmp_path: Path) -> None:
     graph = of(Attending(), torch.zeros(4, 6, dtype=torch.long), dynamic=True)
     graph.save(tmp_path / "graph.json")
     assert ModelGraph.load(tmp_path / "graph.json") == graph
@@ -232,7 +234,7 @@ def test_a_spoilt_file_is_an_error_or_a_graph_that_any_plan_fits(data: st.DataOb
             assert CostMapper(graph, DrawnTimes(), chosen).states() == found
 
 
-def test_a_model_without_a_graph_is_told() -> None:
+def test_model_without_a_graph_is_an_error() -> None:
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             torch._dynamo.graph_break()

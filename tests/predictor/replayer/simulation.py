@@ -1,4 +1,7 @@
-"""A plain simulation of a step, event by event: what the closed forms have to equal. It knows no formula, only who may go on when."""
+"""A plain simulation of a step, event by event: what the closed forms have to equal.
+
+It knows no formula, only who may go on when.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,11 @@ class Device:
 def simulated(
     devices: list[Device], transfers: list[float], slower: float = 0.0, slows: float = 0.0
 ) -> tuple[list[float], list[float], list[float]]:
-    """Returns when each bucket was sent, when it arrived, and when each device was done, its optimizer included.
+    """Returns when each bucket was sent, when it arrived, and when each device was done, its
+    optimizer included.
 
-    `slower` is what a device takes longer while a bucket travels, `slows` what a bucket takes longer while any device computes.
+    `slower` is what a device takes longer while a bucket travels, `slows` what a bucket takes
+    longer while any device computes.
     """
     now = 0.0
     sent: list[float] = []

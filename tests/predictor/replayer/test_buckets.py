@@ -21,7 +21,9 @@ LIMITS = st.sampled_from([(2**10, 2**14), (2**12,), (64, 2**12, 2**8)])
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[Tensor], list[int], list[bool]]:
-    """Parameters that take no memory, the order in which their gradients arrive, and which of these are sparse."""
+    """Parameters that take no memory, the order in which their gradients arrive, and which of these
+    are sparse.
+    """
     count = draw(st.integers(1, 40))
     numels = draw(st.lists(st.integers(0, 2**13), min_size=count, max_size=count))
     types = draw(st.lists(st.sampled_from(TYPES), min_size=count, max_size=count))
@@ -157,8 +159,10 @@ def resnet50() -> nn.Module:
 
 
 def test_sizes_that_others_published() -> None:
-    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync (MIT), qsync/Predictor/config.py; of
-    ResNet-50 on two A100, from a trace of Holistic Trace Analysis (MIT), where each all-reduce tells what it sends."""
+    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync
+    (MIT), qsync/Predictor/config.py; of ResNet-50 on two A100, from a trace of Holistic Trace
+    Analysis (MIT), where each all-reduce tells what it sends.
+    """
     import transformers as hf
 
     published = {
@@ -192,7 +196,7 @@ def test_sizes_that_others_published() -> None:
         ({"numels": [3, 1], "limits": []}, "there is no limit"),
     ],
 )
-def test_says_what_is_wrong(arguments: dict[str, object], says: str) -> None:
+def test_invalid_buckets_are_reported(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ProfileError, match=says) as caught:
         ddp_buckets(**arguments)  # type: ignore[arg-type]
     assert caught.value.where and caught.value.do

@@ -104,7 +104,7 @@ def test_memory_as_people_write_it(memory: float | str, size: Size | None) -> No
     assert memory_size(memory) == size
 
 
-def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
+def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
         "[devices.t4]\nmemory = '30%'\n[devices.v100]\nmemory = 4\n[network]\nbandwidth = 1e9"
@@ -205,7 +205,8 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
             "nodes",
         ),
         (
-            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
+            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\n"
+            "bandwidth = 1",
             "does not separate nodes",
             "nodes",
         ),
@@ -277,7 +278,9 @@ def test_nodes_are_read(tmp_path: Path) -> None:
 
 
 def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
-    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured of nodes is for what is coded."""
+    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured
+    of nodes is for what is coded.
+    """
     path = tmp_path / "cluster.toml"
     tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
     path.write_text(
@@ -337,7 +340,7 @@ def test_python_is_checked_like_files() -> None:
         _ = Cluster({"a": ClusterDevice(count=2)}).all_reduce
 
 
-def test_a_table_is_met_and_goes_on() -> None:
+def test_table_is_interpolated_and_extrapolated() -> None:
     table = MeasuredCollectives([(2.0**20, 1e-3), (2.0**10, 2e-5), (2.0**26, 0.05)], ranks=4)
     sizes = np.array([1.0, 2**10, 2**15, 2**20, 2**26, 2**27])
     seconds = table.seconds(sizes, ranks=4)

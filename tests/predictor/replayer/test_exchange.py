@@ -1,4 +1,6 @@
-"""Steps with compressed gradients: the numbers that a study printed, each network predicted from the others."""
+"""Steps with compressed gradients: the numbers that a study printed, each network predicted from
+the others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_networks_that_were_left_out() -> None:
     assert statistics.median(unchanged) > 0.2, "the 32-bit row itself is no prediction"
 
 
-def test_constants_are_what_the_tables_give() -> None:
+def test_constants_equal_the_published_tables() -> None:
     every = communication_study.cells()
     assert {(cell.primitive.lower(), cell.gpus) for cell in every} == EXCHANGES.keys()
     for (primitive, gpus), exchange in EXCHANGES.items():
@@ -46,9 +48,7 @@ def test_constants_are_what_the_tables_give() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(1e-11, 1e-8), st.floats(-1e-10, 1e-9), st.integers(0, 2**32))
-def test_fitting_finds_what_made_the_samples_past_a_misprint(
-    travel: float, coding: float, seed: int
-) -> None:
+def test_fit_recovers_constants_despite_an_outlier(travel: float, coding: float, seed: int) -> None:
     import random
 
     draw, exchange = random.Random(seed), Exchange(travel, coding)
@@ -71,6 +71,6 @@ def test_fitting_finds_what_made_the_samples_past_a_misprint(
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_samples_of_one_width_tell_nothing(count: int) -> None:
+def test_samples_of_one_width_are_rejected(count: int) -> None:
     with pytest.raises(ProfileError, match="do not tell travelling from coding"):
         Exchange.fit([CollectiveSample(1e6 * at, 1.0, 1.0, 0.9) for at in range(1, count + 1)])

@@ -1,4 +1,6 @@
-"""The closed forms equal a simulation of events: of one device, of fleets, of runs, with and without slowing down."""
+"""The closed forms equal a simulation of events: of one device, of fleets, of runs, with and
+without slowing down.
+"""
 
 from __future__ import annotations
 
@@ -160,9 +162,7 @@ def test_a_step_is_that_of_the_simulation(fleet: Fleet, slowing: tuple[float, fl
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_entries_end_when_those_of_the_simulation_do(
-    fleet: Fleet, slowing: tuple[float, float]
-) -> None:
+def test_entries_end_as_in_the_simulation(fleet: Fleet, slowing: tuple[float, float]) -> None:
     found = step(*fleet.arrays(), np.array(fleet.begins), Overlap(*slowing))
     devices = fleet.devices(fleet.begins)
     simulated(devices, fleet.transfers, *slowing)
@@ -172,12 +172,15 @@ def test_entries_end_when_those_of_the_simulation_do(
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_a_run_comes_to_the_steady_step(fleet: Fleet) -> None:
-    """Simulated steps, each begun where the last one was done, until twenty of them change nothing; the mean of these."""
+def test_run_converges_to_the_steady_step(fleet: Fleet) -> None:
+    """Simulated steps, each begun where the last one was done, until twenty of them change nothing;
+    the mean of these.
+    """
     if not fleet.buckets:
         return
     begins, every = [0.0] * len(fleet.schedules), []
-    # A device that is a little slower than the others falls behind by a little in each step, until they wait for it.
+    # A device that is a little slower than the others falls behind by a little in each step, until
+    # they wait for it.
     for _ in range(100):
         before = begins
         for _ in range(20):
@@ -196,7 +199,7 @@ def test_a_run_comes_to_the_steady_step(fleet: Fleet) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(fleets(), min_size=2, max_size=4), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_plans_at_once_are_plans_one_by_one(
+def test_batched_replay_equals_single_replays(
     fleets: list[Fleet], slowing: tuple[float, float]
 ) -> None:
     shape = [(len(fleet.schedules), len(fleet.buckets)) for fleet in fleets]
@@ -254,7 +257,9 @@ def test_sums_up_to_buckets(seed: int) -> None:
 
 
 def test_equation_6_by_hand() -> None:
-    """Two devices, three buckets: the second is late on the slow one, and the third waits for it."""
+    """Two devices, three buckets: the second is late on the slow one, and the third waits
+    for it.
+    """
     ready = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 6.0]])
     found = step(
         ready, np.array([3.0, 6.0]), np.array([0.5, 0.5]), np.array([1.0, 3.0, 1.0]), np.zeros(2)

@@ -20,7 +20,7 @@ from qsync_fx.profiler.links.joint_steps import busy, coding
 from tests.support import tiers
 
 
-def test_alone_there_is_nothing_to_measure() -> None:
+def test_single_rank_measures_no_collective() -> None:
     assert collectives() == []
 
 
@@ -88,7 +88,7 @@ def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
 
 
 @tiers.ALL
-def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path) -> None:
+def test_measurement_finds_the_communication_overhead_of_steps(tmp_path: Path) -> None:
     mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), False), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
     assert texts[0] == texts[1]
@@ -96,7 +96,7 @@ def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path)
 
 
 @tiers.ALL
-def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(
+def test_step_reading_model_attributes_is_measured_without_ddp(
     tmp_path: Path,
 ) -> None:
     mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), True), nprocs=2)
@@ -113,6 +113,6 @@ def test_a_table_rises_and_has_the_sum_that_was_measured(seconds: list[float]) -
         assert found == pytest.approx(seconds)
 
 
-def test_what_is_late_now_and_then_counts_for_all_sizes_that_it_may_hit() -> None:
+def test_occasional_delays_count_for_all_sizes() -> None:
     found = rising([(1, 0.4), (2, 3.0), (4, 2.8), (8, 0.5), (16, 0.7), (32, 2.0), (64, 9.0)])
     assert [taken for _, taken in found] == pytest.approx([0.4, 1.75, 1.75, 1.75, 1.75, 2.0, 9.0])

@@ -1,4 +1,6 @@
-"""What sending takes of a device is what has steps that were trained together take as long as they did."""
+"""What sending takes of a device is what has steps that were trained together take as long as they
+did.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def steps(
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
 @pytest.mark.parametrize("slower", [1.0, 2.5])
 @pytest.mark.parametrize("copies", [0.0, 1e-9])
-def test_what_steps_were_made_with_is_found_again(
+def test_fit_recovers_the_overhead_of_synthetic_steps(
     profile: Profile, busy: float, slower: float, copies: float
 ) -> None:
     found = taken_in_steps(
@@ -72,7 +74,7 @@ def test_what_steps_were_made_with_is_found_again(
     )
 
 
-def test_steps_that_sending_makes_no_longer_or_far_too_long_have_the_least_and_the_most(
+def test_extreme_steps_give_the_minimum_and_maximum_overhead(
     profile: Profile,
 ) -> None:
     seen, table = steps(profile, 0.0, 1.0), Collective("gloo", 2, TABLE)
@@ -99,7 +101,7 @@ def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(
 
 @pytest.mark.parametrize("coding", [0.0, 0.9, 2.5])
 @pytest.mark.parametrize("slower", [1.0, 2.5])
-def test_what_codecs_take_is_what_has_steps_take_as_long_as_they_did(
+def test_codec_time_reproduces_the_measured_steps(
     profile: Profile, slower: float, coding: float
 ) -> None:
     coded = replace(profile, codecs=[CodecSpeed(name, 2e9, 3e9) for name in (CODEC, "fp32")])
@@ -117,7 +119,7 @@ def test_what_codecs_take_is_what_has_steps_take_as_long_as_they_did(
     )
 
 
-def test_of_several_plans_what_all_took_together_is_foreseen(profile: Profile) -> None:
+def test_total_time_of_several_plans_is_predicted(profile: Profile) -> None:
     both = [(PLAN, steps(profile, busy, 1.0)) for busy in (0.6, 1.0)]
     assert taken_in_steps(profile, Collective("gloo", 2, TABLE), both).busy == pytest.approx(
         0.8, abs=0.01

@@ -1,4 +1,6 @@
-"""Norms of narrow activations beside FP32 parameters are those of the CPU, as they are computed for a GPU."""
+"""Norms of narrow activations beside FP32 parameters are those of the CPU, as they are computed for
+a GPU.
+"""
 
 from __future__ import annotations
 

@@ -47,8 +47,10 @@ def found(
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_an_interrupted_sensitivity_goes_on_from_there(tmp_path: Path, train: bool) -> None:
-    """Between steps that were looked at the model trains again, so that the others see the weights that they would have seen."""
+def test_interrupted_sensitivity_resumes(tmp_path: Path, train: bool) -> None:
+    """Between steps that were looked at the model trains again, so that the others see the weights
+    that they would have seen.
+    """
     asked: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5)} if train else {}
     path, whole = tmp_path / "sensitivity.json", Counted()
     wanted = found(whole, None, **asked)
@@ -65,7 +67,7 @@ def test_an_interrupted_sensitivity_goes_on_from_there(tmp_path: Path, train: bo
     )  # each step that was looked at is run once, to see its graphs
 
 
-def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
+def test_methods_restore_their_state(tmp_path: Path) -> None:
     """But for the eigenvectors of "hessian", which are too large to keep."""
     partial, names = tmp_path / "partial", ["second_order", "random"]
     wanted = several(model(), step, batches(), names, ["int8"], steps=3)
@@ -95,7 +97,7 @@ def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
         ({"options": {"rounding": "nearest"}}, "rounding=nearest"),
     ],
 )
-def test_an_interrupted_sensitivity_of_something_else_is_in_the_way(
+def test_partial_file_of_another_run_is_an_error(
     tmp_path: Path, other: dict[str, Any], what: str
 ) -> None:
     path = tmp_path / "sensitivity.json"
@@ -106,7 +108,7 @@ def test_an_interrupted_sensitivity_of_something_else_is_in_the_way(
     assert what in raised.value.what and "remove it" in raised.value.do
 
 
-def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "sensitivity.json"
     with pytest.raises(KeyboardInterrupt):
         found(Counted(interrupted_at=3), path)
@@ -116,7 +118,7 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
         found(Counted(), path)
 
 
-def test_what_is_no_variance_is_told_in_its_step(tmp_path: Path) -> None:
+def test_invalid_variance_is_reported_in_its_step(tmp_path: Path) -> None:
     steps: list[int] = []
 
     def without(called: Any, batch: Batch) -> Tensor:
@@ -131,7 +133,7 @@ def test_what_is_no_variance_is_told_in_its_step(tmp_path: Path) -> None:
 
 
 @tiers.ALL
-def test_measure_goes_on_with_its_sensitivity(tmp_path: Path) -> None:
+def test_measure_resumes_its_sensitivity(tmp_path: Path) -> None:
     path, whole = tmp_path / "profile.json", Counted()
 
     def measured(counted: Counted, path: Path | None) -> qsync_fx.Profile:

@@ -52,8 +52,12 @@ def stack(middle: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "middle", [nn.GELU, nn.Identity, nn.ReLU, lambda: nn.LayerNorm(64), Scaled, Forked, Joined]
 )
-def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], nn.Module]) -> None:
-    """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under the plan gives."""
+def test_downstream_operators_in_the_format_count_to_the_operator(
+    middle: Callable[[], nn.Module],
+) -> None:
+    """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under
+    the plan gives.
+    """
     model = small_models.build(lambda: stack(middle))
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:

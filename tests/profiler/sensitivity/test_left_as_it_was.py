@@ -68,8 +68,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize(
     "name", [n if n == "twice" else pytest.param(n, marks=tiers.ALL) for n in MODELS]
 )
-def test_whoever_looks_changes_nothing(name: str) -> None:
-    """Run as a whole or operator by operator, gradients are the model's own to the last bit; ids are those of plans."""
+def test_sensitivity_does_not_change_the_training_state(name: str) -> None:
+    """Run as a whole or operator by operator, gradients are the model's own to the last bit; ids
+    are those of plans.
+    """
     make, width = MODELS[name]
     model = small_models.build(make)
     (batch, *_) = batches(width)

@@ -22,15 +22,18 @@ def half_square(model: Any, batch: Tensor) -> Tensor:
 
 
 @tiers.ALL
-def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
-    """The mean square of a linear layer: H and J are constants, so that every term can be written down."""
+def test_gradients_of_one_layer_equal_the_closed_form() -> None:
+    """The mean square of a linear layer: H and J are constants, so that every term can be written
+    down.
+    """
     layer = nn.Linear(24, 8, bias=False)
     x = torch.randn(40, 24)
     (exact,) = several(layer, half_square, [x], ["second_order"], ["int8"], steps=300, fraction=1.0)
     w = layer.weight.detach()
     vx, vw = noise(x, FORMATS["int8"]), noise(w, FORMATS["int8"])
     y = x @ w.t()
-    # The gradient y'x of w moves by (dx w')'x + y'dx + (x dw')'x, beside what is rounded to BF16, a thousandth of that.
+    # The gradient y'x of w moves by (dx w')'x + y'dx + (x dw')'x, beside what is rounded to BF16, a
+    # thousandth of that.
     wanted = 0.0
     gram = x.t() @ x
     wanted += float((vw.sum(0) * gram.square().sum(1)).sum())
@@ -44,7 +47,7 @@ def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
 
 
 @tiers.ALL
-def test_hessian_finds_the_largest_eigenvalue() -> None:
+def test_hessian_gives_the_largest_eigenvalue() -> None:
     layer = nn.Linear(6, 1, bias=False)
     x = torch.randn(50, 6)
     (found,) = several(layer, half_square, [x], ["hessian"], ["int8"], steps=12, fraction=1.0)
@@ -62,7 +65,10 @@ def test_random_halves_with_each_wider_precision_and_stays() -> None:
 
 
 def test_the_trace_of_a_model_that_trains() -> None:
-    """QSync's Fig. 8: ranks over the first updates. Without an optimizer the same batch gives the same numbers but for the probes."""
+    """QSync's Fig. 8: ranks over the first updates.
+
+    Without an optimizer the same batch gives the same numbers but for the probes.
+    """
     model = small_models.build(lambda: wide(nn.ReLU))
     one = batches()[:1]
     (still,) = several(model, step, one, ["fisher"], ["int8"], steps=3)
@@ -80,7 +86,9 @@ def test_the_trace_of_a_model_that_trains() -> None:
 
 
 def test_unary_operators_of_the_paper_have_no_backward_variance() -> None:
-    """QSync, below Eq. (5): the variance of a unary operator is that of its input, in the forward pass."""
+    """QSync, below Eq. (5): the variance of a unary operator is that of its input, in the forward
+    pass.
+    """
     model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 4))
     x = torch.randn(12, 8)
 

@@ -16,7 +16,7 @@ from tests.support.models import small_models
 from tests.support.planning.looked_models import batches, step, wide
 
 
-def test_exact_tells_a_network_of_gates_in_few_steps() -> None:
+def test_exact_converges_for_a_network_of_gates() -> None:
     model = small_models.build(lambda: wide(nn.ReLU))
     held = agreement(
         *several(
@@ -29,7 +29,7 @@ def test_exact_tells_a_network_of_gates_in_few_steps() -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
-def test_exact_and_injected_are_what_quantized_runs_do(activation: type[nn.Module]) -> None:
+def test_exact_and_injected_equal_quantized_runs(activation: type[nn.Module]) -> None:
     """Of a network of ReLUs second derivatives alone tell a small part: gates flip."""
     model = small_models.build(lambda: wide(activation))
     found = several(
@@ -50,7 +50,7 @@ def test_exact_and_injected_are_what_quantized_runs_do(activation: type[nn.Modul
 
 
 @tiers.ALL
-def test_what_two_operators_add_adds_up() -> None:
+def test_variances_of_two_operators_add_up() -> None:
     from qsync_fx.plan import Plan
     from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
     from qsync_fx.profiler.sensitivity.monte_carlo import lowered, truth
@@ -70,7 +70,10 @@ def test_what_two_operators_add_adds_up() -> None:
 
 @tiers.ALL
 def test_the_error_grows_with_the_square_of_the_step_and_at_gates_with_the_step() -> None:
-    """Formats of one bit less: FP8's mantissas. With GELU four times the error, with ReLU twice as much and more."""
+    """Formats of one bit less: FP8's mantissas.
+
+    With GELU four times the error, with ReLU twice as much and more.
+    """
 
     def growth(activation: Callable[[], nn.Module]) -> float:
         model = small_models.build(lambda: wide(activation))
@@ -123,7 +126,7 @@ class Unrecorded(nn.Module):
         return self.last(h)
 
 
-def test_what_runs_without_gradients_errs_all_the_same() -> None:
+def test_operators_under_no_grad_add_variance() -> None:
     model = small_models.build(Unrecorded)
     held = agreement(
         *several(

@@ -9,7 +9,9 @@ import qsync_fx
 
 
 def test_it_is_that_of_the_formats_of_the_target() -> None:
-    """This CPU computes FP16 as BF16, whose roundings are eight times as coarse; a T4 computes it."""
+    """This CPU computes FP16 as BF16, whose roundings are eight times as coarse; a T4
+    computes it.
+    """
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(16, 32)
 

@@ -1,6 +1,7 @@
 """How many steps a sensitivity needs: as many as its mean asks for.
 
-Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is known, or all steps are taken.
+Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is
+    known, or all steps are taken.
 """
 
 import statistics
@@ -21,13 +22,13 @@ def trace_of(steps: int, spread: float, seed: int = 0) -> list[dict[tuple[str, s
     return [{("a", "bf16"): drawn.gauss(1.0, spread), ("b", "bf16"): 3.0} for _ in range(steps)]
 
 
-def test_what_is_always_the_same_is_known_after_the_fewest_steps() -> None:
+def test_constant_values_converge_after_the_minimum_steps() -> None:
     assert not settled(trace_of(LEAST - 1, 0.0), WITHIN)
     assert settled(trace_of(LEAST, 0.0), WITHIN)
 
 
 @given(some.floats(0.4, 0.8), some.integers(0, 2**32))
-def test_what_varies_is_looked_at_until_its_mean_is_known(spread: float, seed: int) -> None:
+def test_varying_values_are_sampled_until_convergence(spread: float, seed: int) -> None:
     steps = trace_of(2_000, spread, seed)
     ends = next(count for count in range(LEAST, len(steps)) if settled(steps[:count], WITHIN))
     a, both = (
@@ -39,9 +40,7 @@ def test_what_varies_is_looked_at_until_its_mean_is_known(spread: float, seed: i
 
 
 @given(some.floats(0.02, 0.1), some.integers(0, 2**32))
-def test_what_all_operators_have_in_common_keeps_nobody_waiting_until_the_sum_is_unknown(
-    spread: float, seed: int
-) -> None:
+def test_common_noise_does_not_delay_convergence(spread: float, seed: int) -> None:
     drawn = Random(seed)
     factors = [drawn.gauss(1.0, spread) for _ in range(LEAST)]
     common = [{("a", "bf16"): factor, ("b", "bf16"): 3.0 * factor} for factor in factors]
@@ -49,7 +48,7 @@ def test_what_all_operators_have_in_common_keeps_nobody_waiting_until_the_sum_is
     assert settled(common, WITHIN) == known
 
 
-def test_what_adds_next_to_nothing_keeps_nobody_waiting() -> None:
+def test_negligible_operators_do_not_delay_convergence() -> None:
     little = [
         {**step, ("c", "bf16"): 1e-3 * (at % 2)} for at, step in enumerate(trace_of(LEAST, 0.0))
     ]
@@ -60,12 +59,12 @@ def test_what_adds_next_to_nothing_keeps_nobody_waiting() -> None:
     )
 
 
-def test_an_operator_that_comes_with_a_later_step_is_waited_for() -> None:
+def test_operator_of_a_later_step_delays_convergence() -> None:
     late = [*trace_of(LEAST, 0.0)[1:], {**trace_of(1, 0.0)[0], ("late", "bf16"): 4.0}]
     assert not settled(late, WITHIN)
 
 
-def test_a_list_of_one_batch_starts_again_only_as_long_as_that_tells_more() -> None:
+def test_single_batch_is_repeated_only_while_informative() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     batches = [(torch.randn(32, 16), torch.randn(32, 4))]

@@ -21,7 +21,7 @@ def _differentiated(loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [list, lambda: iter(())])
-def test_without_a_batch_there_is_nothing_to_see(make: Callable[[], Any]) -> None:
+def test_no_batch_is_an_error(make: Callable[[], Any]) -> None:
     with pytest.raises(ProfileError, match="no batches"):
         qsync_fx.sensitivity(wide(nn.ReLU), step, make())
 
@@ -37,13 +37,13 @@ def test_without_a_batch_there_is_nothing_to_see(make: Callable[[], Any]) -> Non
         (lambda model, batch: next(model.parameters()).sum(), "Dynamo compiled no part"),
     ],
 )
-def test_a_step_that_gives_no_loss_is_told(wrong: Callable[..., Any], what: str) -> None:
+def test_step_without_a_loss_is_an_error(wrong: Callable[..., Any], what: str) -> None:
     with pytest.raises(ProfileError, match=what) as raised:
         qsync_fx.sensitivity(wide(nn.ReLU), wrong, batches(), steps=1)
     assert raised.value.do
 
 
-def test_other_mistakes_are_told() -> None:
+def test_other_invalid_arguments_are_errors() -> None:
     model = wide(nn.ReLU)
     with pytest.raises(ProfileError, match="did you mean 'second_order'"):
         qsync_fx.sensitivity(model, step, batches(), "second_ordr")
@@ -68,7 +68,7 @@ class _Once(torch.autograd.Function):
         return gradient * 2
 
 
-def test_a_model_without_second_derivatives_is_told_what_serves() -> None:
+def test_model_without_second_derivatives_names_other_methods() -> None:
     """Here outside of the model, in the user's loss."""
     model = wide(nn.GELU)
 
@@ -82,7 +82,7 @@ def test_a_model_without_second_derivatives_is_told_what_serves() -> None:
     assert all(by["int8"] > 0 for by in found.variance.values())
 
 
-def test_it_says_what_it_costs_and_how_far_it_is() -> None:
+def test_cost_and_progress_are_logged() -> None:
     said: list[str] = []
     qsync_fx.sensitivity(
         wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append
@@ -93,7 +93,7 @@ def test_it_says_what_it_costs_and_how_far_it_is() -> None:
     assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
 
 
-def test_who_is_told_is_told_alone(
+def test_progress_callback_replaces_the_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(qsync_fx.progress, "_EVERY", 0.0)

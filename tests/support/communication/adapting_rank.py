@@ -18,7 +18,9 @@ from tests.support.processes import ranks
 
 
 class Clock:
-    """Of a rank whose blocks all come `gap` seconds after one another, and whose link takes `rate` bytes a second."""
+    """Of a rank whose blocks all come `gap` seconds after one another, and whose link takes `rate`
+    bytes a second.
+    """
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
@@ -87,7 +89,9 @@ def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is left of gradients is not lost: gradients that stay the same are summed, in levels that keep little of them."""
+    """What is left of gradients is not lost: gradients that stay the same are summed, in levels
+    that keep little of them.
+    """
     found = {}
     values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
     whole = torch.stack(

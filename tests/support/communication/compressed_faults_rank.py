@@ -1,4 +1,6 @@
-"""One rank of the tests of faults while gradients are compressed; run by tests/communication as a process of its own."""
+"""One rank of the tests of faults while gradients are compressed; run by tests/communication as a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.support.processes import ranks
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A message that is harmed on its way to rank 0, replicas that differ, a rank that is killed."""
+    """A message that is harmed on its way to rank 0, replicas that differ, a rank that is
+    killed.
+    """
     model = parallel()
     handle, optimizer, how = (
         compress(model, job.get("codec", "qsgd8"), check_every=1),
@@ -64,7 +68,9 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The last rank fails after two steps under a guard, while the others wait for its gradients."""
+    """The last rank fails after two steps under a guard, while the others wait for its
+    gradients.
+    """
     codec, last = job["codec"], rank == world - 1
     module: Any = sharded_training if job.get("fsdp") else compressed_training
     model = module.model() if job.get("fsdp") else parallel()

@@ -1,4 +1,6 @@
-"""One rank of the tests of compressed gradients; run by tests/communication as a process of its own."""
+"""One rank of the tests of compressed gradients; run by tests/communication as a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         ("bf16", default_hooks.bf16_compress_hook),
     ):
         if name in job["codecs"]:
-            # DistributedDataParallel takes torch's BF16 hook for CUDA alone, by its name; gloo sums BF16 as well.
+            # DistributedDataParallel takes torch's BF16 hook for CUDA alone, by its name; gloo sums
+            # BF16 as well.
             theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
             ours, _ = trained(name)
             found[name]["from torch's"] = distance(ours, theirs)
@@ -66,7 +69,9 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each codec by kernels, and as gradients are coded that lie on another device: by operators, whose bytes are brought to the host."""
+    """Each codec by kernels, and as gradients are coded that lie on another device: by operators,
+    whose bytes are brought to the host.
+    """
     native, found = buffers.native, {}
     for name in job["codecs"]:
         made, reports = [], []
@@ -93,7 +98,9 @@ def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Gradients that are the same on all devices, on that of this rank: what they are averaged to, and what is left of them."""
+    """Gradients that are the same on all devices, on that of this rank: what they are averaged to,
+    and what is left of them.
+    """
     device, found = job["devices"][rank], {}
     for name in job["codecs"]:
         torch.manual_seed(0)
@@ -144,7 +151,9 @@ def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What DistributedDataParallel makes of buckets changes nothing, and in how many stretches they go neither."""
+    """What DistributedDataParallel makes of buckets changes nothing, and in how many stretches they
+    go neither.
+    """
     found = {}
     for codec in ("qsgd4", "1bit*", "1bit"):
         for name, how in (
@@ -297,7 +306,9 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of no value, of one, and of sizes that no unit divides, all of them coded; and a value on one rank that is no number."""
+    """Tensors of no value, of one, and of sizes that no unit divides, all of them coded; and a
+    value on one rank that is no number.
+    """
     found: dict[str, Any] = {}
     for codec in job["codecs"]:
         torch.manual_seed(0)
@@ -341,7 +352,8 @@ class Squares(nn.Module):
 def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """With torch's own checks of what ranks do, at their highest level.
 
-    The default group was made before: given one that is wrapped, DistributedDataParallel of torch 2.13 dies in its constructor, by itself.
+    The default group was made before: given one that is wrapped, DistributedDataParallel of torch
+    2.13 dies in its constructor, by itself.
     """
     distributed.set_debug_level(distributed.DebugLevel.DETAIL)
     model = parallel()

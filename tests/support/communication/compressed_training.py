@@ -16,7 +16,9 @@ from qsync_fx.distributed import check_replicas, compress
 
 
 class Network(nn.Module):
-    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks leave out, and several buckets."""
+    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks
+    leave out, and several buckets.
+    """
 
     def __init__(self, width: int = 67) -> None:
         super().__init__()

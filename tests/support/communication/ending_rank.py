@@ -1,4 +1,6 @@
-"""One rank of a training whose process ends as a user's script does; run by tests/communication as a process of its own."""
+"""One rank of a training whose process ends as a user's script does; run by tests/communication as
+a process of its own.
+"""
 
 from __future__ import annotations
 

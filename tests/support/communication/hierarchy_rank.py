@@ -1,4 +1,6 @@
-"""One rank of the tests of gradients that are coded between nodes alone; run by tests/communication as a process of its own."""
+"""One rank of the tests of gradients that are coded between nodes alone; run by tests/communication
+as a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from tests.support.communication.scaled_rank import Linear, given
 from tests.support.processes import ranks
 
 EXACT = ("fp32", "1bit*")
-"""Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+"""Those that draw no random numbers and code values as they lie: their means are known to
+the bit.
+"""
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +88,9 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def mean(
     codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]
 ) -> Tensor:
-    """Returns what all ranks make of a parameter's gradients: means of nodes, part by part, and of these the mean through the codec."""
+    """Returns what all ranks make of a parameter's gradients: means of nodes, part by part, and of
+    these the mean through the codec.
+    """
     values, nodes = gradients[0].numel(), len(gradients) // size
     found = torch.empty(values)
     for place in range(size):

@@ -1,4 +1,6 @@
-"""One rank of the tests of gradients in the codecs of a plan; run by tests/communication as a process of its own."""
+"""One rank of the tests of gradients in the codecs of a plan; run by tests/communication as a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def trained(given: Any, **how: Any) -> dict[str, Any]:
 
 
 def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Plans that say something, the same from a file, those that say nothing, and one codec for all."""
+    """Plans that say something, the same from a file, those that say nothing, and one codec for
+    all.
+    """
     path = Path(job["where"]) / f"plan-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
     all_alike = dict.fromkeys(
@@ -122,7 +126,9 @@ def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Codecs that change in the middle of training: what they leave of gradients is sent by those that come after."""
+    """Codecs that change in the middle of training: what they leave of gradients is sent by those
+    that come after.
+    """
     model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
     handle = compress(model, ClusterPlan(CLASSES), check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,4 +1,6 @@
-"""One rank of the tests of a GradScaler over compressed gradients; run by tests/communication as a process of its own."""
+"""One rank of the tests of a GradScaler over compressed gradients; run by tests/communication as a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def trained(
 
 
 def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A training with a scale that changes and steps that are left out, against one without of the steps that were taken."""
+    """A training with a scale that changes and steps that are left out, against one without of the
+    steps that were taken.
+    """
     make: Callable[[], nn.Module] = {"parallel": parallel, "sharded": sharded}[job["how"]]
     found: dict[str, Any] = {}
     for codec in job["codecs"]:
@@ -109,7 +113,9 @@ def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is left goes on in the scale of the scaler of now; a scaler that is none, or of some ranks alone, is an error."""
+    """What is left goes on in the scale of the scaler of now; a scaler that is none, or of some
+    ranks alone, is an error.
+    """
 
     def run(steps: list[int], scale: float, state: Any = None) -> tuple[Any, dict[str, Any]]:
         model = parallel()

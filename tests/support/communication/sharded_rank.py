@@ -1,4 +1,6 @@
-"""One rank of the tests of compressed gradients under FSDP2; run by tests/communication as a process of its own."""
+"""One rank of the tests of compressed gradients under FSDP2; run by tests/communication as a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def unbiased(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The mean over many steps of the same gradients is those; each is nearer than a step of the codec."""
+    """The mean over many steps of the same gradients is those; each is nearer than a step of the
+    codec.
+    """
     one = model()
     compress(one, "qsgd4", least=0)
     exact = whole(rank, world, one)
@@ -92,7 +96,8 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         first = model()
         handle, optimizer = compress(first, codec), adam(first)
         train(first, optimizer, range(3))
-        # Three steps from the same weights and state of the optimizer, with the handle's state and without.
+        # Three steps from the same weights and state of the optimizer, with the handle's state and
+        # without.
         saved = [[p.clone() for p in shards(first)], optimizer.state_dict(), handle.state_dict()]
         path = Path(job["where"]) / f"{codec.replace('*', 's')}-{rank}.pt"
         torch.save(saved[2], path)

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Network(nn.Module):
-    """Odd sizes, blocks that are units of their own, a layer that may be left out, one that is frozen."""
+    """Odd sizes, blocks that are units of their own, a layer that may be left out, one that is
+    frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,9 @@ def gradients(model: Any, rank: int, step: int = 0) -> list[Tensor]:
 
 
 def whole(rank: int, world: int, like: Any) -> list[Tensor]:
-    """Returns this rank's shards of the mean of the gradients of all ranks' batches, summed in the order of ranks by one process."""
+    """Returns this rank's shards of the mean of the gradients of all ranks' batches, summed in the
+    order of ranks by one process.
+    """
     torch.manual_seed(0)
     network = Network()
     sums: list[Tensor] = []

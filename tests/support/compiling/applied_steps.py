@@ -1,4 +1,6 @@
-"""What the tests of `qsync_fx.plan_coverage` share: models, a training step and what it warns of."""
+"""What the tests of `qsync_fx.plan_coverage` share: models, a training step and what it
+warns of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What tests of `qsync_fx.switch_plan` share: plans, how it is told that one will not be followed, and what counts compilations."""
+"""What tests of `qsync_fx.switch_plan` share: plans, how it is told that one will not be followed,
+and what counts compilations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The codecs of gradients in numpy: what each byte on the wire means, one line a rule, whatever the kernels do to be fast."""
+"""The codecs of gradients in numpy: what each byte on the wire means, one line a rule, whatever the
+kernels do to be fast.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _summed(x: NDArray[np.floating]) -> np.floating:
 def _scaling(
     scale: np.float32, levels: int
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """Returns what values are multiplied by before and after, the inverse of the step in between, and the step."""
+    """Returns what values are multiplied by before and after, the inverse of the step in between,
+    and the step.
+    """
     f = np.float32
     before, after = (f(2.0**64), f(2.0**-64)) if scale < 2.0**-64 else (f(1), f(1))
     if scale > 2.0**64:

@@ -1,4 +1,6 @@
-"""What tests of optimizers share: pairs of ours and torch's, steps of both, and how near they must be."""
+"""What tests of optimizers share: pairs of ours and torch's, steps of both, and how near they must
+be.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def steps(optimizer: Optimizer, gradients: list[list[Tensor]]) -> None:
 
 
 def assert_alike(ours: Optimizer, torchs: Optimizer, steps_taken: int) -> None:
-    """Parameters and state agree: within the ulps that a step may add, of the larger of what it adds up."""
+    """Parameters and state agree: within the ulps that a step may add, of the larger of what it
+    adds up.
+    """
     for a, b in zip(ours.param_groups[0]["params"], torchs.param_groups[0]["params"], strict=True):
         assert ours.state[a].keys() == torchs.state[b].keys()
         largest = (

@@ -94,7 +94,9 @@ class Problem:
 
     @property
     def valid(self) -> bool:
-        """Whether torch accepts it; dilated kernels of one value, where BF16 crashes, are left out."""
+        """Whether torch accepts it; dilated kernels of one value, where BF16 crashes, are
+        left out.
+        """
         spare = zip(self.output_padding, self.stride, self.dilation, strict=True)
         dilated = zip(self.kernel, self.dilation, strict=True)
         return (

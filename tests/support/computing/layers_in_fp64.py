@@ -37,14 +37,16 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     carrier = row.carrier.dtype
     plain = row.gradient.plain and layer.geometry is not None
     if plain:
-        # The scale is in an operand of the carrier: always the weight's, and the activation's where it varies.
+        # The scale is in an operand of the carrier: always the weight's, and the activation's where
+        # it varies.
         b = Operand(b.value.float().to(carrier), None)
         a = (
             Operand(a.value.float().to(carrier), None)
             if a.scale is not None and a.scale.dim()
             else a
         )
-    # A scale that varies does so along the contracted dimension, and is in the rounded gradient then.
+    # A scale that varies does so along the contracted dimension, and is in the rounded gradient
+    # then.
     folds: dict[Any, Tensor | None] = {
         "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
         "weight": spread(a.scale, "activation") if a.scale is not None and a.scale.dim() else None,

@@ -65,7 +65,9 @@ class Layer:
         return keep_x, [0]
 
     def order(self, x: Tensor, weight: Tensor) -> list[int]:
-        """Return the dimensions of torch's convolution from the outermost in memory to the innermost."""
+        """Return the dimensions of torch's convolution from the outermost in memory to the
+        innermost.
+        """
         assert self.geometry is not None
         if torch.compiler.is_dynamo_compiling():
             # Dynamo traces neither the change of modes nor the sort below.

@@ -1,4 +1,6 @@
-"""The contract of the native kernels in numpy, one line a rule, and calls of the kernels on guarded memory."""
+"""The contract of the native kernels in numpy, one line a rule, and calls of the kernels on guarded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,8 @@ def run_quantize(
 def vectors(
     draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite: bool = False
 ) -> torch.Tensor:
-    """Draws n values: of one magnitude or of all, with zeros, denormals, huge ones and, unless `finite`, NaN and infinities.
+    """Draws n values: of one magnitude or of all, with zeros, denormals, huge ones and, unless
+    `finite`, NaN and infinities.
 
     They start at an odd place in memory as often as not.
     """

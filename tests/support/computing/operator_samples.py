@@ -1,7 +1,9 @@
-"""Calls of ATen operators as the passes see them, from the samples of PyTorch's own operator database.
+"""Calls of ATen operators as the passes see them, from the samples of PyTorch's own operator
+database.
 
-Invariant: every call is one node of a pre-dispatch trace of one sample, with the values that reach it, so composite
-operators are whole and nothing depends on how a Python function reaches its operators.
+Invariant: every call is one node of a pre-dispatch trace of one sample, with the values that reach
+    it, so composite operators are whole and nothing depends on how a Python function reaches its
+    operators.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ class Call:
     kwargs: dict[str, Any]
 
 
-# These read values of tensors while they are traced, or need a device or storage that a trace cannot hold.
+# These read values of tensors while they are traced, or need a device or storage that a trace
+# cannot hold.
 UNTRACEABLE = frozenset(
-    "item allclose equal sparse.sampled_addmm sparse.mm jiterator_unary jiterator_binary jiterator_4inputs_with_extra_args "
+    "item allclose equal sparse.sampled_addmm sparse.mm jiterator_unary jiterator_binary "
+    "jiterator_4inputs_with_extra_args "
     "jiterator_binary_return_by_ref jiterator_2inputs_2outputs nn.functional.gaussian_nll_loss".split()
 )
 
@@ -54,7 +58,8 @@ def calls(samples: int) -> tuple[Call, ...]:
         e for e in op_db if e.name not in UNTRACEABLE and torch.float32 in e.supported_dtypes("cpu")
     ]
     found: list[Call] = []
-    # A generator of samples that is left open switches autograd when it is collected, be it in the midst of a trace.
+    # A generator of samples that is left open switches autograd when it is collected, be it in the
+    # midst of a trace.
     gc.disable()
     try:
         with warnings.catch_warnings():
@@ -71,7 +76,8 @@ def calls(samples: int) -> tuple[Call, ...]:
 
 def _first(entry: Any, samples: int) -> list[Any]:
     torch.manual_seed(0)
-    # Not `entry.sample_inputs`, which searches the whole stack for the test that asks, at every sample.
+    # Not `entry.sample_inputs`, which searches the whole stack for the test that asks, at every
+    # sample.
     return list(
         itertools.islice(entry.sample_inputs_func(entry, "cpu", torch.float32, False), samples)
     )

@@ -1,7 +1,8 @@
-"""What lowered products have to compute, in FP64 from the very operands that they are given, with bounds of the error.
+"""What lowered products have to compute, in FP64 from the very operands that they are given, with
+bounds of the error.
 
-The bounds are those of the roundings that the operators state, and nothing else: sums in FP32, one rounding of the product to
-its carrier, one of the result to its type.
+The bounds are those of the roundings that the operators state, and nothing else: sums in FP32, one
+rounding of the product to its carrier, one of the result to its type.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def unit(dtype: torch.dtype | None) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """A bilinear product of two FP64 tensors, plus a bias, and what bounds the error of computing it narrowly.
+    """A bilinear product of two FP64 tensors, plus a bias, and what bounds the error of computing
+    it narrowly.
 
     Attributes:
         product: its value, FP64.
@@ -76,7 +78,9 @@ class Product:
         return Product(product, product + bias.double(), magnitude + bias.double().abs(), terms)
 
     def assert_met(self, found: Tensor, carrier: torch.dtype | None) -> None:
-        """Asserts that `found` is the value, up to the roundings of a product in `carrier` (None: exact) and of its own type."""
+        """Asserts that `found` is the value, up to the roundings of a product in `carrier` (None:
+        exact) and of its own type.
+        """
         assert found.shape == self.value.shape
         error = (found.double() - self.value).abs()
         # Denormals, which a product in BF16 may flush to zero, have an absolute error.

@@ -1,4 +1,6 @@
-"""Ways to write to the weight of a layer: each negates it, which leaves the scale of an INT8 copy as it was and turns its output."""
+"""Ways to write to the weight of a layer: each negates it, which leaves the scale of an INT8 copy
+as it was and turns its output.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def _name(row: Precision) -> str:
 
 
 def linear(row: Precision) -> list[Problem]:
-    """Returns the products of a linear layer in a format: output, input gradient, weight gradient."""
+    """Returns the products of a linear layer in a format: output, input gradient, weight
+    gradient.
+    """
     own, given = _name(row), _name(row.gradient)
     scale: Any = "tensor" if row.scaled else "none"
     left: Any = "tensor" if row.gradient.scaled else "none"
@@ -81,8 +83,10 @@ def products() -> str:
 def architectures() -> str:
     """Returns what is compiled for which compute capability."""
     gpus = {
-        (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin", (8, 9): "L4, L40, RTX 40",
-        (9, 0): "H100, H200", (10, 0): "B200", (10, 3): "B300", (12, 0): "RTX 50, RTX PRO", (12, 1): "GB10",
+        (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin",
+        (8, 9): "L4, L40, RTX 40",
+        (9, 0): "H100, H200", (10, 0): "B200", (10, 3): "B300", (12, 0): "RTX 50, RTX PRO",
+        (12, 1): "GB10",
     }  # fmt: skip
 
     def rows() -> Iterator[tuple[str, ...]]:

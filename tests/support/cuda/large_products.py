@@ -1,4 +1,6 @@
-"""Products that are large enough for a kernel: what tests of decisions, padding and launching ask about."""
+"""Products that are large enough for a kernel: what tests of decisions, padding and launching ask
+about.
+"""
 
 from __future__ import annotations
 

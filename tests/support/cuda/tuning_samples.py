@@ -24,7 +24,9 @@ def configs(count: int) -> list[KernelConfig]:
 
 
 def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTimer]:
-    """Returns candidates and what times them; the first list is torch's, None one that does not run."""
+    """Returns candidates and what times them; the first list is torch's, None one that does not
+    run.
+    """
     found = configs(len(seconds) - 1)
     names = ["torch", *(config.name for config in found)]
     return found, RecordedTimer(

@@ -1,8 +1,9 @@
-"""One rank whose process group has a backend for a GPU alone, as after `init_process_group("nccl")`; run by tests/distributed as a process
-of its own.
+"""One rank whose process group has a backend for a GPU alone, as after
+`init_process_group("nccl")`; run by tests/distributed as a process of its own.
 
-The backend is gloo, registered for "cuda" only: torch refuses it tensors on the CPU as it refuses them NCCL. The model is on the CPU, and
-its user has DistributedDataParallel send gradients over a group of gloo.
+The backend is gloo, registered for "cuda" only: torch refuses it tensors on the CPU as it refuses
+them NCCL. The model is on the CPU, and its user has DistributedDataParallel send gradients over a
+group of gloo.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def refusals(rank: int) -> list[str]:
 
 
 def routes() -> list[list[Any]]:
-    """Returns where all-reduces lie, and whether they go over the user's group, as they are measured for a model on a device that is not
-    the CPU: the one without memory stands in for a GPU, and what is sent from there gets nowhere."""
+    """Returns where all-reduces lie, and whether they go over the user's group, as they are
+    measured for a model on a device that is not
+    the CPU: the one without memory stands in for a GPU, and what is sent from there gets nowhere.
+    """
     found, sends = [], distributed.all_reduce
 
     def noted(tensor: Tensor, *how: Any, group: Any = None, **more: Any) -> Any:
@@ -76,8 +79,11 @@ def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A plan that the ranks find, under which they train and plan anew, with gradients in a codec; and what differs then."""
-    # Where no step could be trained with gradients that are sent, less would be measured, with a warning.
+    """A plan that the ranks find, under which they train and plan anew, with gradients in a codec;
+    and what differs then.
+    """
+    # Where no step could be trained with gradients that are sent, less would be measured, with a
+    # warning.
     warnings.filterwarnings("error", message="no step could be trained")
     model, batch = network(), data(rank, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,7 @@
-"""One rank of the data-parallel tests: trains a few steps and writes what it saw. Run by test_ddp.py as a process of its own."""
+"""One rank of the data-parallel tests: trains a few steps and writes what it saw.
+
+Run by test_ddp.py as a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ PLANS = {
 
 
 class Model(nn.Module):
-    """Several buckets of one MiB, a layer that is called twice, operators outside modules in each bucket, and optionally a graph break."""
+    """Several buckets of one MiB, a layer that is called twice, operators outside modules in each
+    bucket, and optionally a graph break.
+    """
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""A training that torchrun may start again with fewer ranks, or more: finds a plan for the world that is, and goes on from a checkpoint.
+"""A training that torchrun may start again with fewer ranks, or more: finds a plan for the world
+that is, and goes on from a checkpoint.
 
     torchrun ... elastic_train.py FOLDER STEPS
 
-Each start writes FOLDER/start-COUNT-RANK.json as it begins to train; FOLDER/go lets a training end that has reached its steps.
+Each start writes FOLDER/start-COUNT-RANK.json as it begins to train; FOLDER/go lets a training end
+that has reached its steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One rank of the tests of faults while ranks find their plan; run by tests/distributed as a process of its own."""
+"""One rank of the tests of faults while ranks find their plan; run by tests/distributed as a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Faults that all ranks outlive, one after the other; in between they find a plan and train under it."""
+    """Faults that all ranks outlive, one after the other; in between they find a plan and train
+    under it.
+    """
     folder, odd = Path(job["where"]), rank == 1
     found: dict[str, Any] = {}
     torch.__version__ = torch.__version__ + "x" * odd  # type: ignore[assignment]
@@ -93,7 +97,8 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
     found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
 
-    # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's file does.
+    # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's
+    # file does.
     with full_disk() as fill, as_a_plan_is_chosen(fill):
         found["disk"] = told(lambda: find(rank, save=folder / "plan.json"))
 
@@ -132,7 +137,10 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     if rank == 1 and who == 1:
         # A process of its own kills it: this one waits for rank 0's answer meanwhile.
-        script = f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch {folder / 'dead'}"
+        script = (
+            f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch "
+            f"{folder / 'dead'}"
+        )
         os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", script)
     with as_a_plan_is_chosen(dies):
         return {"told": told(lambda: find(rank))}

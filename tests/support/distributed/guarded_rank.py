@@ -108,7 +108,9 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Batches of 2 and 6 samples in two steps, against one process with all 8; then as many passes under no_sync."""
+    """Batches of 2 and 6 samples in two steps, against one process with all 8; then as many passes
+    under no_sync.
+    """
     model, alone = network(), network()
     parallel = DistributedDataParallel(compiled(model, Plan.uniform("fp32")))
     average_by_batch(parallel)
@@ -138,7 +140,9 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank fails in its second step, or as it compiles; the others are in a collective by then."""
+    """One rank fails in its second step, or as it compiles; the others are in a collective
+    by then.
+    """
     how, odd = job["how"], rank == world - 1
     plan = Plan("fp32", [("nowhere", "int8")]) if how == "plan" and odd else Plan.uniform("fp32")
     if how == "limit" and odd:
@@ -168,7 +172,9 @@ def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A pass that takes longer than the group's limit, and a rank that is stopped for less than it."""
+    """A pass that takes longer than the group's limit, and a rank that is stopped for less
+    than it.
+    """
 
     @qsync_fx.graph_pass(after="lower")
     def slow(graph: qsync_fx.PrecisionGraph) -> None:
@@ -185,7 +191,9 @@ def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A rank that cannot be measured, a limit that no plan keeps, and then a plan that the ranks train under."""
+    """A rank that cannot be measured, a limit that no plan keeps, and then a plan that the ranks
+    train under.
+    """
     found: dict[str, Any] = {}
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -237,7 +245,9 @@ class Branching(nn.Module):
 
 
 def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A layer that one rank alone reaches, and one that both do, but not where compiled code calls it."""
+    """A layer that one rank alone reaches, and one that both do, but not where compiled code calls
+    it.
+    """
     found: dict[str, Any] = {}
     for name in ("others", "beside"):
         model = Branching()

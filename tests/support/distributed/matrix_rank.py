@@ -1,6 +1,8 @@
-"""One rank that trains in each of the ways that torch has for several ranks; run by tests/distributed as a process of its own.
+"""One rank that trains in each of the ways that torch has for several ranks; run by
+tests/distributed as a process of its own.
 
-Rank 0 trains in FP32 and the others in low precision, and what comes of each way says what was compiled and which parameters it ends with.
+Rank 0 trains in FP32 and the others in low precision, and what comes of each way says what was
+compiled and which parameters it ends with.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def parallel(
 ) -> Any:
     """A model in DistributedDataParallel that is compiled inside of it, or outside."""
     model = model or build()
-    # No bucket may be smaller than the first, which is one MiB else. PowerSGD over gloo crashes where there are several.
+    # No bucket may be smaller than the first, which is one MiB else. PowerSGD over gloo crashes
+    # where there are several.
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
     how = {"bucket_cap_mb": 0.001, **how} if several else how
     return (

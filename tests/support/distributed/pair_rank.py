@@ -1,4 +1,6 @@
-"""One rank of the test that compares two ranks with a pair in one process: trains a few steps, and writes its weights."""
+"""One rank of the test that compares two ranks with a pair in one process: trains a few steps, and
+writes its weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its own (see links.py of the benchmarks)."""
+"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its
+own (see links.py of the benchmarks).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 WIDTH, BATCH, TARGET = 384, 64, 0.2
-"""1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step may take."""
+"""1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step
+may take.
+"""
 STEPS, FROM = 44, 10
 INNER = {"inner_backend": "aot_eager"}
 

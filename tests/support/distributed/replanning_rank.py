@@ -26,12 +26,16 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 BATCHES, WIDTH = (1536, 512), 256
-"""Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine does: until rank 1 is slowed."""
+"""Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine
+does: until rank 1 is slowed.
+"""
 STEPS, FROM = 45, 15
 
 
 class Slowed(nn.Module):
-    """Takes so many times as long as what it holds, from when it is told to: it computes for as long again, in both passes."""
+    """Takes so many times as long as what it holds, from when it is told to: it computes for as
+    long again, in both passes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -90,7 +94,9 @@ def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> An
 
 
 def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 becomes slower for good, after some steps; in another training it has less memory from some step on."""
+    """Rank 1 becomes slower for good, after some steps; in another training it has less memory from
+    some step on.
+    """
     model = network()
     plan = found_plan(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     odd = rank == 1
@@ -113,7 +119,9 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A plan with codecs is found, agreed on and trained under, and another is put in force, as when ranks plan anew."""
+    """A plan with codecs is found, agreed on and trained under, and another is put in force, as
+    when ranks plan anew.
+    """
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "max_replans": 0}

@@ -1,4 +1,6 @@
-"""One rank of the tests of rounding over processes: `rounding_rank.py FOLDER` is one of torchrun's, and a training that is killed once."""
+"""One rank of the tests of rounding over processes: `rounding_rank.py FOLDER` is one of torchrun's,
+and a training that is killed once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproducibility.md"
 
 
 def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The variance of the averaged gradient over repetitions, summed over its elements: same seed, same data, 1, 2 and 4 ranks."""
+    """The variance of the averaged gradient over repetitions, summed over its elements: same seed,
+    same data, 1, 2 and 4 ranks.
+    """
     found = {}
     for count in (1, 2, 4):
         group = dist.new_group(list(range(count)))
@@ -58,7 +62,9 @@ def whole(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(folder: Path, interrupted: bool) -> dict[str, Any]:
-    """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be interrupted, rank 1 is killed once."""
+    """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be
+    interrupted, rank 1 is killed once.
+    """
     rank, restarted = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
     (block,) = (

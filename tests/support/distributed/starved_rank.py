@@ -1,6 +1,8 @@
-"""One rank whose threads of gloo get little of the CPU; run by tests/distributed as a process of its own.
+"""One rank whose threads of gloo get little of the CPU; run by tests/distributed as a process of
+its own.
 
-Gloo's thread frees a completed all-reduce of a backward pass under the GIL. Here it does so long after the main thread has the result.
+Gloo's thread frees a completed all-reduce of a backward pass under the GIL. Here it does so long
+after the main thread has the result.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from tests.support.processes import ranks
 
 
 def starve(cpu: int) -> None:
-    """Give gloo's threads the idle time of one CPU, and start a process that leaves it none for some seconds."""
+    """Give gloo's threads the idle time of one CPU, and start a process that leaves it none for
+    some seconds.
+    """
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "pt_gloo_runloop":
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,6 @@
-"""One rank of a data-parallel run that is profiled: writes kineto-RANK.json and execution-RANK.json. Run as a process, or called."""
+"""One rank of a data-parallel run that is profiled: writes kineto-RANK.json and
+execution-RANK.json. Run as a process, or called.
+"""
 
 from __future__ import annotations
 

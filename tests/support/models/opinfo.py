@@ -1,13 +1,15 @@
 """PyTorch's own operator database through the backend, against torch.
 
     python tests/support/models/opinfo.py --json opinfo.json                 a sample of operators
-    python tests/support/models/opinfo.py --all --shard 1/4 --json part.json a quarter of all that have gradients
+    python tests/support/models/opinfo.py --all --shard 1/4 --json part.json a quarter of all that
+    have gradients
 
-Every operator of `op_db` that has gradients runs on its own FP32 CPU samples, and on its in-place form where it has one. In "fp32"
-output and gradients must be those of torch's backend "aot_eager" to the last bit; in other precisions they must be close to eager's.
+Every operator of `op_db` that has gradients runs on its own FP32 CPU samples, and on its in-place
+form where it has one. In "fp32" output and gradients must be those of torch's backend "aot_eager"
+to the last bit; in other precisions they must be close to eager's.
 
-Invariant: nothing is left out in silence. Each (operator, form, sample) has one outcome, and what torch itself cannot do has that as its
-outcome, with the error.
+Invariant: nothing is left out in silence. Each (operator, form, sample) has one outcome, and what
+    torch itself cannot do has that as its outcome, with the error.
 """
 
 from __future__ import annotations
@@ -52,9 +54,11 @@ class Outcome:
     """What came of one sample.
 
     Attributes:
-        result: "equal" to aot_eager and "eager equal" to eager, too; "close" in narrow formats; of `FAILURES`, "different" from aot_eager,
-            an "error", or "far" from eager; else why there is nothing to compare: "torch fails" (eager or aot_eager does), "random"
-            (aot_eager does not repeat itself), "no graph" (Dynamo leaves the call to Python).
+        result: "equal" to aot_eager and "eager equal" to eager, too; "close" in narrow formats; of
+            `FAILURES`, "different" from aot_eager,
+            an "error", or "far" from eager; else why there is nothing to compare: "torch fails"
+            (eager or aot_eager does), "random" (aot_eager does not repeat itself), "no graph"
+            (Dynamo leaves the call to Python).
         without_row: operators that the table does not know, and nodes that could not be re-traced.
     """
 
@@ -78,7 +82,8 @@ def full_name(entry: OpInfo) -> str:
 def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[Outcome]:
     """Runs an operator on some of its samples, spread over them all."""
     torch.manual_seed(0)
-    # A generator that is left open switches autograd when it is collected: take all samples out of it.
+    # A generator that is left open switches autograd when it is collected: take all samples out of
+    # it.
     every = list(entry.sample_inputs("cpu", torch.float32, requires_grad=True))
     chosen = (
         sorted({round(at * (len(every) - 1) / max(samples - 1, 1)) for at in range(samples)})
@@ -96,7 +101,9 @@ def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[O
 def run(
     call: Callable[..., Any], sample: SampleInput, in_place: bool, precision: str
 ) -> tuple[str, str, list[str]]:
-    """Runs one sample under eager, aot_eager and the backend; returns result, detail and the operators without a row."""
+    """Runs one sample under eager, aot_eager and the backend; returns result, detail and the
+    operators without a row.
+    """
     program = _Program(call, sample, in_place)
     without_row: dict[str, int] = {}
     met: list[PrecisionGraph] = []
@@ -170,7 +177,9 @@ class _Program:
         self.function = function
 
     def __call__(self, function: Callable[..., Any]) -> Values:
-        """Returns the outputs of `function` and the gradients of their sum, weighted so that no two values count the same."""
+        """Returns the outputs of `function` and the gradients of their sum, weighted so that no two
+        values count the same.
+        """
         tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         torch.manual_seed(1)
         output = function(*tensors)
@@ -256,7 +265,9 @@ def _line(error: BaseException) -> str:
 
 
 def chosen_entries(count: int | None, seed: int) -> list[OpInfo]:
-    """Returns `count` operators, the same for the same seed and in the order of the database; all for None."""
+    """Returns `count` operators, the same for the same seed and in the order of the database; all
+    for None.
+    """
     every = entries()
     if count is None:
         return every
@@ -269,7 +280,8 @@ def survey(chosen: Sequence[OpInfo], samples: int, precision: str) -> Iterator[O
     torch.set_num_threads(1)
     gc.disable()
     seeded = common_methods_invocations.wrapper_set_seed
-    # The database seeds before it calls what draws numbers, in a way that Dynamo cannot capture. We seed anyway.
+    # The database seeds before it calls what draws numbers, in a way that Dynamo cannot capture. We
+    # seed anyway.
     common_methods_invocations.wrapper_set_seed = lambda call, *args, **kwargs: call(
         *args, **kwargs
     )
@@ -311,14 +323,17 @@ def main() -> int:
         found.append(outcome)
         if outcome.result in FAILURES:
             print(
-                f"{outcome.operator} ({outcome.form}, sample {outcome.sample}): {outcome.result}: {outcome.detail}",
+                f"{outcome.operator} ({outcome.form}, sample {outcome.sample}): {outcome.result}: "
+                f"{outcome.detail}",
                 flush=True,
             )
     counts = Counter(outcome.result for outcome in found)
     unknown = Counter(name for outcome in found for name in outcome.without_row)
     summary = {
-        "torch": torch.__version__, "precision": options.precision, "shard": options.shard, "operators": len(chosen),
-        "seconds": round(time.time() - started), "counts": dict(counts), "without_row": dict(unknown),
+        "torch": torch.__version__, "precision": options.precision, "shard": options.shard,
+        "operators": len(chosen),
+        "seconds": round(time.time() - started), "counts": dict(counts),
+        "without_row": dict(unknown),
     }  # fmt: skip
     write_text(
         options.json,

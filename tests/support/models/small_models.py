@@ -16,7 +16,9 @@ from qsync_fx.backend.entry import qsync
 
 
 class Convolutional(nn.Module):
-    """Convolution, batch norm with statistics, a write in place, pooling, layer norm: `[N, 1, 8, 8]` to `[N, 10]`."""
+    """Convolution, batch norm with statistics, a write in place, pooling, layer norm: `[N, 1, 8,
+    8]` to `[N, 10]`.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """Small models of many architectures, from configurations and seeds alone.
 
-Invariant: building a case twice gives equal weights and inputs, a forward pass draws no random numbers (dropout is off), and the loss is
-one FP32 number. Sizes are the smallest at which every operator of the architecture still does something: several heads, several
-tokens, more than one expert, odd images where strides allow them.
+Invariant: building a case twice gives equal weights and inputs, a forward pass draws no random
+    numbers (dropout is off), and the loss is one FP32 number. Sizes are the smallest at which every
+    operator of the architecture still does something: several heads, several tokens, more than one
+    expert, odd images where strides allow them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def make(case: Case) -> tuple[nn.Module, Inputs]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss in a model's output: its own, or a smooth function of the output that gives every value its own weight."""
+    """Returns the loss in a model's output: its own, or a smooth function of the output that gives
+    every value its own weight.
+    """
     if isinstance(output, Tensor):
         if output.dim() == 0:
             return output
@@ -90,7 +93,9 @@ _SMALL: dict[str, Any] = {
 def language(
     name: str, padded: bool = False, **changes: Any
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A masked or causal language model: `hf.<name>`, whose configuration gets those of `_SMALL` that it knows, and `changes`."""
+    """A masked or causal language model: `hf.<name>`, whose configuration gets those of `_SMALL`
+    that it knows, and `changes`.
+    """
 
     def build() -> tuple[nn.Module, Inputs]:
         model_class = getattr(hf, name)
@@ -108,8 +113,10 @@ def speaking_both_ways(name: str, **changes: Any) -> Callable[[], tuple[nn.Modul
     """A model with an encoder and a decoder."""
     small = {
         **_SMALL,
-        "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0, "encoder_layers": 1,
-        "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+        "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
+        "encoder_layers": 1,
+        "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "decoder_start_token_id": 1,
     }  # fmt: skip
 
@@ -123,10 +130,13 @@ def speaking_both_ways(name: str, **changes: Any) -> Callable[[], tuple[nn.Modul
 
 def whisper() -> tuple[nn.Module, Inputs]:
     config = hf.WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=11,
-        max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, use_cache=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        use_cache=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        suppress_tokens=None,
     )  # fmt: skip
     return hf.WhisperForConditionalGeneration(config), {
         "input_features": torch.randn(2, 8, 22),
@@ -181,7 +191,9 @@ def clip() -> tuple[nn.Module, Inputs]:
 
 
 def recomputing(name: str) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A language model of two layers that keeps the layers' inputs alone and recomputes the rest in the backward pass."""
+    """A language model of two layers that keeps the layers' inputs alone and recomputes the rest in
+    the backward pass.
+    """
 
     def build() -> tuple[nn.Module, Inputs]:
         model, inputs = language(name, num_hidden_layers=2)()
@@ -196,9 +208,12 @@ _FEW_HEADS = {"num_key_value_heads": 2, "head_dim": 8}
 CASES = (
     Case("bert", language("BertForMaskedLM", padded=True)),
     Case("roberta", language("RobertaForMaskedLM", padded=True)),
-    Case("deberta", language("DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4)),
+    Case("deberta",
+    language("DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"],
+    position_buckets=4)),
     Case("electra", language("ElectraForMaskedLM", embedding_size=16)),
-    Case("distilbert", language("DistilBertForMaskedLM", dim=32, n_layers=1, n_heads=4, hidden_dim=48)),
+    Case("distilbert",
+    language("DistilBertForMaskedLM", dim=32, n_layers=1, n_heads=4, hidden_dim=48)),
     Case("albert", language("AlbertForMaskedLM", embedding_size=16)),
     Case("gpt2", language("GPT2LMHeadModel", n_embd=32, n_layer=1, n_head=4, n_positions=32)),
     Case("llama", language("LlamaForCausalLM", padded=True, **_FEW_HEADS)),
@@ -210,22 +225,32 @@ CASES = (
     Case("mistral", language("MistralForCausalLM", sliding_window=4, **_FEW_HEADS)),
     Case("gemma", language("GemmaForCausalLM", **_FEW_HEADS)),
     Case("phi", language("PhiForCausalLM")),
-    Case("mixtral", language("MixtralForCausalLM", num_local_experts=3, num_experts_per_tok=2, **_FEW_HEADS)),
-    Case("qwen2_moe", language("Qwen2MoeForCausalLM", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24,
+    Case("mixtral",
+    language("MixtralForCausalLM", num_local_experts=3, num_experts_per_tok=2, **_FEW_HEADS)),
+    Case("qwen2_moe",
+    language("Qwen2MoeForCausalLM", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24,
                                shared_expert_intermediate_size=40, num_key_value_heads=2)),
     Case("mamba", language("MambaForCausalLM", state_size=4)),
-    Case("mamba2", language("Mamba2ForCausalLM", num_heads=4, head_dim=16, state_size=4, n_groups=2, chunk_size=4)),
+    Case("mamba2",
+    language("Mamba2ForCausalLM", num_heads=4, head_dim=16, state_size=4, n_groups=2,
+    chunk_size=4)),
     Case("t5", speaking_both_ways("T5ForConditionalGeneration")),
     Case("bart", speaking_both_ways("BartForConditionalGeneration")),
     Case("whisper", whisper),
-    Case("vit", vision("ViTForImageClassification", 24, image_size=24, patch_size=8, **{k: _SMALL[k] for k in (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}, hidden_dropout_prob=0.0,
+    Case("vit",
+    vision("ViTForImageClassification", 24, image_size=24, patch_size=8, **{k: _SMALL[k] for k in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0)),
-    Case("swin", vision("SwinForImageClassification", 16, image_size=16, patch_size=2, embed_dim=16, depths=[2, 1],
+    Case("swin",
+    vision("SwinForImageClassification", 16, image_size=16, patch_size=2, embed_dim=16,
+    depths=[2, 1],
                         num_heads=[2, 4], window_size=4, drop_path_rate=0.0)),
-    Case("convnext", vision("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
+    Case("convnext",
+    vision("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
                             drop_path_rate=0.0, layer_scale_init_value=0.5)),
-    Case("resnet_hf", vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1])),
+    Case("resnet_hf",
+    vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1])),
     Case("clip", clip),
     Case("resnet", resnet),
     Case("vgg", vgg),

@@ -1,4 +1,6 @@
-"""Small models of plain torch.nn: residual, convolutional, recurrent and attending ones, as `zoo` lists them."""
+"""Small models of plain torch.nn: residual, convolutional, recurrent and attending ones, as `zoo`
+lists them.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class _Classifier(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down and up again, with a transposed convolution, a skip connection, group norm and interpolation."""
+    """Down and up again, with a transposed convolution, a skip connection, group norm and
+    interpolation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +111,17 @@ def unet() -> tuple[nn.Module, Inputs]:
 
 
 class Signals(nn.Module):
-    """Convolutions over one and three dimensions, transposed ones among them, with the other norms and paddings."""
+    """Convolutions over one and three dimensions, transposed ones among them, with the other norms
+    and paddings.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Sequential(
-            nn.Conv1d(2, 8, 5, padding=2, padding_mode="circular"), nn.InstanceNorm1d(8, affine=True), nn.PReLU(8),
-            nn.Conv1d(8, 8, 3, dilation=2, groups=8), nn.ELU(), nn.ConvTranspose1d(8, 4, 4, stride=2), nn.AvgPool1d(3),
+            nn.Conv1d(2, 8, 5, padding=2, padding_mode="circular"),
+            nn.InstanceNorm1d(8, affine=True), nn.PReLU(8),
+            nn.Conv1d(8, 8, 3, dilation=2, groups=8), nn.ELU(),
+            nn.ConvTranspose1d(8, 4, 4, stride=2), nn.AvgPool1d(3),
         )  # fmt: skip
         self.space = nn.Sequential(
             nn.Conv3d(1, 6, 3, padding="same"), nn.BatchNorm3d(6), nn.Softplus(), nn.MaxPool3d(2),
@@ -132,7 +140,9 @@ def signals() -> tuple[nn.Module, Inputs]:
 
 
 class Transformer(nn.Module):
-    """torch.nn's own encoder, whose attention is torch's multi-head attention, after an embedding that shares the head's weight."""
+    """torch.nn's own encoder, whose attention is torch's multi-head attention, after an embedding
+    that shares the head's weight.
+    """
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -184,7 +194,9 @@ def recurrent() -> tuple[nn.Module, Inputs]:
 
 
 class Perceptron(nn.Module):
-    """Layers written as functions: products of matrices without modules, an einsum, writes in place and a mixture by weights."""
+    """Layers written as functions: products of matrices without modules, an einsum, writes in place
+    and a mixture by weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()

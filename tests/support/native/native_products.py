@@ -1,4 +1,6 @@
-"""Products of matrices by the native module: calls of it whose result lies between values that must stay, and operands that lie anyhow."""
+"""Products of matrices by the native module: calls of it whose result lies between values that must
+stay, and operands that lie anyhow.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def moved(t: Tensor, places: int) -> Tensor:
 
 @contextlib.contextmanager
 def matrices_at_the_end_of_memory(dtype: torch.dtype) -> Iterator[Iterator[Tensor]]:
-    """Gives matrices of random whole numbers, by rows and by columns, that end where a page ends that nobody may read behind."""
+    """Gives matrices of random whole numbers, by rows and by columns, that end where a page ends
+    that nobody may read behind.
+    """
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     whole = torch.frombuffer(memory, dtype=dtype)

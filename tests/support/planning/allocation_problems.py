@@ -1,4 +1,6 @@
-"""Problems for tests of allocators: small models with drawn times and sensitivities, alone or on a fleet."""
+"""Problems for tests of allocators: small models with drawn times and sensitivities, alone or on a
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ THREE = ("fp32", "bf16", "int8")
 
 
 def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
-    """Returns what narrower formats add: more, the fewer bits they have, and lognormal from operator to operator."""
+    """Returns what narrower formats add: more, the fewer bits they have, and lognormal from
+    operator to operator.
+    """
     draw = random.Random(f"sensitivity {seed}")
     scale = {
         "bf16": 0.02,
@@ -53,7 +57,9 @@ def device_class(
 
 
 class PlainTimes(DrawnTimes):
-    """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can know."""
+    """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can
+    know.
+    """
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
@@ -92,7 +98,9 @@ def alone(
 def fleet(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> Problem:
-    """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
+    """Returns a problem of two devices that stay in FP32, and two slower ones that are open to
+    choice; gradients in small buckets.
+    """
     slow = device_class(name, formats, seed, times)
     fast = replace(slow, times=times(seed + 1), fixed_plan=slow.uniform("fp32"))
     slower = ClusterDevice(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)

@@ -1,4 +1,6 @@
-"""Fleets of devices of the catalog that train real models with small configurations, of any batch: V100 in FP32, and T4 open to choice."""
+"""Fleets of devices of the catalog that train real models with small configurations, of any batch:
+V100 in FP32, and T4 open to choice.
+"""
 
 from __future__ import annotations
 

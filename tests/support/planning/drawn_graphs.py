@@ -1,4 +1,5 @@
-"""Small graphs that are drawn, as classes of devices, and what the judge says of all of their plans.
+"""Small graphs that are drawn, as classes of devices, and what the judge says of all of their
+plans.
 
 Invariant: a seed gives one graph, one loss, and one class with them.
 """
@@ -21,7 +22,9 @@ from tests.support.planning.allocation_problems import PlainTimes, drawn_sensiti
 from tests.support.planning.predicted_models import DrawnTimes
 
 LOSSES = None, LossMemory(), LossMemory(held=150, most=500)
-"""By a seed's remainder, what is known of a loss: nothing, that it keeps nothing, that it keeps more than the gradients that it gives."""
+"""By a seed's remainder, what is known of a loss: nothing, that it keeps nothing, that it keeps
+more than the gradients that it gives.
+"""
 
 
 class Drawn(nn.Module):

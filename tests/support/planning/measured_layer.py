@@ -27,7 +27,9 @@ class Counted:
 
 
 def layer(inputs: int = 16) -> nn.Module:
-    """A model whose kernels are all libraries', so that nothing is compiled with a compiler of C++."""
+    """A model whose kernels are all libraries', so that nothing is compiled with a compiler
+    of C++.
+    """
     torch.manual_seed(0)
     return nn.Linear(inputs, 8, bias=False)
 

@@ -1,7 +1,9 @@
-"""What a training step really holds at most, by the allocator's own count, and what is foreseen of it.
+"""What a training step really holds at most, by the allocator's own count, and what is foreseen of
+it.
 
-Inductor's own kernels are neither built nor run unless that is asked for: what is allocated is the same, and takes seconds where compiling
-them takes a minute. The gradient that the backward pass begins with is as large as the model's result, as under any loss but a plain sum.
+Inductor's own kernels are neither built nor run unless that is asked for: what is allocated is the
+same, and takes seconds where compiling them takes a minute. The gradient that the backward pass
+begins with is as large as the model's result, as under any loss but a plain sum.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ FORMATS = ("fp32", "bf16", "int8")
 def real_and_foreseen(
     model: nn.Module, x: Tensor, plan: Plan, built: bool = False
 ) -> tuple[int, int]:
-    """Returns the most bytes that a step of a model holds beyond what is held before it, as counted and as foreseen."""
+    """Returns the most bytes that a step of a model holds beyond what is held before it, as counted
+    and as foreseen.
+    """
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     with nullcontext() if built else without_kernels():

@@ -73,7 +73,9 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """What casts are hard to foresee for: conversions of the model's, writes in place, scalars too large, FP64, named formats."""
+    """What casts are hard to foresee for: conversions of the model's, writes in place, scalars too
+    large, FP64, named formats.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +100,9 @@ class Odd(nn.Module):
 
 
 class Residual(nn.Module):
-    """A stream that branches are added to, with norms before them or behind, a loss, and a head that is not in it."""
+    """A stream that branches are added to, with norms before them or behind, a loss, and a head
+    that is not in it.
+    """
 
     def __init__(self, behind: bool, depth: int = 3, drops: float = 0.0) -> None:
         super().__init__()
@@ -120,7 +124,9 @@ class Residual(nn.Module):
 
 
 class Gated(nn.Module):
-    """ReLUs between products, and at the end of residual branches; the mean of what comes out goes through a head."""
+    """ReLUs between products, and at the end of residual branches; the mean of what comes out goes
+    through a head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +203,9 @@ def adjustable(name: str) -> list[str]:
 
 
 def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Plan]:
-    """Plans that name every operator, and ones with a default, which gives way where the model holds something else."""
+    """Plans that name every operator, and ones with a default, which gives way where the model
+    holds something else.
+    """
     ids = adjustable(name)
     fmt = st.sampled_from(formats)
     each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(
@@ -211,7 +219,9 @@ def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Pl
 
 
 class DrawnTimes:
-    """Times that differ with everything that they may depend on, and are the same when they are asked for again."""
+    """Times that differ with everything that they may depend on, and are the same when they are
+    asked for again.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

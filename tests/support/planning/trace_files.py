@@ -19,10 +19,12 @@ def edited(folder: Path, into: Path, edit: Edit, name: str = "kineto-0.json") ->
 
 
 def device_trace() -> dict[str, Any]:
-    """Written by hand in the form of a trace of two A100 (Holistic Trace Analysis, MIT): kernels run later than they are asked for.
+    """Written by hand in the form of a trace of two A100 (Holistic Trace Analysis, MIT): kernels
+    run later than they are asked for.
 
-    Two steps; in each the forward kernel of 10 us, a gap of 5, the backward kernel of 20, then an all-reduce beside nothing of 30, then the
-    optimizer's kernel of 7 and, before the next step, 3 of nothing.
+    Two steps; in each the forward kernel of 10 us, a gap of 5, the backward kernel of 20, then an
+    all-reduce beside nothing of 30, then the optimizer's kernel of 7 and, before the next step, 3
+    of nothing.
     """
     events: list[dict[str, Any]] = []
 

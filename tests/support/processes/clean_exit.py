@@ -1,4 +1,5 @@
-"""A worker that dies while it exits fails the run. Its tests have passed by then, and pytest-xdist asks no worker how it ended.
+"""A worker that dies while it exits fails the run. Its tests have passed by then, and pytest-xdist
+asks no worker how it ended.
 
 A plugin of pytest, for the process that hands out tests.
 """
@@ -37,7 +38,10 @@ class _Exits:
                 # Not that of tests which failed, and may run again: none has.
                 session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
                 files = "\n".join(f"  {file}" for file in sorted(self._files[name]))
-                what = f"worker {name} {_described(code)} when it exited; run with -p no:xdist one by one what it ran:\n{files}"
+                what = (
+                    f"worker {name} {_described(code)} when it exited; run with -p no:xdist one "
+                    f"by one what it ran:\n{files}"
+                )
                 report = pytest.TestReport(name, (name, None, name), {}, "failed", what, "teardown")
                 session.config.hook.pytest_runtest_logreport(report=report)
 
@@ -51,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         with contextlib.suppress(ImportError):
             from xdist.workermanage import NodeManager
 
-            # A worker that has not ended after so many seconds is killed, and ten are few where compilers keep the machine busy.
+            # A worker that has not ended after so many seconds is killed, and ten are few where
+            # compilers keep the machine busy.
             NodeManager.EXIT_TIMEOUT = 120
         config.pluginmanager.register(_Exits())

@@ -1,10 +1,11 @@
-"""What a shell, or torchrun, starts in place of Python: asks for a fork (forks.py) that runs the script here, and ends as that does.
+"""What a shell, or torchrun, starts in place of Python: asks for a fork (forks.py) that runs the
+script here, and ends as that does.
 
     python -IS forked.py DOOR [-u] SCRIPT ARGUMENTS...
     python -IS forked.py DOOR [-u] -m torch.distributed.run ARGUMENTS...
 
-What begins otherwise Python itself runs. The fork has this process's folder, environment and standard streams. Signals go on to it, and it
-is killed where this process is.
+What begins otherwise Python itself runs. The fork has this process's folder, environment and
+standard streams. Signals go on to it, and it is killed where this process is.
 """
 
 from __future__ import annotations

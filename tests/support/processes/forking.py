@@ -2,11 +2,11 @@
 
     python forking.py DOOR
 
-Tests ask by lines of JSON on standard input (forks.py), and have answers on standard output. What a shell or torchrun starts asks at the
-door, a socket, for a fork that runs in its place (forked.py).
+Tests ask by lines of JSON on standard input (forks.py), and have answers on standard output. What a
+shell or torchrun starts asks at the door, a socket, for a fork that runs in its place (forked.py).
 
-Invariant: what is forked has one thread and has computed nothing, so that a fork is as much a process of its own as one that started from
-nothing.
+Invariant: what is forked has one thread and has computed nothing, so that a fork is as much a
+    process of its own as one that started from nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ IMPORTED = (
     "qsync_fx.distributed",
 )
 Guests = dict[int, tuple[int, socket.socket]]
-"""Forks that were asked for at the door: by a descriptor of each, its number, and the line to who asked."""
+"""Forks that were asked for at the door: by a descriptor of each, its number, and the line to who
+asked.
+"""
 
 
 def serve(door: socket.socket) -> list[str]:
@@ -82,7 +84,9 @@ def told(request: Mapping[str, int]) -> int | None:
 
 
 def attend(guests: Guests, ready: Sequence[object]) -> None:
-    """Hands on signals, and tells who asked for a fork how it has ended; one that nobody waits for any more is killed."""
+    """Hands on signals, and tells who asked for a fork how it has ended; one that nobody waits for
+    any more is killed.
+    """
     for ended, (pid, line) in list(guests.items()):
         if ended not in ready and line in ready:
             try:
@@ -104,7 +108,9 @@ def attend(guests: Guests, ready: Sequence[object]) -> None:
 
 
 def request_of(guest: socket.socket) -> dict[str, Any] | None:
-    """Returns what is asked at the door, with the three streams that came with it; None where whoever asked is gone."""
+    """Returns what is asked at the door, with the three streams that came with it; None where
+    whoever asked is gone.
+    """
     with contextlib.suppress(OSError):
         size, streams, _, _ = socket.recv_fds(guest, 8, 3)
         text = guest.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)

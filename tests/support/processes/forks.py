@@ -1,7 +1,8 @@
-"""Processes that begin where another has imported torch and qsync_fx: forks of it (forking.py), each of which saves six seconds of a core.
+"""Processes that begin where another has imported torch and qsync_fx: forks of it (forking.py),
+each of which saves six seconds of a core.
 
-Invariant: what a process imports may depend on its environment: a fork has the one that was there when its first module was imported, but
-for what nobody asks for before it is needed.
+Invariant: what a process imports may depend on its environment: a fork has the one that was there
+    when its first module was imported, but for what nobody asks for before it is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _EACH = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "COLUMNS")
-"""What each fork is given as it starts; the process that is forked has none of it, and threads are set by the first (forking.py)."""
+"""What each fork is given as it starts; the process that is forked has none of it, and threads are
+set by the first (forking.py).
+"""
 _LATER = (
     *_EACH,
     "PATH",
@@ -97,9 +100,11 @@ class Server:
         )
 
     def shell(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of a shell in which `python SCRIPT`, `qsync` and what torchrun starts are forks, too.
+        """Returns the environment of a shell in which `python SCRIPT`, `qsync` and what torchrun
+        starts are forks, too.
 
-        A fork has all of the variables that its shell has, whatever was there as modules were imported.
+        A fork has all of the variables that its shell has, whatever was there as modules were
+        imported.
         """
         path = os.pathsep.join([str(self._commands), environment.get("PATH", os.defpath)])
         return {**_wanted(environment), "PATH": path, "PYTHON_EXEC": str(self._commands / "python")}
@@ -136,7 +141,9 @@ _servers: dict[frozenset[tuple[str, str]], Server] = {}
 
 
 def server(environment: Mapping[str, str]) -> Server:
-    """Returns what can be forked in an environment: one that is asked for once has imported no more than its fork would have."""
+    """Returns what can be forked in an environment: one that is asked for once has imported no more
+    than its fork would have.
+    """
     key = frozenset(
         (name, value) for name, value in _wanted(environment).items() if name not in _LATER
     )
@@ -167,7 +174,9 @@ def start(
     folder: Path | None = None,
     of: Server | None = None,
 ) -> Process:
-    """Starts a Python script in a folder, the one at hand by default; what it prints goes to a file."""
+    """Starts a Python script in a folder, the one at hand by default; what it prints goes to a
+    file.
+    """
     later = {name: environment[name] for name in _LATER if name in environment}
     of = of or server(environment)
     return of.fork(

@@ -1,8 +1,11 @@
-"""Starts the ranks of a test as processes of their own, each with a log, a result and an end. None outlives the call.
+"""Starts the ranks of a test as processes of their own, each with a log, a result and an end. None
+outlives the call.
 
-The scripts are in ../communication and ../distributed; PYTHONPATH is the root of the repository, so that they import tests.support.
+The scripts are in ../communication and ../distributed; PYTHONPATH is the root of the repository, so
+that they import tests.support.
 
-The store of their process group lives in the test's process, as in the launcher's under torchrun: no rank takes it along when it dies.
+The store of their process group lives in the test's process, as in the launcher's under torchrun:
+no rank takes it along when it dies.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ def run(
 ) -> list[Ended]:
     """Runs a script of tests/support on all ranks; returns what became of each.
 
-    Waits until all have ended, and, where one has not, so many seconds `after` the others. A GPU is nothing to a fork of a process that has
+    Waits until all have ended, and, where one has not, so many seconds `after` the others. A GPU is
+    nothing to a fork of a process that has
     asked for one: where ranks use it, they are not `forked`.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -113,7 +117,9 @@ def script_of(name: str) -> Path:
 
 
 def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> list[Any]:
-    """Returns what all ranks have written of a part of a script; they all have to come to their end."""
+    """Returns what all ranks have written of a part of a script; they all have to come to their
+    end.
+    """
     folder.mkdir(exist_ok=True)
     ended = run(script, world, folder, name=name, **job)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
@@ -121,7 +127,9 @@ def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> 
 
 
 def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[str, Any]]:
-    """Joins the process group as a rank that `run` has started; returns the rank, how many there are, the folder and the job."""
+    """Joins the process group as a rank that `run` has started; returns the rank, how many there
+    are, the folder and the job.
+    """
     import datetime
 
     rank, world, port, folder, job = arguments
@@ -142,11 +150,13 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
 def play(
     parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Runs the part that the job of a rank names, as (rank, world, job), writes what it returns, and ends the process.
+    """Runs the part that the job of a rank names, as (rank, world, job), writes what it returns,
+    and ends the process.
 
     Args:
         parts: a script's globals.
-        arguments: what `run` has given the rank; the job's "where" is the ranks' folder, unless it has one.
+        arguments: what `run` has given the rank; the job's "where" is the ranks' folder, unless it
+            has one.
         meet: whether ranks of a part wait for one another at the end.
     """
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
-"""Convolution kernels of CUTLASS 2.x, run on the CPU: outputs and gradients, each element to the last bit. See cutlass_cpu.py.
+"""Convolution kernels of CUTLASS 2.x, run on the CPU: outputs and gradients, each element to the
+last bit. See cutlass_cpu.py.
 
-Compiling is what takes time: in the tier all each product with each kind of operands, each output, and each order; all 2.x kernels in the
-tier every.
+Compiling is what takes time: in the tier all each product with each kind of operands, each output,
+and each order; all 2.x kernels in the tier every.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all. In the fast tier products of matrices stand for convolutions: the templates are the same.
+# Whichever test is first compiles for all. In the fast tier products of matrices stand for
+# convolutions: the templates are the same.
 pytestmark = [pytest.mark.timeout(7200), tiers.ALL]
 
 CHANGED = {
@@ -60,7 +62,9 @@ def of_each_kind() -> list[KernelConfig]:
 
 
 def facts(c: KernelConfig) -> Iterable[object]:
-    """Of formats that are as wide, on the same units, the text is the same but for the instruction, which products of matrices have too."""
+    """Of formats that are as wide, on the same units, the text is the same but for the instruction,
+    which products of matrices have too.
+    """
     kind = size_of(c.a), c.unit, c.a == "int8"
     return (
         (c.operation, kind),
@@ -125,7 +129,7 @@ ASKED = [config for config in one_of_each() if config.a in ("int8", "bf16") and 
 
 
 @pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, ASKED, {"int8"}))
-def test_what_kernels_are_asked_on_a_gpu(
+def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cutlass_cpu.as_a_gpu(libraries, monkeypatch)

@@ -1,7 +1,8 @@
-"""Copies and conversions of matrices equal torch's to the bit, without a GPU: the kernels' sources, compiled for the CPU.
+"""Copies and conversions of matrices equal torch's to the bit, without a GPU: the kernels' sources,
+compiled for the CPU.
 
-Tiles, tails, zeros and alignments are those that nvcc compiles. The memory around results is watched. How tensors reach the kernels is in
-test_converting.py.
+Tiles, tails, zeros and alignments are those that nvcc compiles. The memory around results is
+watched. How tensors reach the kernels is in test_converting.py.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def sizes(draw: st.DrawFn, small: bool = False) -> int:
 @settings(max_examples=6)
 @given(data=st.data())
 def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
-    """Any sizes, gaps between rows and matrices, starts between multiples of 16 bytes, more room than values."""
+    """Any sizes, gaps between rows and matrices, starts between multiples of 16 bytes, more room
+    than values.
+    """
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**62)))
     batches, rows, columns = (
         data.draw(st.sampled_from([1, 1, 3])),
@@ -80,8 +83,10 @@ def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("x", [name for name in NUMBERS if name != "fp32"])
 @pytest.mark.parametrize("y", FLOATS)
-def test_every_number_there_is(x: str, y: str) -> None:
-    """All bit patterns of up to 16 bits, with scales that make the results denormal, zero, huge and infinite."""
+def test_conversion_of_every_value(x: str, y: str) -> None:
+    """All bit patterns of up to 16 bits, with scales that make the results denormal, zero, huge and
+    infinite.
+    """
     dtype = DTYPES[x]
     codes = (
         torch.arange(256, dtype=torch.uint8)
@@ -130,7 +135,7 @@ def test_roundings_of_fp32(y: str) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_is_empty_is_zeros(turned: bool) -> None:
+def test_padding_is_zero(turned: bool) -> None:
     for inner in ((0, 5), (5, 0), (0, 0)):
         x = torch.empty((1, *inner), dtype=torch.int8)
         assert run(x, ("bits8", "bits8"), turned, (2, 40, 33)).eq(0).all()
@@ -192,7 +197,9 @@ def test_elements_that_are_not_aligned_to_themselves() -> None:
     ("arch", "x", "y"), [("sm_90a", "bits8", "bits8"), ("sm_80", "int8", "bf16")]
 )
 def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> None:
-    """No kernel spills or has a stack, which `compiler.build` refuses; more than 2^31 elements are taken."""
+    """No kernel spills or has a stack, which `compiler.build` refuses; more than 2^31 elements are
+    taken.
+    """
     try:
         toolchain.toolchain()
     except ToolchainError as error:

@@ -1,7 +1,9 @@
-"""GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to the last bit.
+"""GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to
+the last bit.
 
-Compiling is what takes time: three kernels in the fast tier, in the tier all each pair of formats, layout and order of each target, and
-all 2.x kernels in the tier every, which takes half an hour.
+Compiling is what takes time: three kernels in the fast tier, in the tier all each pair of formats,
+layout and order of each target, and all 2.x kernels in the tier every, which takes half an
+hour.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def all_kernels() -> list[KernelConfig]:
-    """Kernels of 2.x, but for those that differ from another one in the target alone: the same text is compiled for both."""
+    """Kernels of 2.x, but for those that differ from another one in the target alone: the same text
+    is compiled for both.
+    """
     found: dict[KernelConfig, KernelConfig] = {}
     for arch in ("sm_75", "sm_80", "sm_89"):
         for config in gemm_configs(arch):
@@ -98,14 +102,16 @@ def test_results_are_equal_to_the_last_bit(
 
 
 @pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, one_of_each(), {"int8", "bf16"}))
-def test_what_kernels_are_asked_on_a_gpu(
+def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks of tests/gpu, which share nothing with those of here: FP64, longer sums, values that are not finite."""
+    """The checks of tests/gpu, which share nothing with those of here: FP64, longer sums, values
+    that are not finite.
+    """
     cutlass_cpu.as_a_gpu(libraries, monkeypatch)
     test_gemm.test_exact_sums_are_right_to_the_last_bit(config)
     test_gemm.test_random_data_against_fp64(config)
-    test_gemm.test_what_is_not_finite_stays_in_its_rows(config)
+    test_gemm.test_nonfinite_values_stay_in_their_rows(config)
 
 
 def test_scales_that_are_not_numbers_make_their_rows_so(
@@ -134,7 +140,9 @@ def test_scales_that_are_not_numbers_make_their_rows_so(
 def test_the_wrapper_around_a_kernel(
     libraries: dict[KernelConfig, Library], problem: GemmProblem
 ) -> None:
-    """What the operators call, with a kernel for tensor cores behind it: sizes filled up with zeros, layouts changed, results cut out."""
+    """What the operators call, with a kernel for tensor cores behind it: sizes filled up with
+    zeros, layouts changed, results cut out.
+    """
     generator = torch.Generator().manual_seed(5)
     for taken in padding.alternatives(problem):
         served = [

@@ -1,8 +1,9 @@
-"""Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result to the last bit.
+"""Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result
+to the last bit.
 
-The tier all has one kernel of each kind: of products each width of operands, integers and floats, each layout, schedule and order, and each
-convolution is met by one of them. The tier every has each pair of formats with each layout, schedule and order. Compiling is what takes
-time.
+The tier all has one kernel of each kind: of products each width of operands, integers and floats,
+each layout, schedule and order, and each convolution is met by one of them. The tier every has
+each pair of formats with each layout, schedule and order. Compiling is what takes time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def convolutions() -> list[KernelConfig]:
 
 
 def kind(c: KernelConfig) -> object:
-    """What of a format is in a kernel's text: how wide operands are, which decides tiles and swizzles, and whether sums are integers."""
+    """What of a format is in a kernel's text: how wide operands are, which decides tiles and
+    swizzles, and whether sums are integers.
+    """
     return size_of(c.a), c.a == "int8"
 
 
@@ -61,7 +64,9 @@ def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
 
 
 def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
-    """Of formats products have each kind: a convolution differs from them in how its operands are loaded."""
+    """Of formats products have each kind: a convolution differs from them in how its operands are
+    loaded.
+    """
     return (("operation", c.operation),)
 
 

@@ -1,8 +1,11 @@
-"""The CUDA quantizer equals the reference to the last bit, without a GPU: its sources, kernels and launches and all, compiled for the CPU.
+"""The CUDA quantizer equals the reference to the last bit, without a GPU: its sources, kernels and
+launches and all, compiled for the CPU.
 
-tests/support/cuda/on_cpu/cuda_on_cpu.h runs every thread of a threadblock as a context of its own, so what is tested is the code that nvcc
-compiles: the tiles and their tails, the parts of the reduction, the workspace. What only a GPU can show, such as the rounding modes of its
-additions, is left to the tests that have one; single values are in test_cuda_rounding.py.
+tests/support/cuda/on_cpu/cuda_on_cpu.h runs every thread of a threadblock as a context of its own,
+so what is tested is the code that nvcc
+compiles: the tiles and their tails, the parts of the reduction, the workspace. What only a GPU can
+    show, such as the rounding modes of its additions, is left to the tests that have one; single
+    values are in test_cuda_rounding.py.
 """
 
 from __future__ import annotations
@@ -172,7 +175,9 @@ def check(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> None:
 
 @st.composite
 def matrices(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
-    """Matrices of all shapes, with and without gaps between rows, of all magnitudes, with and without zeros, NaN and Inf."""
+    """Matrices of all shapes, with and without gaps between rows, of all magnitudes, with and
+    without zeros, NaN and Inf.
+    """
     rows = draw(
         st.one_of(st.integers(1, 20), st.integers(1, 300), st.sampled_from([16, 128, 144, 256]))
     )
@@ -231,8 +236,12 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_device_changes_nothing(on_cpu: Compiled, group: int, transposed: bool) -> None:
-    """However many multiprocessors cut the work: several parts of the reduction, several tiles a threadblock, one."""
+def test_result_does_not_depend_on_the_device(
+    on_cpu: Compiled, group: int, transposed: bool
+) -> None:
+    """However many multiprocessors cut the work: several parts of the reduction, several tiles a
+    threadblock, one.
+    """
     library, x = on_cpu("bf16", "int8"), torch.randn(3, 4000 if group == 1 else 200).bfloat16()
     x = x if group == 1 else x.repeat(100, 1)
     case = Case("int8", "stochastic", group, transposed, 5, 6)
@@ -296,7 +305,9 @@ def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
 
 @tiers.ALL
 def test_compiles_for_the_device(tmp_path: Path) -> None:
-    """No kernel spills or has a stack, which `compiler.build` refuses; and the library answers where there is no device."""
+    """No kernel spills or has a stack, which `compiler.build` refuses; and the library answers
+    where there is no device.
+    """
     try:
         toolchain.toolchain()
     except ToolchainError as error:

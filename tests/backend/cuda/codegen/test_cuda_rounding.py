@@ -1,7 +1,8 @@
-"""The CUDA kernels' arithmetic, one value at a time: division, rounding, random numbers. Compiled for the CPU and held against torch.
+"""The CUDA kernels' arithmetic, one value at a time: division, rounding, random numbers. Compiled
+for the CPU and held against torch.
 
-Whole matrices are in test_cuda_quantizer.py. What is here is rare there: quotients next to ties, fractions next to the random number they
-are compared with, scales at the end of the range.
+Whole matrices are in test_cuda_quantizer.py. What is here is rare there: quotients next to ties,
+fractions next to the random number they are compared with, scales at the end of the range.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def pointer(t: Tensor) -> ctypes.c_void_p:
 
 
 def floats(n: int, generator: torch.Generator, low: int = -149, high: int = 127) -> Tensor:
-    """Returns FP32 numbers of every exponent and both signs, some with few bits, so that quotients come near ties."""
+    """Returns FP32 numbers of every exponent and both signs, some with few bits, so that quotients
+    come near ties.
+    """
     exponent = torch.randint(low, high + 1, (n,), generator=generator)
     mantissa = 1 + torch.randint(0, 1 << 23, (n,), generator=generator).double() * 2.0**-23
     few = torch.rand(n, generator=generator) < 0.3
@@ -142,7 +145,9 @@ def test_values_of_every_size(functions: ctypes.CDLL, fmt: str, rounding: str, s
 def test_values_next_to_where_the_rounding_turns(
     functions: ctypes.CDLL, fmt: str, rounding: str, seed: int
 ) -> None:
-    """Each is a number of the format plus a part of its step: the random number, a half, or nothing; or a neighbour of that."""
+    """Each is a number of the format plus a part of its step: the random number, a half, or
+    nothing; or a neighbour of that.
+    """
     generator, row = fresh(seed), precision(fmt)
     sixteen = torch.randint(0, 1 << 16, (N,), generator=generator)
     sixteen[: N // 8] = torch.randint(0, 3, (N // 8,), generator=generator) - 1 & 0xFFFF
@@ -179,7 +184,7 @@ def test_values_next_to_where_the_rounding_turns(
 
 
 @every_format
-def test_what_is_exact_stays(functions: ctypes.CDLL, fmt: str) -> None:
+def test_exact_values_are_unchanged(functions: ctypes.CDLL, fmt: str) -> None:
     row = precision(fmt)
     every = torch.arange(256, dtype=torch.uint8).view(row.dtype).float()
     every = every[every.abs() <= row.max]

@@ -1,4 +1,6 @@
-"""The C interface of kernels is the same in Python and in C++: sizes, offsets and the version, from the host compiler itself."""
+"""The C interface of kernels is the same in Python and in C++: sizes, offsets and the version, from
+the host compiler itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as many run as memory holds."""
+"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as
+many run as memory holds.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,11 @@ def builder() -> subprocess.Popen[str]:
 
 
 @tiers.ALL
-def test_of_two_processes_one_compiles(
+def test_one_of_two_processes_compiles(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
+    # Compilers wait until both processes have looked into the cache, or the second would only find
+    # there what the first has made.
     wanted = tmp_path / "wanted"
     wanted.mkdir()
     monkeypatch.setenv("WANTED", str(wanted))
@@ -72,7 +75,7 @@ def test_of_two_processes_one_compiles(
     assert nothing_is_left(home)
 
 
-def test_who_waits_for_another_process_says_so(
+def test_waiting_for_another_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
@@ -99,7 +102,7 @@ def test_who_waits_for_another_process_says_so(
     ) == "" and "has been waiting 5 s" in said(86.0, "raced")
 
 
-def test_lines_are_said_after_a_second_and_by_the_first_rank(
+def test_progress_is_printed_after_a_second_by_rank_0(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -118,7 +121,7 @@ def test_lines_are_said_after_a_second_and_by_the_first_rank(
     assert said() == ""
 
 
-def test_an_interrupt_leaves_nothing(
+def test_interrupt_leaves_no_files(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -141,7 +144,7 @@ def test_an_interrupt_leaves_nothing(
     assert entry_of(home).manifest.name == "small"
 
 
-def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
+def test_interrupt_at_compiler_start_leaves_no_files(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -171,7 +174,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_compilers_run_side_by_side_as_far_as_memory_goes(
+def test_concurrent_compilers_are_limited_by_memory(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = tmp_path / "marks"

@@ -32,7 +32,7 @@ ptxas info    : Used 12 registers, 364 bytes cmem[0]
 """
 
 
-def test_resources_are_those_of_the_hungriest_kernel() -> None:
+def test_resources_are_the_maximum_over_kernels() -> None:
     report = REPORT.format(stack=0, spills=0, loads=0)
     assert sass.resources(report) == Resources(
         registers=254, shared_memory=16384, stack=0, spills=0
@@ -41,14 +41,15 @@ def test_resources_are_those_of_the_hungriest_kernel() -> None:
     assert sass.resources("") == Resources(0, 0, 0, 0)
 
 
-def test_what_must_not_be_used() -> None:
+def test_unusable_kernels_are_refused() -> None:
     assert (
         sass.complaint(REPORT.format(stack=0, spills=0, loads=24))
         == "it spills 24 bytes of registers to memory (it uses 254)"
     )
     assert "40 bytes of stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
     serialized = (
-        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to "
         "wgmma pipeline crossing function boundary at a function call in the function 'kernel'\n"
     )
     assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))

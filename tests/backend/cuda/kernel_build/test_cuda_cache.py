@@ -26,7 +26,7 @@ pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 TOOLS = tools_or_skip()
 
 
-def test_what_is_built_is_kept(home: Path, calls: Callable[[], int]) -> None:
+def test_built_kernels_are_cached(home: Path, calls: Callable[[], int]) -> None:
     path = compiler.build([UNIT, UNIT])[UNIT]
     assert path == entry_of(home).library
     assert path.is_file()
@@ -48,8 +48,10 @@ def test_a_library_answers(home: Path) -> None:
     assert not hasattr(ctypes.CDLL(None), "qsync_run"), "its symbols must not be seen by others"
 
 
-def test_no_process_unloads_what_it_compiled(home: Path, tmp_path: Path) -> None:
-    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung when it was started."""
+def test_compiled_libraries_stay_loaded(home: Path, tmp_path: Path) -> None:
+    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung
+    when it was started.
+    """
     ran = tmp_path / "ran"
     tells = f"""
 #include <cstdio>
@@ -95,7 +97,9 @@ print("answered")
     ],
 )
 def test_a_library_outlives_its_file(home: Path, change: str) -> None:
-    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
+    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on
+    and exits.
+    """
     script = OUTLIVES.format(change=change)
     python = [sys.executable, "-c", script, str(entry_of(home).library)]
     around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
@@ -103,7 +107,7 @@ def test_a_library_outlives_its_file(home: Path, change: str) -> None:
     assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
 
 
-def test_what_the_manifest_says(home: Path) -> None:
+def test_manifest_content(home: Path) -> None:
     found = entry_of(home).manifest
     assert (found.name, found.arch, found.refused) == ("small", "sm_80", "")
     assert 0 < found.resources.registers < 40
@@ -115,7 +119,7 @@ def test_what_the_manifest_says(home: Path) -> None:
     )
 
 
-def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> None:
+def test_library_of_another_unit_is_not_loaded(home: Path, tmp_path: Path) -> None:
     path = compiler.build([UNIT])[UNIT]
     with pytest.raises(KernelError, match="its name is 'small', not 'other'"):
         library.load(path, small_unit("other"))
@@ -131,7 +135,7 @@ def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> N
         library.load(libm, UNIT)
 
 
-def test_a_library_of_another_version_is_not_taken(home: Path) -> None:
+def test_library_of_another_version_is_not_loaded(home: Path) -> None:
     unit = small_unit(abi="QSYNC_ABI_VERSION + 1")
     with pytest.raises(KernelError, match="ABI version is 2, not 1"):
         library.load(compiler.build([unit])[unit], unit)
@@ -140,7 +144,7 @@ def test_a_library_of_another_version_is_not_taken(home: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"arch": "sm_86"}, {"opcode": "FFMA"}, {"remark": "!"}, {"interface": "conv"}]
 )
-def test_the_key_holds_everything(change: dict[str, str]) -> None:
+def test_key_covers_all_inputs(change: dict[str, str]) -> None:
     assert content_key(small_unit(**change)) != content_key(UNIT)
     assert content_key(small_unit()) == content_key(UNIT)
 
@@ -168,7 +172,7 @@ def test_flags_in_the_environment_are_in_the_key(
     assert calls() == 1
 
 
-def test_the_digest_of_headers_is_remembered_and_made_anew(tmp_path: Path) -> None:
+def test_digest_of_headers_is_cached_and_updated(tmp_path: Path) -> None:
     from qsync_fx.backend.cuda.kernel_build.kernel_cache import headers_digest
 
     folder = tmp_path / "include"
@@ -207,7 +211,7 @@ def test_a_source_that_does_not_compile(home: Path) -> None:
         compiler.build([bad, good], progress=False)
 
 
-def test_a_kernel_that_keeps_its_values_on_the_stack_is_refused_and_remembered(
+def test_kernel_with_register_spills_is_refused_and_recorded(
     home: Path, calls: Callable[[], int]
 ) -> None:
     unit = small_unit("slow", body=SPILLS)
@@ -217,7 +221,7 @@ def test_a_kernel_that_keeps_its_values_on_the_stack_is_refused_and_remembered(
     assert calls() == 1
 
 
-def test_an_instruction_that_is_not_there_is_refused(home: Path) -> None:
+def test_kernel_without_its_instruction_is_refused(home: Path) -> None:
     from qsync_fx.backend.cuda.kernel_build import sass
 
     if sass.disassembler() is None:
@@ -243,14 +247,14 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_what_is_cached_serves(home: Path) -> None:
+def test_cached_kernels_are_used_without_a_compiler(home: Path) -> None:
     assert compiler.build([UNIT])[UNIT] == entry_of(home).library
     with pytest.raises(ToolchainError, match="QSYNC_NVCC=/nowhere/nvcc"):
         compiler.build([UNIT, small_unit("other")])
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_what_was_built_ahead_of_time_serves(
+def test_ahead_of_time_kernels_are_used_without_a_compiler(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.move(home / "kernels", tmp_path / "brought here")
@@ -269,8 +273,10 @@ def test_without_a_compiler_what_was_built_ahead_of_time_serves(
         compiler.build([UNIT])
 
 
-def test_a_folder_of_its_own(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
-    """What `qsync kernels build --output` does: the folder holds all of it, whatever the cache has."""
+def test_separate_cache_folder(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
+    """What `qsync kernels build --output` does: the folder holds all of it, whatever the
+    cache has.
+    """
     path = compiler.build([UNIT], folder=tmp_path / "to carry")[UNIT]
     assert path.is_relative_to(tmp_path / "to carry")
     assert calls() == 1

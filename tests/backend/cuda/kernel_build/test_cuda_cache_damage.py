@@ -1,4 +1,6 @@
-"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there, and is built anew."""
+"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there,
+and is built anew.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ DAMAGE: dict[str, Callable[[kernel_cache.CacheEntry], None]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_entry_is_as_if_it_were_not_there(how: str, home: Path) -> None:
+def test_damaged_entry_is_ignored(how: str, home: Path) -> None:
     entry = entry_of(home)
     key = entry.manifest.content, entry.manifest.tools
     assert kernel_cache.find(home / "kernels", *key) == entry
@@ -90,7 +92,7 @@ def test_a_damaged_entry_is_as_if_it_were_not_there(how: str, home: Path) -> Non
     assert list(kernel_cache.entries(home / "kernels")) == [entry.folder]
 
 
-def test_a_damaged_entry_is_built_anew(home: Path, calls: Callable[[], int]) -> None:
+def test_damaged_entry_is_rebuilt(home: Path, calls: Callable[[], int]) -> None:
     DAMAGE["truncated library"](entry_of_damaged := entry_of(home))
     path = compiler.build([UNIT])[UNIT]
     assert calls() == 1

@@ -16,7 +16,7 @@ pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 tools_or_skip()
 
 
-def test_a_folder_that_anybody_may_write_to_is_refused(
+def test_world_writable_folder_is_refused(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "kernels").chmod(0o777)
@@ -59,7 +59,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_cache.root() == Path("/home/three/.cache/qsync_fx/kernels")
 
 
-def test_what_killed_processes_left_is_swept(home: Path) -> None:
+def test_files_of_killed_processes_are_removed(home: Path) -> None:
     old, new = kernel_cache.workplace(home / "kernels"), kernel_cache.workplace(home / "kernels")
     (old / "tmp").mkdir()
     os.utime(old, (0, 0))

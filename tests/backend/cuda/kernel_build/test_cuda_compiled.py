@@ -1,7 +1,9 @@
-"""A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one.
+"""A sample of all kernels, compiled: none spills, each has its instruction. `make
+test-cuda-compile` compiles every one.
 
-Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation compiled, and its checks are the same: a
-sample of those is in the tier every, and so is one of sm_86, all of whose kernels sm_89 has, too.
+Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation
+compiled, and its checks are the same: a sample of those is in the tier every, and so is one of
+sm_86, all of whose kernels sm_89 has, too.
 """
 
 from __future__ import annotations

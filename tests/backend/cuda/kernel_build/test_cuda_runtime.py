@@ -17,10 +17,12 @@ pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 TOOLS = tools_or_skip()
 
 
-def test_the_runtime_is_found_where_the_system_does_not_look(
+def test_runtime_is_found_outside_the_system_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime of a version that no machine has, as torch brings it along in a folder of its own."""
+    """A runtime of a version that no machine has, as torch brings it along in a folder of
+    its own.
+    """
     (tmp_path / "lib").mkdir()
     (tmp_path / "one.c").write_text("int cuda_of_test(void) { return 41; }")
     (tmp_path / "two.c").write_text(

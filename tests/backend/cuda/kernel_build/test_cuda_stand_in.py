@@ -1,7 +1,9 @@
-"""What kernels ask of CUDA, on a runtime that is not there: grids, shared memory, clusters, tensor maps, the stream, and nothing else.
+"""What kernels ask of CUDA, on a runtime that is not there: grids, shared memory, clusters, tensor
+maps, the stream, and nothing else.
 
-The fast tier runs a quantizer and a copy, the tier all a kernel of each operation and order as well, not for each target, and the tier
-every one of each kind for each target. Compiling is what takes time, of large tiles most.
+The fast tier runs a quantizer and a copy, the tier all a kernel of each operation and order as
+well, not for each target, and the tier every one of each kind for each target. Compiling is what
+takes time, of large tiles most.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
 
 
 def products(arch: Arch, whole: bool) -> list[tuple[KernelConfig, dict[str, int]]]:
-    """Kernels on sizes from one tile to many: those of `one_of_each`; with `whole` one for each pair of formats and layout, too."""
+    """Kernels on sizes from one tile to many: those of `one_of_each`; with `whole` one for each
+    pair of formats and layout, too.
+    """
     chosen: dict[tuple[object, ...], KernelConfig] = {}
     for config in candidates.all_configs(arch) if whole else one_of_each(arch):
         more = (config.a, config.schedule, config.a_major, config.b_major) if whole else ()
@@ -98,9 +102,11 @@ def products(arch: Arch, whole: bool) -> list[tuple[KernelConfig, dict[str, int]
 
 
 def one_of_each(arch: Arch) -> list[KernelConfig]:
-    """The kernels that are looked at first: on Hopper those that it has alone, and elsewhere small ones, on sm_75 in one order.
+    """The kernels that are looked at first: on Hopper those that it has alone, and elsewhere small
+    ones, on sm_75 in one order.
 
-    Hopper's gradient of the input is launched as its convolution is: tests/backend/cuda/source computes it on the CPU.
+    Hopper's gradient of the input is launched as its convolution is: tests/backend/cuda/source
+    computes it on the CPU.
     """
     every = candidates.all_configs(arch)
     if arch == "sm_90a":
@@ -184,7 +190,8 @@ def check(
 @pytest.mark.parametrize("arch", ["sm_75"])
 def test_a_quantizer_and_a_copy(runtime: Path, arch: Arch) -> None:
     answers = check(runtime, plain(arch))
-    # One kernel finds the largest magnitude and one rounds, for one scale; a second pass joins parts where there are many scales.
+    # One kernel finds the largest magnitude and one rounds, for one scale; a second pass joins
+    # parts where there are many scales.
     assert {len(answer["lines"]) for answer in answers} <= {1, 2, 3}
 
 
@@ -220,7 +227,10 @@ class Dim3(ctypes.Structure):
 
 
 def test_the_stand_in_does_complain(tmp_path: Path) -> None:
-    """Else the tests above could not fail. It is loaded into this process, whose other tests want the runtime itself."""
+    """Else the tests above could not fail.
+
+    It is loaded into this process, whose other tests want the runtime itself.
+    """
     library = ctypes.CDLL(str(stand_in.runtime(tmp_path, "libcudart_apart.so.1")))
     library.stand_in_lines.restype = ctypes.c_char_p
     library.cudaLaunchKernel.argtypes = [

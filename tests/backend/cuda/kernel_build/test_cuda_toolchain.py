@@ -1,4 +1,6 @@
-"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are scripts that tell a version."""
+"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are
+scripts that tell a version.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def complains(*words: str) -> ToolchainError:
     return error
 
 
-def test_everything_is_missing_one_after_the_other(bare: Path) -> None:
+def test_each_missing_tool_is_reported(bare: Path) -> None:
     complains("no nvcc of 12.4 or later", "QSYNC_NVCC", "QSYNC_KERNELS_PATH")
     nvcc(bare / "path/nvcc")
     complains("C++ compiler", "apt-get install g++")
@@ -69,7 +71,7 @@ def test_everything_is_missing_one_after_the_other(bare: Path) -> None:
     complains("CUTLASS headers were not found", "pip install --no-deps nvidia-cutlass")
 
 
-def test_finds_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolchain_is_complete(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc(bare / "path/nvcc")
     program(bare / "path/g++", "12.2.0")
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
@@ -97,20 +99,20 @@ def test_the_order_of_places(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert toolchain.dotted(toolchain.nvcc().version) == version
 
 
-def test_one_too_old_is_passed_over_and_told(bare: Path) -> None:
+def test_outdated_tool_is_skipped_and_reported(bare: Path) -> None:
     nvcc(bare / "path/nvcc", "11.8.89")
     complains("no nvcc of 12.4 or later", f"{bare}/path/nvcc is 11.8.89")
     nvcc(bare / "usual/bin/nvcc", "12.8.93")
     assert toolchain.nvcc().path == bare / "usual/bin/nvcc"
 
 
-def test_one_that_fails_is_told(bare: Path) -> None:
+def test_failing_tool_is_reported(bare: Path) -> None:
     program(bare / "path/nvcc", "error while loading shared libraries", status=127)
     complains("path/nvcc does not run")
 
 
 @pytest.mark.parametrize("name", ["QSYNC_NVCC", "CUDACXX"])
-def test_one_that_the_user_named_is_not_passed_over(
+def test_tool_named_by_the_user_is_not_skipped(
     name: str, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc(bare / "path/nvcc")
@@ -120,7 +122,7 @@ def test_one_that_the_user_named_is_not_passed_over(
     complains("nvcc is 12.3.0", f"correct {name}")
 
 
-def test_a_host_compiler_too_new_gives_way_to_one_that_fits(
+def test_unsupported_host_compiler_falls_back_to_a_supported_one(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = ToolProgram(nvcc(bare / "path/nvcc", "12.8.93"), (12, 8, 93))
@@ -147,7 +149,7 @@ def test_a_host_compiler_too_old(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "include", "source"])
-def test_cutlass_is_named_in_several_ways(
+def test_cutlass_can_be_configured_in_several_ways(
     below: str, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = cutlass(bare / "checkout" / ("source" if below == "source" else ""))
@@ -166,7 +168,7 @@ def test_cutlass_too_old_or_none(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         toolchain.cutlass()
 
 
-def test_cutlass_beside_the_sources(bare: Path) -> None:
+def test_cutlass_next_to_the_sources(bare: Path) -> None:
     cutlass(bare / "third_party/cutlass")
     assert toolchain.cutlass().folders[0] == bare / "third_party/cutlass/include"
 

@@ -1,4 +1,6 @@
-"""How operands lie, what is padded and copied for a kernel, and where that is worth it: without values."""
+"""How operands lie, what is padded and copied for a kernel, and where that is worth it: without
+values.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,10 @@ def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObje
     assert padding.moved(problem, taken) >= padding.moved(problem, problem)
 
 
-def test_what_pays_is_a_matter_of_bytes() -> None:
-    """cuBLAS takes INT8 in eights and BF16 as it comes: odd INT8 sizes are worth a copy, odd BF16 sizes and tiny ones are not."""
+def test_padding_is_profitable_by_bytes() -> None:
+    """cuBLAS takes INT8 in eights and BF16 as it comes: odd INT8 sizes are worth a copy, odd BF16
+    sizes and tiny ones are not.
+    """
     assert padding.pays(INT8, INT8)
     odd = replace(INT8, k=4095)
     assert padding.pays(odd, padding.filled(odd))

@@ -1,4 +1,5 @@
-"""How tensors reach the kernel that copies matrices: the wrapper and `qsync::convert`, with any strides, and torch where no kernel serves.
+"""How tensors reach the kernel that copies matrices: the wrapper and `qsync::convert`, with any
+strides, and torch where no kernel serves.
 
 The kernels are those of test_cuda_convert.py, on the CPU.
 """
@@ -95,7 +96,7 @@ def test_images_are_copied_as_torch_copies_them(
     assert torch.equal(found.view(n, h, w, c).permute(0, 3, 1, 2), want)
 
 
-def test_what_lies_neither_way_is_torchs_to_copy(by_kernel: None) -> None:
+def test_other_layouts_are_copied_by_torch(by_kernel: None) -> None:
     with assumed("sm_80", on="cpu"):
         sparse = lying(torch.ones(8, 8, dtype=torch.int8), "sparse")
         assert layout_convert.laid_out(sparse, 16, 8, "row").sum() == 64
@@ -130,7 +131,7 @@ def test_a_kernel_that_fails_is_torchs_to_replace(monkeypatch: pytest.MonkeyPatc
     assert "CUDA graph" in launch_utils.reasons()["copy 3 x 5 int8"]
 
 
-def test_what_models_need_is_compiled_ahead() -> None:
+def test_conversions_of_models_are_compiled_ahead_of_time() -> None:
     large = GemmProblem(
         4096, 4096, 4095, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor"
     )
@@ -194,7 +195,7 @@ def test_the_operator_by_torch_and_by_a_kernel(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_operator_is_one_to_torch(case: dict[str, Any]) -> None:
+def test_conversion_is_an_operator_for_torch(case: dict[str, Any]) -> None:
     x = torch.randint(-128, 128, (13, 41), dtype=torch.int8)
     arguments = (x, case.get("dtype", torch.int8), case.get("scale"), case.get("transposed", False))
     shape = case.get("shape") or ((41, 13) if case.get("transposed") else (13, 41))

@@ -1,4 +1,6 @@
-"""Which way a product goes: a kernel as it is, a kernel after padding, or torch; tuned or not, on a device that need not be here."""
+"""Which way a product goes: a kernel as it is, a kernel after padding, or torch; tuned or not, on a
+device that need not be here.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:
     assert none.config is None and none.taken == BF16 and "sm_80 has no kernel" in none.reason
 
 
-def test_what_was_tuned_decides() -> None:
+def test_tuned_choice_is_used() -> None:
     times = {"torch": 3.0, FIRST.name: 2.0, SECOND.name: 1.0}
     assert (
         chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=True)).config == SECOND
@@ -74,7 +76,7 @@ def test_what_was_tuned_decides() -> None:
     assert on_t4.config is None and "no faster than fp16" in on_t4.reason
 
 
-def test_a_tuned_kernel_that_is_gone_gives_way_to_the_next_best() -> None:
+def test_missing_tuned_kernel_falls_back_to_the_next_best() -> None:
     times = {"torch": 3.0, "gone": 1.0, FIRST.name: 2.0}
     assert chosen(INT8, TunedChoice(INT8, "gone", times)).config == FIRST
     assert (
@@ -83,8 +85,10 @@ def test_a_tuned_kernel_that_is_gone_gives_way_to_the_next_best() -> None:
     )
 
 
-def test_our_candidates_take_what_layers_need() -> None:
-    """The real candidates: every product of a large INT8 layer has a kernel, or a reason, on every architecture."""
+def test_candidates_support_the_layers() -> None:
+    """The real candidates: every product of a large INT8 layer has a kernel, or a reason, on every
+    architecture.
+    """
     backward = replace(BF16, out="fp32", b_major="row")
     for arch in get_args(Arch):
         for problem in (INT8, BF16, backward, replace(backward, a_major="column")):
@@ -93,7 +97,7 @@ def test_our_candidates_take_what_layers_need() -> None:
         assert decide(INT8, arch).config is not None
 
 
-def test_a_gpu_is_not_needed_to_say_what_it_would_do() -> None:
+def test_selection_needs_no_gpu() -> None:
     device = torch.device("cuda", 3)
     with assumed("sm_90a"):
         assert (found := decision(INT8, device).config) is not None and found.arch == "sm_90a"
@@ -103,7 +107,7 @@ def test_a_gpu_is_not_needed_to_say_what_it_would_do() -> None:
     assert decision(INT8, CPU).reason == "cpu has no kernels"
 
 
-def test_devices_say_which_formats_kernels_make_native() -> None:
+def test_kernels_make_formats_native() -> None:
     device = torch.device("cuda", 0)
     with assumed("sm_90a"):
         found = {name: support(device, row) for name, row in FORMATS.items()}

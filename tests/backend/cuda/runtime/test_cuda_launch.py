@@ -1,7 +1,9 @@
-"""The wrapper around kernels: what it tells them, what it pads and copies, and when torch computes instead.
+"""The wrapper around kernels: what it tells them, what it pads and copies, and when torch computes
+instead.
 
-Kernels cannot run without a GPU, but their interface can: `host_kernels.cpp` speaks it for memory of the host, as loops that refuse what a
-kernel would misread. So everything but the choice of the stream is what happens on a device.
+Kernels cannot run without a GPU, but their interface can: `host_kernels.cpp` speaks it for memory
+of the host, as loops that refuse what a kernel would misread. So everything but the choice of
+the stream is what happens on a device.
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ def test_matrices_reach_a_kernel_as_they_are(
     biased: bool,
     data: st.DataObject,
 ) -> None:
-    """Whatever the sizes and strides, in every way that a kernel may take the problem, the result is that of plain torch, bit for bit."""
+    """Whatever the sizes and strides, in every way that a kernel may take the problem, the result
+    is that of plain torch, bit for bit.
+    """
     m, n, k = sizes
     a, b = lying(whole((m, k), fmt), a_lies), lying(whole((k, n), fmt), b_lies)
     how = scales(a_kind, (m, 1)), scales(b_kind, (1, n)), torch.randn(n) if biased else None
@@ -167,7 +171,8 @@ def convolutions(draw: st.DrawFn) -> ConvProblem:
     (n, _), (h, w), (c, k), (r, s) = pair(1, 3), pair(1, 7), pair(1, 18), pair(1, 3)
     found = ConvProblem(
         draw(st.sampled_from(OPERATIONS)), n, h, w, c, k, r, s, pair(0, 2), pair(1, 2), pair(1, 2),
-        *[draw(st.sampled_from(["int8", "fp32"]))] * 2, "fp32", draw(st.sampled_from(["none", "tensor"])),
+        *[draw(st.sampled_from(["int8", "fp32"]))] * 2, "fp32",
+        draw(st.sampled_from(["none", "tensor"])),
     )  # fmt: skip
     assume(min(found.p, found.q) > 0)
     if found.operation == "fprop":
@@ -205,7 +210,7 @@ def test_images_reach_a_kernel_as_they_are(
     assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
 
 
-def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Library]) -> None:
+def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None:
     a, b = whole((4, 24), "int8"), whole((24, 8), "int8")
     x = GemmProduct(a, b, None, None, None)
     problem = gemm_problem(x)
@@ -231,7 +236,7 @@ def test_empty_products_are_launched_nowhere(m: int, n: int, k: int) -> None:
     assert torch.equal(found, bias.bfloat16().expand(m, n))
 
 
-def test_reasons_are_kept() -> None:
+def test_fallback_reasons_are_recorded() -> None:
     launch_utils.forget()
     a, b = whole((33, 32), "int8"), whole((32, 16), "int8").t().contiguous().t()
     with assumed("sm_80", on="cpu"):
@@ -246,7 +251,9 @@ def test_reasons_are_kept() -> None:
 
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is loaded, stored or switched off here is so for no other test, and the other way round."""
+    """What is loaded, stored or switched off here is so for no other test, and the other
+    way round.
+    """
     monkeypatch.setattr(kernel_registry, "_had", {})
     monkeypatch.setattr(kernel_registry, "_refused", set())
     monkeypatch.setattr(kernel_registry, "_prepared", False)
@@ -262,7 +269,9 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
-    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
+    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU,
+    computed by torch with the reason.
+    """
     launch_utils.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
@@ -286,7 +295,7 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
 
 @pytest.mark.usefixtures("own_kernels")
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
-def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
+def test_compiled_kernels_are_available_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))

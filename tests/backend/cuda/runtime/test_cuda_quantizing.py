@@ -1,6 +1,7 @@
 """The wrapper around the quantizer's kernel: any tensor, any groups, the bits of the reference.
 
-The kernel is the real source, compiled for the CPU (see test_cuda_quantizer.py, which tests the kernel itself).
+The kernel is the real source, compiled for the CPU (see test_cuda_quantizer.py, which tests the
+kernel itself).
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ LIES = st.sampled_from(["packed", "last", "turned", "sliced", "sparse"])
 
 @settings(max_examples=60)
 @given(
-    SHAPES, LIES, st.sampled_from([("int8", torch.bfloat16), ("fp8", torch.float32), ("fp8", torch.float64)]),
+    SHAPES, LIES,
+    st.sampled_from([("int8", torch.bfloat16), ("fp8", torch.float32), ("fp8", torch.float64)]),
     st.sampled_from(["nearest", "stochastic", "floor"]), st.data(),
 )  # fmt: skip
-def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
+def test_kernel_and_reference_get_equal_tensors(
     on_cpu: Callable[[str, str], Library],
     shape: list[int],
     lies: str,
@@ -102,7 +104,8 @@ def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
     q = reference.empty_quantized(x, row.dtype)
     groups = quantize_launch.groups_of(q, keep)
     if groups is None:
-        # Neither rows nor columns of memory: kept dimensions lie between others, or in another order.
+        # Neither rows nor columns of memory: kept dimensions lie between others, or in another
+        # order.
         assert len([dim for dim in keep if shape[dim] > 1]) > 0
         return
     scale = quantize_launch.run(
@@ -153,7 +156,7 @@ def test_more_values_than_a_row_can_have_are_several() -> None:
     assert found == quantize_launch.Groups(8, 2**29, 0)
 
 
-def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
+def test_reference_is_used_without_a_kernel_with_a_reason() -> None:
     launch_utils.forget()
     x, row = torch.randn(8, 16), precision("int8")
     with assumed(None, on="cpu"):
@@ -165,8 +168,10 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
     }
 
 
-def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats that differ in what happens to gradients share one; a format that none writes is the reference's."""
+def test_kernel_is_selected_by_its_output_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats that differ in what happens to gradients share one; a format that none writes is the
+    reference's.
+    """
     asked: list[str] = []
     monkeypatch.setattr(
         quantize_launch.launch_utils, "library", lambda unit, *_: asked.append(unit.name)

@@ -1,4 +1,5 @@
-"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the reference, in two kernels.
+"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the
+reference, in two kernels.
 
 Inductor compiles it for the CPU here, from the same loops that Triton gets.
 """
@@ -29,7 +30,9 @@ EDGES = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, 127.5, -0.5]
 
 
 def reference_of(x: Tensor, fmt: str, how: str, keep: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of Philox."""
+    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of
+    Philox.
+    """
     row, mode = precision(fmt), rounding_mode(how)
     q, scale = reference.empty_quantized(x, row.dtype), reference.scales(x, row, keep)
     random = philox.uniform(q, SEED, STREAM) if how == "stochastic" else None
@@ -80,7 +83,7 @@ def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")]
 )
-def test_what_inductor_makes_of_them_has_too(fmt: str, how: str) -> None:
+def test_inductor_code_also_has_the_property(fmt: str, how: str) -> None:
     register_with_inductor()
     given = samples()
 
@@ -96,7 +99,7 @@ def test_what_inductor_makes_of_them_has_too(fmt: str, how: str) -> None:
         assert same(found, reference_of(x, fmt, how, keep)), (x.shape, x.dtype, keep)
 
 
-def test_one_pass_finds_the_scale_and_one_rounds() -> None:
+def test_quantizer_has_a_scale_pass_and_a_rounding_pass() -> None:
     """No random number, no quotient and no mask is written to memory on the way."""
     register_with_inductor()
     kernels: list[str] = []
@@ -135,7 +138,7 @@ def test_one_pass_finds_the_scale_and_one_rounds() -> None:
 @pytest.mark.parametrize(
     ("arch", "fmt", "fuses"), [(None, "int8", True), ("sm_80", "int8", False), (None, "fp8", True)]
 )
-def test_what_has_no_kernel_is_written_out(arch: Any, fmt: str, fuses: bool) -> None:
+def test_operators_without_a_kernel_are_decomposed(arch: Any, fmt: str, fuses: bool) -> None:
     with torch._subclasses.FakeTensorMode(), assumed(arch):
         x = torch.empty(4, 8, device="cuda")
         assert quantize_launch.fused(x, precision(fmt)) is fuses
@@ -147,8 +150,10 @@ def test_what_has_no_kernel_is_written_out(arch: Any, fmt: str, fuses: bool) -> 
     assert quantize_lowerings.decompositions(torch.device("cpu")) == {}
 
 
-def test_what_is_left_to_a_kernel_is_an_operator_that_inductor_calls() -> None:
-    """It makes no fallback by itself of an operator that it was given a formula for, although that may be none."""
+def test_inductor_calls_the_operator_of_a_kernel() -> None:
+    """It makes no fallback by itself of an operator that it was given a formula for, although that
+    may be none.
+    """
     from torch._inductor.lowering import lowerings
 
     register_with_inductor()

@@ -1,5 +1,6 @@
-"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate, what cannot be started is switched off,
-and no step waits for a compiler."""
+"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate,
+what cannot be started is switched off, and no step waits for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> l
     return given
 
 
-def test_what_was_refused_gives_way_to_the_next_candidates_and_then_to_torch(
+def test_refused_kernels_fall_back_to_candidates_then_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     errors: dict[str, KernelError] = {}
@@ -83,7 +84,7 @@ def test_what_was_refused_gives_way_to_the_next_candidates_and_then_to_torch(
     assert "it spills 8 bytes" in decision(INT8, CPU).reason
 
 
-def test_a_source_that_does_not_compile_gives_way_and_a_machine_without_memory_does_not(
+def test_compile_errors_fall_back_but_memory_errors_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = config()
@@ -101,7 +102,9 @@ def test_a_source_that_does_not_compile_gives_way_and_a_machine_without_memory_d
 
 
 def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch computes, and nothing is compiled."""
+    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch
+    computes, and nothing is compiled.
+    """
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
     given = builds(monkeypatch, {})
     kernel_registry.prepare_graph([])
@@ -163,8 +166,10 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
     assert handle.runs == 2, "it is not tried again"
 
 
-def test_an_error_that_was_there_before_is_not_the_kernel_s() -> None:
-    """CUDA tells a launch of errors that nobody has read since; with the second try they are gone."""
+def test_earlier_cuda_error_is_not_attributed_to_the_kernel() -> None:
+    """CUDA tells a launch of errors that nobody has read since; with the second try they
+    are gone.
+    """
     handle = loaded(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,7 +194,7 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
-def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(
+def test_unsupported_product_is_refused_next_to_a_cached_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Operands are checked where a site is made: whatever the check looks at is in the key."""
@@ -208,7 +213,8 @@ def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(
         gemm._kernel(*right)
     assert len(checked) == 1
     wrong = (
-        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)}, {3: torch.ones(1, 3)}, {4: torch.ones(3)},
+        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)},
+        {3: torch.ones(1, 3)}, {4: torch.ones(3)},
         {1: B.float()}, {1: B[:-1]}, {5: torch.int32},
     )  # fmt: skip
     for change in wrong:
@@ -227,7 +233,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return quantize_launch.quantize(x, SEED, 3, precision("int8"), "nearest", ())
 
 
-def test_a_quantizer_s_site_is_made_once_and_is_for_tensors_that_lie_alike() -> None:
+def test_quantizer_call_is_cached_per_layout() -> None:
     handle, x = quantizer(), torch.randn(6, 8)
     for _ in range(3):
         quantize(x)

@@ -1,4 +1,6 @@
-"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what is said once."""
+"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what
+is said once.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,18 @@ NO_CUTLASS = ToolchainError(
     ("capability", "shared", "arch"),
     [
         ((7, 0), None, None), ((7, 2), None, None), ((6, 1), None, None), ((9, 0), None, "sm_90a"),
-        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"), ((12, 1), None, "sm_89"),
+        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"),
+        ((12, 1), None, "sm_89"),
         ((13, 0), 228 << 10, "sm_80"), ((13, 0), 99 << 10, "sm_89"),
     ],
 )  # fmt: skip
-def test_every_capability_has_what_compiles_for_it(
+def test_every_capability_has_a_compiler(
     capability: tuple[int, int], shared: int | None, arch: str | None
 ) -> None:
     assert kernel_config.target(capability, shared) == arch
 
 
-def test_what_newer_devices_take_holds_ptx() -> None:
+def test_kernels_for_newer_devices_contain_ptx() -> None:
     tools = Toolchain(ToolProgram(__file__, (12, 4)), ToolProgram("g++", (12,)), Headers())  # type: ignore[arg-type]
 
     def target(arch: Any) -> str:
@@ -115,7 +118,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     forget()
 
 
-def test_without_nvcc_there_are_no_kernels(machine: Machine) -> None:
+def test_no_kernels_without_nvcc(machine: Machine) -> None:
     found = machine.has(nvcc=False, cutlass=True)
     assert found.arch is None and found.reason == NO_NVCC.what
     assert decision(INT8, CUDA).reason == NO_NVCC.what
@@ -129,7 +132,7 @@ def test_without_cutlass_the_quantizer_is_ours_and_products_are_torchs(machine: 
     assert made.config is None and made.reason == NO_CUTLASS.what
 
 
-def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiprocessors(
+def test_complete_toolchain_reads_the_multiprocessor_count(
     machine: Machine,
 ) -> None:
     found = machine.has(nvcc=True, cutlass=True)
@@ -137,7 +140,7 @@ def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiproce
     assert decision(INT8, CUDA).config is not None
 
 
-def test_a_newer_device_takes_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_device_uses_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, (12, 0), 99 << 10)
     try:
         assert machine.has(nvcc=True, cutlass=True).arch == "sm_89"
@@ -149,7 +152,7 @@ def test_a_newer_device_takes_kernels_of_an_older_one(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("nvcc", "what"), [(False, NO_NVCC), (True, NO_CUTLASS)])
-def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
+def test_missing_toolchain_is_reported_once_with_cost_and_remedy(
     machine: Machine, nvcc: bool, what: ToolchainError
 ) -> None:
     machine.has(nvcc=nvcc, cutlass=False)
@@ -169,10 +172,12 @@ def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
 
 
 @pytest.mark.parametrize(("capability", "eager"), [((7, 5), True), ((8, 0), True), ((8, 9), False)])
-def test_fp8_that_no_compiler_fuses_is_said(
+def test_unfused_fp8_is_reported(
     machine: Machine, capability: tuple[int, int], eager: bool
 ) -> None:
-    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch, one by one."""
+    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch,
+    one by one.
+    """
     machine.patch.setattr(torch.cuda, "is_available", lambda: True)
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     machine.has(nvcc=False, cutlass=False)
@@ -187,7 +192,7 @@ def test_fp8_that_no_compiler_fuses_is_said(
     )
 
 
-def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
+def test_disabled_kernels_report_no_missing_tool(machine: Machine) -> None:
     machine.patch.setenv("QSYNC_KERNELS", "off")
     assert machine.has(nvcc=False, cutlass=False).arch is None
     assert quantize_launch.told(CUDA) == ""
@@ -202,7 +207,7 @@ def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
         ({"QSYNC_KERNELS": "off"}, None, True, "disabled by QSYNC_KERNELS"),
     ],
 )
-def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_here(
+def test_kernel_use_depends_on_tools_and_cache(
     named: dict[str, str],
     arch: str | None,
     compiles: bool,

@@ -1,6 +1,7 @@
 """Convolution kernels without a GPU: what is a kernel, what is tried, what is served.
 
-What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in test_cuda_conv_compiled.py.
+What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in
+test_cuda_conv_compiled.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 @st.composite
 def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
-    """Problems in all formats, with channels that are multiples of `unit`; also those whose filter is larger than the image."""
+    """Problems in all formats, with channels that are multiples of `unit`; also those whose filter
+    is larger than the image.
+    """
     fmt = fixed.pop("fmt", None) or draw(st.sampled_from(FORMATS))
     channels = st.integers(1, 1024 // unit).map(lambda value: value * unit)
     operation = draw(st.sampled_from(get_args(ConvOperation)))
@@ -94,7 +97,9 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(
 @settings(max_examples=200)
 @given(problem=problems(unit=16), arch=st.sampled_from(RUNNING))
 def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
-    """Where there is none, it is for a reason that is written down, and of the problem or the architecture."""
+    """Where there is none, it is for a reason that is written down, and of the problem or the
+    architecture.
+    """
     assume(kernel_config.OPERANDS[problem.a, problem.b] <= arch)
     assume(min(problem.p, problem.q) >= 1)
     assume(problem.operation == "fprop" or problem.b_scale != "channel")
@@ -163,7 +168,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "changed"), BROKEN, ids=[name for name, _ in BROKEN])
-def test_what_is_no_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
+def test_invalid_configs_violate_their_rule(name: str, changed: dict[str, Any]) -> None:
     valid = next(
         config for config in conv_candidates(RESNET, "sm_80") if config.tile == (128, 128, 64)
     )
@@ -192,7 +197,7 @@ HOPPER_BROKEN: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "changed"), HOPPER_BROKEN, ids=[name for name, _ in HOPPER_BROKEN]
 )
-def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
+def test_invalid_wgmma_configs_violate_their_rule(name: str, changed: dict[str, Any]) -> None:
     problem = dataclasses.replace(RESNET, a="bf16", b="bf16", a_scale="none", b_scale="none")
     valid = conv_candidates(problem, "sm_90a")[0]
     assert codegen.conv_on_hopper(valid)
@@ -237,7 +242,7 @@ def test_every_rule_can_be_broken() -> None:
     ]
 
 
-def test_what_is_not_served_is_told() -> None:
+def test_unsupported_problem_has_a_reason() -> None:
     (config, *_) = conv_candidates(RESNET, "sm_90a")
     gemm = GemmProblem(8, 8, 8, "int8", "int8", "bf16")
     for problem, words in (

@@ -1,4 +1,5 @@
-"""The host side of a compiled convolution held against the rules: what they let pass, CUTLASS takes.
+"""The host side of a compiled convolution held against the rules: what they let pass, CUTLASS
+takes.
 
 One kernel is compiled, for sm_80; tests/support/cuda/compiled/cuda_compile_all.py compiles all.
 """
@@ -84,7 +85,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libr
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_what_the_rules_let_pass_the_kernel_takes(
+def test_kernel_accepts_all_valid_problems(
     kernel: tuple[KernelConfig, libraries.Library], data: st.DataObject
 ) -> None:
     config, library = kernel

@@ -1,6 +1,7 @@
 """GEMM kernels without a GPU: what is a kernel, and what is tried.
 
-What kernels compute is in test_cuda_gemm_on_cpu.py, their text and what the compiler makes of it in test_cuda_gemm_compiled.py.
+What kernels compute is in test_cuda_gemm_on_cpu.py, their text and what the compiler makes of it in
+test_cuda_gemm_compiled.py.
 """
 
 from __future__ import annotations
@@ -222,7 +223,9 @@ ANY_SHAPE = st.one_of(
     ),
 )
 def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str, object]) -> None:
-    """Rules say what is wrong with whatever users write; what they find nothing wrong with has a source."""
+    """Rules say what is wrong with whatever users write; what they find nothing wrong with has a
+    source.
+    """
     changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     if not candidates.problems(changed):
         assert changed.name in codegen.gemm_source(changed).source

@@ -1,8 +1,10 @@
-"""The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory they ask for.
+"""The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory
+they ask for.
 
-One of each generation of CUTLASS is compiled, into the user's cache, where the stand-in for the runtime (test_cuda_stand_in) has it too.
-That is a test as well: what spills, keeps a stack, serializes wgmma or lacks its instruction is refused. All kernels are compiled by
-tests/support/cuda/compiled/cuda_compile_all.py.
+One of each generation of CUTLASS is compiled, into the user's cache, where the stand-in for the
+runtime (test_cuda_stand_in) has it too.
+That is a test as well: what spills, keeps a stack, serializes wgmma or lacks its instruction is
+refused. All kernels are compiled by tests/support/cuda/compiled/cuda_compile_all.py.
 """
 
 from __future__ import annotations
@@ -92,8 +94,10 @@ compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " ")
 
 @compiles
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a"])
-def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
-    """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each kernel was compiled by itself."""
+def test_nvcc_accepts_the_batch_command(arch: Arch, tmp_path: Path) -> None:
+    """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each
+    kernel was compiled by itself.
+    """
     source = tmp_path / "batch.cu"
     source.write_text("__global__ void nothing() {}\n")
     words = cuda_batches.command(
@@ -111,7 +115,10 @@ def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
 
 @functools.cache
 def compiled(config: KernelConfig) -> library.Library:
-    """Compiles a kernel, once. `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction."""
+    """Compiles a kernel, once.
+
+    `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction.
+    """
     unit = codegen.gemm_source(config)
     return library.load(compiler.build([unit], progress=False)[unit], unit)
 
@@ -129,7 +136,7 @@ EACH = pytest.mark.parametrize("config", [STREAM_K, HOPPER], ids=["2.x", "3.x"])
 @compiles
 @EACH
 @pytest.mark.timeout(900)
-def test_the_host_side_refuses_what_the_device_could_not_do(config: KernelConfig) -> None:
+def test_host_code_rejects_unsupported_arguments(config: KernelConfig) -> None:
     """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
     found = compiled(config)
     served = (
@@ -175,7 +182,9 @@ def test_the_host_side_refuses_what_the_device_could_not_do(config: KernelConfig
 @EACH
 @pytest.mark.timeout(900)
 def test_workspace_and_shared_memory(config: KernelConfig) -> None:
-    """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at most two a multiprocessor."""
+    """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at
+    most two a multiprocessor.
+    """
     found = compiled(config)
     if config == STREAM_K:
         sizes = [

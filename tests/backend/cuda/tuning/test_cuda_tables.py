@@ -1,4 +1,7 @@
-"""What the tuner keeps: tables and recordings. Files are hostile until they are read; none is half written, none is lost."""
+"""What the tuner keeps: tables and recordings.
+
+Files are hostile until they are read; none is half written, none is lost.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.support import tiers
 from tests.support.cuda.tuning_samples import BF16, CONV, HERE, INT8, recording, timer
 
 
-def test_tables_are_kept_and_merged(tmp_path: Path) -> None:
+def test_tables_are_saved_and_merged(tmp_path: Path) -> None:
     path = tuning.path_in(tmp_path / "tuning", HERE)
     first = TunedChoice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
     tuning.save_table(path, HERE, [first, TunedChoice(BF16, "torch", {"torch": 1.0})])
@@ -106,7 +109,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_tables_are_refused_whole(tmp_path: Path, name: str) -> None:
+def test_hostile_tables_are_rejected_completely(tmp_path: Path, name: str) -> None:
     path, data = _whole(tmp_path)
     HOSTILE[name](data)
     path.write_text(json.dumps(data))
@@ -140,7 +143,7 @@ def test_a_table_of_another_environment_is_not_used(tmp_path: Path) -> None:
     assert tuning.path_in(tmp_path, HERE) != tuning.path_in(tmp_path, replace(HERE, driver="999"))
 
 
-def test_an_unreadable_table_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+def test_unreadable_table_is_preserved_next_to_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("what somebody wrote")
     tuning.save_table(path, HERE, [TunedChoice(INT8, "torch", {"torch": 0.5})])

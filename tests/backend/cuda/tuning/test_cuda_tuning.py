@@ -47,7 +47,7 @@ def test_the_median_decides_so_outliers_do_not() -> None:
     assert found.name == kernels[0].name and found.seconds == {"torch": 1.0, kernels[0].name: 0.9}
 
 
-def test_candidates_that_fail_are_kept_with_the_reason() -> None:
+def test_failed_candidates_are_recorded_with_a_reason() -> None:
     kernels, times = timer([1.0], None, [0.5])
     found = tune(INT8, kernels, times)
     assert found.name == kernels[1].name
@@ -74,7 +74,7 @@ def test_a_candidate_that_fails_late_has_no_time() -> None:
 
 
 @pytest.mark.parametrize("nonsense", [[0.0], [-1.0], [float("nan")], [float("inf")], []])
-def test_timings_that_are_none_choose_nothing(nonsense: list[float]) -> None:
+def test_missing_timings_select_no_kernel(nonsense: list[float]) -> None:
     kernels, times = timer([1.0], nonsense)
     assert tune(INT8, kernels, times).name == "torch"
     kernels, times = timer(nonsense)
@@ -88,7 +88,9 @@ def test_timings_that_are_none_choose_nothing(nonsense: list[float]) -> None:
     st.randoms(use_true_random=False),
 )
 def test_choices_hold_under_noise(medians: list[float], noise: list[float], random: Any) -> None:
-    """Noise around the same medians, in any order, with outliers: the same choice, and never one that is far from the fastest."""
+    """Noise around the same medians, in any order, with outliers: the same choice, and never one
+    that is far from the fastest.
+    """
     around = sorted(noise)
     around = [value - around[4] for value in around]  # the median of nine is where it was
     series = []
@@ -103,7 +105,7 @@ def test_choices_hold_under_noise(medians: list[float], noise: list[float], rand
     assert found.best <= min(found.seconds.values()) * (1 + MARGIN)
 
 
-def test_candidates_take_turns_and_nobody_is_always_first() -> None:
+def test_candidates_are_interleaved_in_rotating_order() -> None:
     order: list[str] = []
 
     class Watching:
@@ -143,7 +145,7 @@ def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: st
     assert found.faster_than_bf16 is False
 
 
-def test_what_cannot_be_measured_is_reported_and_the_rest_goes_on() -> None:
+def test_unmeasurable_problem_is_reported_and_tuning_continues() -> None:
     said: list[tuple[Problem, bool, str]] = []
     times = recording({INT8: {"torch": [1.0]}})
 
@@ -170,7 +172,7 @@ SIZES = st.integers(1, 2**31 - 1)
 
 
 @given(SIZES, SIZES, SIZES)
-def test_buckets_are_problems_of_their_own_bucket(m: int, n: int, k: int) -> None:
+def test_bucket_is_idempotent(m: int, n: int, k: int) -> None:
     bucket = replace(INT8, m=m, n=n, k=k).bucket()
     assert bucket.bucket() == bucket and bucket.m >= m and bucket.m - m <= m / 4 + 1
 

@@ -1,4 +1,6 @@
-"""What is wrong with traces that are damaged is said, and where; any other change of them does no harm."""
+"""What is wrong with traces that are damaged is said, and where; any other change of them does no
+harm.
+"""
 
 from __future__ import annotations
 

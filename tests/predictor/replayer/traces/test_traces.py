@@ -29,7 +29,7 @@ def step(folder: Path) -> TracedSchedule:
     return found[1]
 
 
-def test_operators_are_forward_and_backward_under_one_name(step: TracedSchedule) -> None:
+def test_forward_and_backward_share_the_operator_name(step: TracedSchedule) -> None:
     forward = [entry.operator for entry in step.schedule.forward if entry.part is Part.FORWARD]
     linears, relus = (
         [f"aten::{kind}#{at}" for at in range(count)]
@@ -45,7 +45,7 @@ def test_operators_are_forward_and_backward_under_one_name(step: TracedSchedule)
     assert {entry.part for entry in step.schedule.forward} == {Part.FORWARD, Part.OUTSIDE}
 
 
-def test_a_schedule_takes_as_long_as_its_step(folder: Path) -> None:
+def test_schedule_duration_equals_the_step(folder: Path) -> None:
     traced = json.loads((folder / "kineto-0.json").read_text())["traceEvents"]
     for found in read_steps(folder / "kineto-0.json"):
         (mark,) = (
@@ -65,7 +65,7 @@ def test_a_schedule_takes_as_long_as_its_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("with_execution", [True, False])
-def test_buckets_are_those_of_ddp(folder: Path, with_execution: bool) -> None:
+def test_buckets_equal_ddp(folder: Path, with_execution: bool) -> None:
     """Their sizes stand in both traces."""
     numels = [parameter.numel() for parameter in traced_rank.model().parameters()]
     arrival = json.loads((folder / "arrival.json").read_text())
@@ -89,9 +89,7 @@ def test_buckets_are_those_of_ddp(folder: Path, with_execution: bool) -> None:
         assert ready[0] < linear_0[0] < ready[-1]
 
 
-def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(
-    step: TracedSchedule, folder: Path
-) -> None:
+def test_rank_is_replayed_alone_and_on_a_cluster(step: TracedSchedule, folder: Path) -> None:
     assert float(played_traces({"here": [step]}).step.seconds) == pytest.approx(
         step.schedule.seconds
     )
@@ -135,7 +133,7 @@ def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
         played_traces({"a": traces["rank 0"], "b": traces["rank 0"]})
 
 
-def test_one_of_two_ranks_stands_for_both(tmp_path: Path, folder: Path) -> None:
+def test_single_trace_represents_both_ranks(tmp_path: Path, folder: Path) -> None:
     def two(trace: dict[str, Any]) -> None:
         trace["distributedInfo"] |= {"world_size": 2}
 

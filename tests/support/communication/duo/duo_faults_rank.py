@@ -1,4 +1,6 @@
-"""One rank of the tests of what DUO cannot do; run by tests/communication as a process of its own."""
+"""One rank of the tests of what DUO cannot do; run by tests/communication as a process of
+its own.
+"""
 
 from __future__ import annotations
 

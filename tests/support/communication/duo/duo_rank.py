@@ -78,7 +78,9 @@ def transitions(rank: int, world: int, job: dict[str, Any]) -> list[str]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each step against DUO's algorithm as the paper has it, written with copies of whole models and optimizers."""
+    """Each step against DUO's algorithm as the paper has it, written with copies of whole models
+    and optimizers.
+    """
     found = {}
     for way, optimizer in job["cases"]:
         duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
@@ -120,7 +122,9 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """An infinity on one rank: the step is left out on all, and it alone, whatever is sent at once."""
+    """An infinity on one rank: the step is left out on all, and it alone, whatever is sent
+    at once.
+    """
     found = {}
     for codec in ("duo0", "duo1", "duo4", "duo32"):
         for optimizer in ("adamw", "adamw fused"):
@@ -137,7 +141,9 @@ def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between, and nothing flushed."""
+    """Six steps at once, and three and three with everything saved in between, and nothing
+    flushed.
+    """
     found = {}
     for codec in ("duo2", "duo0"):
         for optimizer in ("sgd", "adamw", "tensor lr"):

@@ -1,4 +1,6 @@
-"""One rank of the tests of DUO with a sharded optimizer; run by tests/communication as a process of its own."""
+"""One rank of the tests of DUO with a sharded optimizer; run by tests/communication as a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """With FP32 on both ways, against the optimizer as it is: parameters, and its state put together."""
+    """With FP32 on both ways, against the optimizer as it is: parameters, and its state put
+    together.
+    """
     found = {}
     for optimizer, case in job["cases"]:
         how, loop = TRAININGS[case]
@@ -68,7 +72,9 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each step against the paper's algorithm, written with whole copies of models and optimizers, on this rank's parts."""
+    """Each step against the paper's algorithm, written with whole copies of models and optimizers,
+    on this rank's parts.
+    """
     found = {}
     for way, optimizer in job["cases"]:
         ours: Any = Training(way, optimizer, sharded=True)
@@ -158,7 +164,9 @@ def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Flushes on the way: what follows is the same as of a training that was flushed at the same place and then loaded."""
+    """Flushes on the way: what follows is the same as of a training that was flushed at the same
+    place and then loaded.
+    """
     training = Training("duo2", "adamw", sharded=True).run(range(3))
     assert training.handle is not None
     ahead = weights(training.model)
@@ -172,7 +180,9 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Goes on among other ranks from the whole state: an optimizer that is sharded with the state it has, against one that is not."""
+    """Goes on among other ranks from the whole state: an optimizer that is sharded with the state
+    it has, against one that is not.
+    """
     model, state = torch.load(Path(job["where"]) / "whole.pt", weights_only=True)
     alone = Alone("adamw")
     ours = Training(None, "adamw")
@@ -250,7 +260,9 @@ def apart(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between, and nothing flushed."""
+    """Six steps at once, and three and three with everything saved in between, and nothing
+    flushed.
+    """
     found = {}
     for codec, optimizer in (("duo2", "sgd"), ("duo4", "adamw"), ("duo0", "tensor lr")):
         whole = Training(codec, optimizer, sharded=True).run(range(6))

@@ -15,7 +15,8 @@ def gradients(parameters: Any) -> list[Tensor | None]:
 def both(
     ours: Any, exact: Any, x: Tensor
 ) -> tuple[list[Tensor | None], list[Tensor | None], float]:
-    """Has a training take a step on a rank's batch, after another one has differentiated at the same parameters, which it keeps.
+    """Has a training take a step on a rank's batch, after another one has differentiated at the
+    same parameters, which it keeps.
 
     Returns the gradients of ours, those of the other, and the rate of the step.
     """

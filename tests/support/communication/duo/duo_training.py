@@ -37,7 +37,9 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Training:
-    """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a GradScaler."""
+    """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a
+    GradScaler.
+    """
 
     def __init__(
         self,
@@ -101,7 +103,9 @@ class Training:
 
 
 class Alone(Training):
-    """Gradients in FP32, summed in the order of ranks: with two of them those of DistributedDataParallel."""
+    """Gradients in FP32, summed in the order of ranks: with two of them those of
+    DistributedDataParallel.
+    """
 
     def __init__(self, optimizer: str, **how: Any) -> None:
         super().__init__(None, optimizer, **how)
@@ -129,7 +133,9 @@ def hashed_state(saved: Mapping[str, Any]) -> str:
 
 
 def end_of_least_squares(codec: Any, steps: int, sharded: bool | str = False) -> Tensor:
-    """Returns where a training ends: least squares in 40 dimensions, 16 samples a rank and step, AdamW."""
+    """Returns where a training ends: least squares in 40 dimensions, 16 samples a rank and step,
+    AdamW.
+    """
     torch.manual_seed(0)
     inputs, target = torch.randn(200, 40), torch.randn(40)
     outputs = inputs @ target + 0.3 * torch.randn(200)

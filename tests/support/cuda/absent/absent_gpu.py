@@ -1,11 +1,15 @@
-"""A GPU that is not here, for the compiler's half: what torch and Triton ask of it is answered, and Triton compiles for it.
+"""A GPU that is not here, for the compiler's half: what torch and Triton ask of it is answered, and
+Triton compiles for it.
 
-Inductor generates code for tensors without values (`FakeTensorMode`) on a CUDA device, from the properties below, and Triton makes machine
-code of it. Nothing runs: where compiled code would be called, a step has ended.
+Inductor generates code for tensors without values (`FakeTensorMode`) on a CUDA device, from the
+properties below, and Triton makes machine code of it. Nothing runs: where compiled code would be
+called, a step has ended.
 
-torch's build for CPUs will do: what it lacks is in no_guard.cpp, which `prepare` loads, before torch is imported.
+torch's build for CPUs will do: what it lacks is in no_guard.cpp, which `prepare` loads, before
+torch is imported.
 
-Invariant: within `standing_in` torch takes the GPU for the only one of the machine; nothing of that is left afterwards.
+Invariant: within `standing_in` torch takes the GPU for the only one of the machine; nothing of that
+    is left afterwards.
 """
 
 from __future__ import annotations
@@ -64,7 +68,10 @@ SETTINGS = {
 
 @dataclass
 class Kernel:
-    """One that Triton has compiled: what its machine code takes. `formats` are the types of its arguments and of what it computes in."""
+    """One that Triton has compiled: what its machine code takes.
+
+    `formats` are the types of its arguments and of what it computes in.
+    """
 
     name: str
     source: str
@@ -76,7 +83,9 @@ class Kernel:
 
 @dataclass
 class Generated:
-    """What Inductor has generated: kernels, the code that calls them, and the products of ours in it, as `called` tells them."""
+    """What Inductor has generated: kernels, the code that calls them, and the products of ours in
+    it, as `called` tells them.
+    """
 
     kernels: list[Kernel] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
@@ -106,17 +115,25 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
     arch = target(gpu.capability)
     assert arch is not None
     properties = SimpleNamespace(
-        name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1], multi_processor_count=gpu.multiprocessors,
-        max_threads_per_multi_processor=gpu.threads, max_threads_per_block=1024, regs_per_multiprocessor=65536, warp_size=32,
+        name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1],
+        multi_processor_count=gpu.multiprocessors,
+        max_threads_per_multi_processor=gpu.threads, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536, warp_size=32,
         total_memory=gpu.memory, L2_cache_size=gpu.cache, shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=SHARED_MEMORY[arch], shared_memory_per_multiprocessor=SHARED_MEMORY[arch],
-        clock_rate=1_590_000, memory_clock_rate=5_000_000, memory_bus_width=256, is_integrated=False, gcnArchName="", uuid="",
+        shared_memory_per_block_optin=SHARED_MEMORY[arch],
+        shared_memory_per_multiprocessor=SHARED_MEMORY[arch],
+        clock_rate=1_590_000, memory_clock_rate=5_000_000, memory_bus_width=256,
+        is_integrated=False, gcnArchName="", uuid="",
     )  # fmt: skip
     answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
-        "_get_device_properties": properties, "get_device_capability": gpu.capability, "get_device_name": gpu.name,
-        "is_bf16_supported": gpu.capability >= (8, 0), "is_initialized": True, "is_current_stream_capturing": False,
-        "_lazy_init": None, "set_device": None, "synchronize": None, "_exchange_device": 0, "_maybe_exchange_device": 0,
+        "is_available": True, "device_count": 1, "current_device": 0,
+        "get_device_properties": properties,
+        "_get_device_properties": properties, "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "is_bf16_supported": gpu.capability >= (8, 0), "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "_lazy_init": None, "set_device": None, "synchronize": None, "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
     }  # fmt: skip
 
@@ -179,7 +196,9 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
 
 
 def _of_the_mode(fake: Any, inputs: Any, mode: Any) -> list[Any]:
-    """Returns inputs that have no values already in the mode that Dynamo hands a graph on with, as it does with those that have."""
+    """Returns inputs that have no values already in the mode that Dynamo hands a graph on with, as
+    it does with those that have.
+    """
 
     def renewed(value: Any) -> Any:
         if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
@@ -215,7 +234,9 @@ class _Driver:
 
 
 def _compiled(name: str, source: str, gpu: Gpu) -> Kernel:
-    """Compiles a kernel of Inductor's as it would be before it runs first, and returns what its machine code takes."""
+    """Compiles a kernel of Inductor's as it would be before it runs first, and returns what its
+    machine code takes.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     made = Kernel(name, source)

@@ -1,4 +1,5 @@
-"""Which products of ours Inductor's generated code calls, as their operands lie there: told as the plan's products are, to be compared.
+"""Which products of ours Inductor's generated code calls, as their operands lie there: told as the
+plan's products are, to be compared.
 
 Invariant: read once layouts are settled, so what is told is what a kernel would be given.
 """
@@ -27,7 +28,9 @@ def told(problem: Problem) -> str:
 
 
 def products(operations: list[Any]) -> Iterator[str]:
-    """Yields what each product of ours among a graph's operations is, as `told` of it, and what would be copied before it runs."""
+    """Yields what each product of ours among a graph's operations is, as `told` of it, and what
+    would be copied before it runs.
+    """
     from torch._inductor import ir
 
     for each in operations:
@@ -44,7 +47,8 @@ def products(operations: list[Any]) -> Iterator[str]:
             for x in each.fx_node.args
         ]
         problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
-        # How matrices lie is part of the problem; kernels of images take channels last, and what lies otherwise is copied for each call.
+        # How matrices lie is part of the problem; kernels of images take channels last, and what
+        # lies otherwise is copied for each call.
         copied = a.dim() == 4 and not all(
             t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)
         )

@@ -1,8 +1,11 @@
-"""One model, through torch.compile with our backend, to machine code for a GPU that is not here; prints what came out, as JSON.
+"""One model, through torch.compile with our backend, to machine code for a GPU that is not here;
+prints what came out, as JSON.
 
-    python gpu_code.py t4 mlp int8 kernels        `plain` in place of `kernels`: as where none of ours can be had
+    python gpu_code.py t4 mlp int8 kernels        `plain` in place of `kernels`: as where none of
+    ours can be had
 
-A process of its own: a torch for CPUs is told that there is a CUDA device, which must be done before it is imported.
+A process of its own: a torch for CPUs is told that there is a CUDA device, which must be done
+before it is imported.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def preload(library: Path) -> None:
 
 
 def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Moves a model and inputs without values to the GPU, within a mode of tensors that have none."""
+    """Moves a model and inputs without values to the GPU, within a mode of tensors that
+    have none.
+    """
     import torch
 
     moved: dict[int, Any] = {}
@@ -76,7 +81,8 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 def built(name: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns a model of a kind and its inputs, on the device that is the default.
 
-    They take no memory, and are so large that products of every kind are kernels of ours on each GPU, untuned.
+    They take no memory, and are so large that products of every kind are kernels of ours on each
+    GPU, untuned.
     """
     import torch
     from torch import nn
@@ -111,7 +117,9 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
-    """Compiles and returns kernels with what they take, products of ours in the code as their operands lie there, and those of the plan."""
+    """Compiles and returns kernels with what they take, products of ours in the code as their
+    operands lie there, and those of the plan.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

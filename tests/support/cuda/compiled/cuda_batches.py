@@ -1,7 +1,9 @@
-"""Many kernels compiled in one file, to be looked at and thrown away: CUTLASS's headers take longer to read than a kernel to compile.
+"""Many kernels compiled in one file, to be looked at and thrown away: CUTLASS's headers take longer
+to read than a kernel to compile.
 
-Invariant: a batch passes only if each kernel in it would: nothing that ptxas says of any of them is a complaint, and as many functions as
-there are kernels hold the instruction. One that does not pass is halved until it is known which kernels are at fault.
+Invariant: a batch passes only if each kernel in it would: nothing that ptxas says of any of them is
+    a complaint, and as many functions as there are kernels hold the instruction. One that does not
+    pass is halved until it is known which kernels are at fault.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ ADAPTERS = {"gemm": ("Gemm", "GemmArguments"), "conv": ("Conv", "ConvArguments")
 
 @dataclass(frozen=True)
 class Passed:
-    """A batch whose kernels all passed: how many, an instruction of them, the most registers that one uses, and how long it took."""
+    """A batch whose kernels all passed: how many, an instruction of them, the most registers that
+    one uses, and how long it took.
+    """
 
     count: int
     opcode: str
@@ -50,7 +54,9 @@ def structure(unit: TranslationUnit, name: str) -> str:
 
 
 def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]:
-    """Yields units that can be compiled in one file: of the same headers and formats, looked at for the same instruction."""
+    """Yields units that can be compiled in one file: of the same headers and formats, looked at for
+    the same instruction.
+    """
 
     def kind(unit: TranslationUnit) -> tuple[object, ...]:
         head, *lines = unit.source.splitlines()
@@ -74,7 +80,8 @@ def text(batch: Sequence[TranslationUnit]) -> str:
     for number, unit in enumerate(batch):
         lines.append(structure(unit, f"Config{number}"))
         lines.append(
-            f'extern "C" int run{number}(qsync::{arguments} const *x, void *workspace, cudaStream_t stream) '
+            f'extern "C" int run{number}(qsync::{arguments} const *x, void *workspace, '
+            "cudaStream_t stream) "
             f"{{ return qsync::{adapter}<Config{number}>::run(*x, workspace, stream); }}\n"
         )
     return "\n".join(lines)
@@ -108,7 +115,9 @@ def instruction(listing: str, opcode: str, count: int) -> str:
 
 
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
-    """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
+    """Returns the command of the unit, made to compile `source` for the device alone: for its
+    machine code and no PTX beside it.
+    """
     *words, _, _, _ = compiler.command(unit, toolchain.toolchain())
     kept = [
         word
@@ -130,7 +139,8 @@ def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], P
 
 
 def attempt(units: Sequence[TranslationUnit], advance: Advance) -> dict[TranslationUnit, Passed]:
-    """Compiles units in batches, side by side, and returns those that passed; what is wrong with the others is not said here.
+    """Compiles units in batches, side by side, and returns those that passed; what is wrong with
+    the others is not said here.
 
     Args:
         advance: is called with the number of units that are done.

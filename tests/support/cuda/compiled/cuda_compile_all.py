@@ -1,13 +1,17 @@
 """Compiles every CUDA kernel that there is and looks at what comes out; no GPU is needed.
 
-    python tests/support/cuda/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy --json runs/cuda-compile.json
+    python tests/support/cuda/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy --json
+    runs/cuda-compile.json
 
-`make test-cuda-compile` runs it for all architectures that this nvcc has. Without --heavy, kernels of CUTLASS 3 (10 seconds each, and 6 GB
-for those in one file) are left out; --only takes those whose name holds a text; --sample N takes every so many that N are left, of each
-architecture. Many kernels are compiled in one file, for the device alone, and thrown away (`cuda_batches`); --each compiles each by itself,
-into the cache, as users get it: that takes five times as long, but what is in the cache is not compiled again. The status is 1 where a
-kernel does not compile, does not pass the checks of `qsync_fx.backend.cuda.kernel_build.sass`, or has not the instruction that it should
-have; and where nothing can look for instructions.
+`make test-cuda-compile` runs it for all architectures that this nvcc has. Without --heavy, kernels
+of CUTLASS 3 (10 seconds each, and 6 GB for those in one file) are left out; --only takes those
+whose name holds a text; --sample N takes every so many that N are left, of each architecture. Many
+kernels are compiled in one file, for the device alone, and thrown away (`cuda_batches`); --each
+compiles each by itself,
+into the cache, as users get it: that takes five times as long, but what is in the cache is not
+compiled again. The status is 1 where a kernel does not compile, does not pass the checks of
+`qsync_fx.backend.cuda.kernel_build.sass`, or has not the instruction that it should have; and
+where nothing can look for instructions.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ from tests.support.cuda.compiled import cuda_batches
 
 
 def units(arch: Arch) -> list[TranslationUnit]:
-    """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
+    """Returns all units of an architecture: products, convolutions, quantizers, copies and
+    conversions.
+    """
     quantizers = [
         codegen.quantizer(arch, x, fmt)
         for x in codegen.X_TYPES
@@ -75,7 +81,9 @@ def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
 
 
 def together(passed: cuda_batches.Passed) -> dict[str, Any]:
-    """Returns what became of a unit in a batch; its registers are at most those of the batch, its seconds a share."""
+    """Returns what became of a unit in a batch; its registers are at most those of the batch, its
+    seconds a share.
+    """
     return {
         "ok": True,
         "opcode": passed.opcode,
@@ -109,7 +117,9 @@ def alone(unit: TranslationUnit, built: compiler.Built) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each architecture, product and format of its first operand: kernels, failures, the most registers, seconds."""
+    """Returns a row for each architecture, product and format of its first operand: kernels,
+    failures, the most registers, seconds.
+    """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     by_length = sorted(FORMATS, key=len, reverse=True)
     for line in rows:
@@ -179,7 +189,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if sass.disassembler() is None:
         print(
-            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them",
+            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs "
+            "them",
             file=sys.stderr,
         )
         return 1
@@ -203,7 +214,8 @@ def main() -> int:
     failed = [line for line in rows if not line["ok"]]
     for line in failed:
         print(
-            f"{line['name']}: {line.get('error', 'its instruction was not looked for; qsync kernels clear')}",
+            f"{line['name']}: "
+            f"{line.get('error', 'its instruction was not looked for; qsync kernels clear')}",
             file=sys.stderr,
         )
     print(

@@ -1,4 +1,5 @@
-"""Caches of kernels for tests: a fixture that is the user's cache with one library in it, and one that counts how often nvcc compiles.
+"""Caches of kernels for tests: a fixture that is the user's cache with one library in it, and one
+that counts how often nvcc compiles.
 
 A plugin of pytest: modules that want its fixtures name it in `pytest_plugins`.
 """
@@ -39,7 +40,10 @@ def _tools() -> Toolchain | str:
 
 
 def tools_or_skip() -> Toolchain:
-    """Returns what compiles; skips the module where nothing does. First asked when a module is read, before tests change where nvcc is."""
+    """Returns what compiles; skips the module where nothing does.
+
+    First asked when a module is read, before tests change where nvcc is.
+    """
     tools = _tools()
     if isinstance(tools, str):
         pytest.skip(tools, allow_module_level=True)
@@ -74,7 +78,9 @@ def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Puts a program that counts before nvcc; returns what tells how often it was called to compile."""
+    """Puts a program that counts before nvcc; returns what tells how often it was called to
+    compile.
+    """
     return watched(tmp_path, monkeypatch)
 
 

@@ -1,6 +1,7 @@
 """Translation units of a few lines, without CUTLASS: two seconds of nvcc each.
 
-Invariant: they have the whole C interface and a kernel, so that everything around real ones can be tried on them.
+Invariant: they have the whole C interface and a kernel, so that everything around real ones can be
+    tried on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Copies and conversions of matrices, compiled for the CPU (see `cuda_on_cpu.h`) from what nvcc compiles, and what they are given.
+"""Copies and conversions of matrices, compiled for the CPU (see `cuda_on_cpu.h`) from what nvcc
+compiles, and what they are given.
 
 Invariant: a library is compiled once in a process, whoever asks.
 """
@@ -45,7 +46,8 @@ def _compiled(kind: str) -> Library:
         "-shared",
         "-fPIC",
     ]
-    # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop the test.
+    # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop
+    # the test.
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     # Once it is loaded, nobody needs the file.
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,9 @@ def bits(t: Tensor) -> Tensor:
 
 
 def drawn(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Returns elements of all bit patterns, NaN, infinities and denormals among them; of floats half are of ordinary size."""
+    """Returns elements of all bit patterns, NaN, infinities and denormals among them; of floats
+    half are of ordinary size.
+    """
     dtype = BITS.get(kind) or DTYPES[kind]
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     found = raw.view(dtype).view(shape)
@@ -104,16 +108,21 @@ def run(
     offset: int = 0,
     multiprocessors: int = 3,
 ) -> Tensor:
-    """Returns `y`, after a look at the memory around it. `x` is `[batches, rows, columns]`; `offset`: of `y`, from 64 bytes on."""
+    """Returns `y`, after a look at the memory around it.
+
+    `x` is `[batches, rows, columns]`; `offset`: of `y`, from 64 bytes on.
+    """
     dtype = BITS.get(kinds[1]) or DTYPES[kinds[1]]
     size = shape[0] * shape[1] * shape[2] * dtype.itemsize
     memory = torch.full((size + 256,), SENTINEL, dtype=torch.uint8)
     start = -memory.data_ptr() % 64 + 64 + offset
     arguments = ConvertArguments(
         x=x.data_ptr(), y=memory.data_ptr() + start, scale=launch_utils.address(scale),
-        batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1), batch_stride=x.stride(0),
+        batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1),
+        batch_stride=x.stride(0),
         y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
-        x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=turned, multiprocessors=multiprocessors,
+        x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=turned,
+        multiprocessors=multiprocessors,
     )  # fmt: skip
     kernel = library(kinds[0])
     assert kernel.can_implement(arguments) is None and kernel.workspace(arguments) == 0

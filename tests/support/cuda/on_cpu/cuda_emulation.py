@@ -1,7 +1,9 @@
-"""What the CUDA kernels compute, on the CPU: exact sums, then the epilogue with its roundings in their order.
+"""What the CUDA kernels compute, on the CPU: exact sums, then the epilogue with its roundings in
+their order.
 
-Invariant: INT8 is equal to a correct kernel to the last bit for every tile, split and order, since integer sums do not depend on it.
-Floating-point sums are the exact ones rounded once to FP32: a kernel, which rounds as it goes, is within `float_bound` of them.
+Invariant: INT8 is equal to a correct kernel to the last bit for every tile, split and order, since
+    integer sums do not depend on it. Floating-point sums are the exact ones rounded once to FP32: a
+    kernel, which rounds as it goes, is within `float_bound` of them.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ def gemm(
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the sums of products `[m, n]` in FP32: of INT8 as INT32 converts to it, of others exact but for one rounding."""
+    """Returns the sums of products `[m, n]` in FP32: of INT8 as INT32 converts to it, of others
+    exact but for one rounding.
+    """
     if a.dtype == torch.int8:
         sums = torch.mm(a.long(), b.long())
         assert int(sums.abs().max()) <= LARGEST_INT32 if sums.numel() else True, (
             "kernels refuse a k for which this can be"
         )
         return sums.to(torch.int32).float()
-    # Products of two FP32 numbers are exact in FP64, and so is a sum of a few; the rest is far below FP32's last bit.
+    # Products of two FP32 numbers are exact in FP64, and so is a sum of a few; the rest is far
+    # below FP32's last bit.
     return torch.mm(a.double(), b.double()).float()
 
 
@@ -53,7 +58,8 @@ def finish(
     bias: Tensor | None,
     out: torch.dtype,
 ) -> Tensor:
-    """Returns FP32 `sums` with scales and bias, rounded to `out`: cpp/cutlass/epilogue/epilogue.cuh, step by step.
+    """Returns FP32 `sums` with scales and bias, rounded to `out`:
+    cpp/cutlass/epilogue/epilogue.cuh, step by step.
 
     Args:
         sums: `[..., n]`; scales and bias broadcast against it. None is scale 1 and bias 0.
@@ -68,8 +74,9 @@ def finish(
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Returns `x * y + z` for FP32 tensors with one rounding, as the device's instruction does.
 
-    The product is exact in FP64. The sum is rounded to odd there, so that rounding it once more, to FP32, gives the right neighbour
-    (Boldo and Melquiond 2008, Emulation of FMA and correctly rounded sums, theorem 2).
+    The product is exact in FP64. The sum is rounded to odd there, so that rounding it once more, to
+    FP32, gives the right neighbour (Boldo and Melquiond 2008, Emulation of FMA and correctly
+    rounded sums, theorem 2).
     """
     product, z = torch.broadcast_tensors(x.double() * y.double(), z.double())
     total = product + z
@@ -84,9 +91,11 @@ def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def float_bound(a: Tensor, b: Tensor) -> Tensor:
-    """Returns how far `[m, n]` a kernel's FP32 sums may be from `accumulated`: k roundings of sums of magnitudes (Higham 2002, 3.1).
+    """Returns how far `[m, n]` a kernel's FP32 sums may be from `accumulated`: k roundings of sums
+    of magnitudes (Higham 2002, 3.1).
 
-    Tensor cores add in blocks and truncate, which costs up to two units in the last place a step in place of half a unit.
+    Tensor cores add in blocks and truncate, which costs up to two units in the last place a step in
+    place of half a unit.
     """
     k = a.shape[1]
     magnitudes = torch.mm(a.double().abs(), b.double().abs())

@@ -1,6 +1,8 @@
-"""Convolution kernels that run on the CPU: problems for them, and what must come out. See cutlass_cpu.py.
+"""Convolution kernels that run on the CPU: problems for them, and what must come out. See
+cutlass_cpu.py.
 
-Invariant: operands are whole numbers so small that sums of their products are exact in FP32, in any order.
+Invariant: operands are whole numbers so small that sums of their products are exact in FP32, in any
+    order.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def expected(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
 
 
 def problems(config: KernelConfig) -> list[ConvProblem]:
-    """Less than a tile; several tiles with a rest each way; strides and dilations; what a kernel does not serve is left out."""
+    """Less than a tile; several tiles with a rest each way; strides and dilations; what a kernel
+    does not serve is left out.
+    """
     unit = max(config.alignment, config.out_alignment)
     formats = (config.a, config.b, config.out)
     wide = unit * (-(-(config.tile[1] + 1) // unit))
@@ -66,7 +70,11 @@ def run(
     shape: torch.Size,
     **given: Tensor | int | None,
 ) -> Tensor:
-    """Returns `d`. Operands lie in larger memory whose other bytes are NaN, or large; what is around `d` must stay as it is."""
+    """Returns `d`.
+
+    Operands lie in larger memory whose other bytes are NaN, or large; what is around `d` must stay
+    as it is.
+    """
     memories = []
     for operand in (a, b):
         memory = torch.empty(operand.numel() + 128, dtype=operand.dtype)
@@ -82,7 +90,8 @@ def run(
     scales = given.get("b_scale")
     (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
     arguments = ConvArguments(
-        **{name: getattr(p, name) for name in "nhwckrspq"} | dict(zip("abd", start, strict=True)) | {"split": 1} | values,
+        **{name: getattr(p, name) for name in "nhwckrspq"} | dict(zip("abd", start,
+        strict=True)) | {"split": 1} | values,
         pad_h=pad_h,
         pad_w=pad_w,
         stride_h=stride_h,
@@ -101,7 +110,9 @@ def run(
 
 
 def check(library: Library, config: KernelConfig) -> None:
-    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each problem and with each kind of scales."""
+    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each
+    problem and with each kind of scales.
+    """
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     served = problems(config)
     assert len(served) >= 2
@@ -128,7 +139,8 @@ def check(library: Library, config: KernelConfig) -> None:
                     sums.shape
                 )
                 if config.order == "split_k" and scaled:
-                    # Each part, as many as the kernel takes where it is told 1, is scaled and rounded before it is added.
+                    # Each part, as many as the kernel takes where it is told 1, is scaled and
+                    # rounded before it is added.
                     torch.testing.assert_close(
                         found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
                     )

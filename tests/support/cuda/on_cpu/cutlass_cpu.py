@@ -1,7 +1,9 @@
-"""Kernels of CUTLASS 2.x, compiled for the CPU by the headers in cutlass_on_cpu and run on torch's tensors.
+"""Kernels of CUTLASS 2.x, compiled for the CPU by the headers in cutlass_on_cpu and run on torch's
+tensors.
 
-Invariant: what runs is the text that nvcc gets, in the same configurations, but for the few headers that are PTX: so tiles, layouts,
-swizzles, predicates, split tiles and epilogues are those of the GPU.
+Invariant: what runs is the text that nvcc gets, in the same configurations, but for the few headers
+    that are PTX: so tiles, layouts, swizzles, predicates, split tiles and epilogues are those of
+    the GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
 TOGETHER = 4
-"""Kernels compiled in one file: the headers are read once for all of them, and files are compiled side by side."""
+"""Kernels compiled in one file: the headers are read once for all of them, and files are compiled
+side by side.
+"""
 
 MULTIPROCESSORS = 5
 
 
 def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
-    """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns the folder."""
+    """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns
+    the folder.
+    """
     for name, change in changes.items():
         (original,) = (
             path
@@ -55,7 +61,9 @@ def build(
     jobs: int = 2,
     together: int = TOGETHER,
 ) -> dict[KernelConfig, Library]:
-    """Compiles kernels, all of them products or all of them convolutions; what is returned takes addresses in the CPU's memory."""
+    """Compiles kernels, all of them products or all of them convolutions; what is returned takes
+    addresses in the CPU's memory.
+    """
     parts = [list(configs[start : start + together]) for start in range(0, len(configs), together)]
     stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
@@ -81,7 +89,9 @@ def library_of(config: KernelConfig, path: Path) -> Library:
 
 
 def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
-    """Compiles kernels into one library, beside `stem`; headers in the folders `changed` take the place of CUTLASS's and of ours."""
+    """Compiles kernels into one library, beside `stem`; headers in the folders `changed` take the
+    place of CUTLASS's and of ours.
+    """
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
@@ -137,7 +147,11 @@ def run(
     bias: Tensor | None,
     split: int = 1,
 ) -> Tensor:
-    """Returns `d` `[m, n]`. Operands lie in larger memory, whose other bytes are NaN, or large; what is around `d` must stay as it is."""
+    """Returns `d` `[m, n]`.
+
+    Operands lie in larger memory, whose other bytes are NaN, or large; what is around `d` must stay
+    as it is.
+    """
     (m, k), n = a.shape, b.shape[1]
     gap = 16
     a_memory = _surrounded(a if config.a_major == "row" else a.t(), gap)
@@ -169,7 +183,9 @@ def run(
 
 
 def check(library: Library, config: KernelConfig) -> None:
-    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each size and with each kind of scales."""
+    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each size
+    and with each kind of scales.
+    """
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     scaled = config.a_scale != "none"
     for m, n, k in sizes(config):
@@ -201,7 +217,9 @@ def _surrounded(matrix: Tensor, gap: int) -> Tensor:
 def operands(
     config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order: small whole numbers, in floats."""
+    """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order:
+    small whole numbers, in floats.
+    """
 
     def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
         high = 128 if fmt == "int8" else 5
@@ -211,7 +229,9 @@ def operands(
 
 
 def sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
-    """Returns sizes that a kernel serves: less than one tile, and some tiles with a rest in each direction."""
+    """Returns sizes that a kernel serves: less than one tile, and some tiles with a rest in each
+    direction.
+    """
     step = {"m": 1, "n": config.out_alignment, "k": 1}
     for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
         contiguous = "k" if major == inner else "m" if name == "a" else "n"
@@ -240,7 +260,9 @@ def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.Monk
 def parameters(
     configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]
 ) -> list[Any]:
-    """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the tier `all` has; the others."""
+    """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the
+    tier `all` has; the others.
+    """
     quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
     return [
         pytest.param(
@@ -263,7 +285,9 @@ def covering(
     facts: Callable[[KernelConfig], Iterable[object]],
     beside: Sequence[KernelConfig] = (),
 ) -> list[KernelConfig]:
-    """Returns few kernels of which each fact of any is true, or of those `beside`: one after the other that of which most is new."""
+    """Returns few kernels of which each fact of any is true, or of those `beside`: one after the
+    other that of which most is new.
+    """
     chosen: list[KernelConfig] = []
     left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, beside))
     while left:

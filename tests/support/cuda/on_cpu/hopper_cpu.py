@@ -1,7 +1,10 @@
-"""Kernels of CUTLASS 3.x for Hopper, compiled for the CPU: what is PTX in CUTLASS's headers becomes calls of hopper_on_cpu.
+"""Kernels of CUTLASS 3.x for Hopper, compiled for the CPU: what is PTX in CUTLASS's headers becomes
+calls of hopper_on_cpu.
 
-Invariant: beside the text of its `asm` statements, each of which `TABLE` knows or which ends the program when it is reached, what runs is
-the text that nvcc gets: tiles, layouts, swizzles, descriptors, pipelines, schedulers and epilogues are those of the GPU.
+Invariant: beside the text of its `asm` statements, each of which `TABLE` knows or which ends the
+    program when it is reached, what runs is
+the text that nvcc gets: tiles, layouts, swizzles, descriptors, pipelines, schedulers and epilogues
+are those of the GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ HEADERS = (
 """Headers whose text is changed."""
 
 CHANGES = {
-    # Conditions that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the device's code too.
+    # Conditions that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the
+    # device's code too.
     "#define CUDA_BARRIER_ENABLED 0": "#define CUDA_BARRIER_ENABLED 1",
     "#if (__CUDA_ARCH__ >= 700)": "#if 1",
     "#if defined(__CUDA_ARCH__)\n    if (params_.raster_order_": "#if 1\n    if (params_.raster_order_",
-    # It outlives the shape that it is given, which nvcc has in registers by then, and g++ on a stack that others use.
+    # It outlives the shape that it is given, which nvcc has in registers by then, and g++ on a
+    # stack that others use.
     "  Coord coord;\n  Shape const& shape;\n": "  Coord coord;\n  Shape shape;\n",
 }
 """What is changed beside PTX."""
@@ -65,7 +70,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     (r".*mbarrier\.try_wait\S* P1, \[%1\], %2; selp", "%0 = on_cpu::barrier_passed(%1, %2)"),
     (
         r".*setp.*@p mapa.*@p mbarrier\.arrive\.expect_tx",
-        "if (%2 == 1) on_cpu::barrier_expect(on_cpu::mapa(%0, %1), %3), on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))",
+        "if (%2 == 1) on_cpu::barrier_expect(on_cpu::mapa(%0, %1), %3), "
+        "on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))",
     ),
     (
         r".*mapa\S* remAddr32, %0, %1; mbarrier\.arrive\.shared::cluster",
@@ -114,7 +120,9 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (_LOAD + r"mbarrier\S* " + _AT, "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, 0)"),
 )
-"""Instructions, and what stands for them: {0} is the first group of the pattern, %0 the first operand of the statement."""
+"""Instructions, and what stands for them: {0} is the first group of the pattern, %0 the first
+operand of the statement.
+"""
 
 
 def replaced(text: str) -> str:
@@ -141,7 +149,9 @@ def _closing(text: str, position: int) -> int:
 
 
 def _call(statement: str) -> str:
-    """Returns what stands for one statement: its template, and operands as `"constraint"(expression)`."""
+    """Returns what stands for one statement: its template, and operands as
+    `"constraint"(expression)`.
+    """
     template = re.match(r'(\s*"(?:[^"\\]|\\.)*")+', statement)
     assert template is not None, statement
     words = (
@@ -164,7 +174,9 @@ def _call(statement: str) -> str:
 
 
 def _product(names: Sequence[str], operands: Sequence[str]) -> str:
-    """Returns the call for one product: its sums, A by a descriptor or in four registers, B, whether to add, which lie across k."""
+    """Returns the call for one product: its sums, A by a descriptor or in four registers, B,
+    whether to add, which lie across k.
+    """
     columns, depth, sums, a, b = names
     if sums == "f16" or not {a, b} <= FORMATS:
         return f'on_cpu::fail("wgmma of {a} and {b} to {sums}")'
@@ -172,11 +184,15 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
     given = list(operands[count:])
     shared = "desc_a" in given[0]
     first = given.pop(0) if shared else f"{{{', '.join(given.pop(0) for _ in range(4))}}}"
-    # Behind it: B, whether to add, two signs, then for 16 bits whether A, if it is in shared memory, and B lie across k.
+    # Behind it: B, whether to add, two signs, then for 16 bits whether A, if it is in shared
+    # memory, and B lie across k.
     second, add, across = given[0], given[1], given[4:]
     arguments = ", ".join(["sums", first, second, *(f"{flag} != 0" for flag in (add, *across))])
     name = f"wgmma_{'ss' if shared else 'rs'}<{columns}, {depth}, on_cpu::{a}, on_cpu::{b}>"
-    return f"void *const sums[] = {{{', '.join(f'&({each})' for each in operands[:count])}}}; on_cpu::{name}({arguments})"
+    return (
+        f"void *const sums[] = {{{', '.join(f'&({each})' for each in operands[:count])}}}; "
+        f"on_cpu::{name}({arguments})"
+    )
 
 
 def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:

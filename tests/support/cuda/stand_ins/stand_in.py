@@ -1,11 +1,13 @@
-"""Kernels' libraries on a CUDA runtime that checks what they ask for and computes nothing; see runtime_on_cpu.cpp.
+"""Kernels' libraries on a CUDA runtime that checks what they ask for and computes nothing; see
+runtime_on_cpu.cpp.
 
     python stand_in.py RUNTIME UNITS     in a process of its own: a runtime cannot be taken back
 
-UNITS is JSON on standard input: the libraries, and how each is called. Prints a JSON list: for each call what was launched, and what was
-wrong.
+UNITS is JSON on standard input: the libraries, and how each is called. Prints a JSON list: for each
+call what was launched, and what was wrong.
 
-Invariant: the stand-in is loaded before any library, under the name that they ask for, so the real runtime is never opened.
+Invariant: the stand-in is loaded before any library, under the name that they ask for, so the real
+    runtime is never opened.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ STREAM = 0x5157
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a library: its file, the name and interface of its unit, its target, and the fields of its arguments."""
+    """One call of a library: its file, the name and interface of its unit, its target, and the
+    fields of its arguments.
+    """
 
     path: str
     name: str
@@ -37,7 +41,9 @@ class Call:
 
 
 def runtime(folder: Path, name: str | None = None) -> Path:
-    """Compiles the stand-in and returns it; under another name than the runtime's no library that is loaded later takes it for that."""
+    """Compiles the stand-in and returns it; under another name than the runtime's no library that
+    is loaded later takes it for that.
+    """
     nvcc = toolchain.nvcc()
     name = name or f"libcudart.so.{nvcc.version[0]}"
     (folder / "names").write_text(f"{name} {{ global: *; }};\n")
@@ -56,7 +62,9 @@ def runtime(folder: Path, name: str | None = None) -> Path:
 
 
 def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
-    """Makes calls in a process of its own and returns, for each, its status, its lines of launches, and what was wrong."""
+    """Makes calls in a process of its own and returns, for each, its status, its lines of launches,
+    and what was wrong.
+    """
     given = json.dumps([vars(call) for call in calls])
     command = [sys.executable, __file__, str(library)]
     done = subprocess.run(

@@ -16,7 +16,7 @@ from benchmarks.support.harness import to_write
 from qsync_fx.serialization.atomic_files import write_text
 
 
-class Kept:
+class RunCache:
     """Cache of run results.
 
     Args:
@@ -24,10 +24,10 @@ class Kept:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = None if path is None else to_write(path)
-        self._known: dict[str, Any] = (
-            json.loads(path.read_text()) if path is not None and path.exists() else {}
-        )
+        self._path = path
+        self._known: dict[str, Any] = {}
+        if path is not None and to_write(path).exists():
+            self._known = json.loads(path.read_text())
 
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Return the cached JSON value of a run with these settings; call `run` if missing."""
