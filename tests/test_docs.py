@@ -270,10 +270,10 @@ def options() -> str:
         )
 
     rows = (
-        (f"[`{name}`](docs/options.md#{name})", default(name), text)
+        (f"[`{name}`](#{name})", default(name), text)
         for name, text in DOCUMENTED.items()
     )
-    return pages.markdown(("option", "default", "what it is"), rows)
+    return pages.markdown(("option", "default", "meaning"), rows)
 
 
 def recipes() -> str:
@@ -306,10 +306,10 @@ def formats() -> str:
         "bits",
         "kind",
         "largest",
-        "kept as",
+        "stored as",
         "output",
         "gradient rounded to",
-        "where it cannot run",
+        "substitute",
     )
     return pages.markdown(head, map(row, FORMATS.values()))
 
@@ -339,7 +339,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
                 if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
                     number = arch.strip("sm_a")
                     return (
-                        f"from {number[:-1]}.{number[-1]} to 9.0, by [our kernels](docs/kernels.md)"
+                        f"from {number[:-1]}.{number[-1]} to 9.0, by [qsync kernels](kernels.md)"
                     )
         return "none"
 

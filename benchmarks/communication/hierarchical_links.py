@@ -2,7 +2,7 @@
 Gradients are FP32 inside a node and compressed between nodes. Each node is a network namespace with
 one link of 1 Gbps or 100 Mbps (links.py), and its ranks communicate inside it. The prediction uses
 all-reduce times inside and between nodes, and codec speeds in CPU time, measured in the same run by
-all ranks concurrently (docs/predictor.md). Columns: "model" is the predicted time with pipelined
+all ranks concurrently (docs/replayer.md). Columns: "model" is the predicted time with pipelined
 coding and transfer, "in turns" without pipelining, and "to_*" the measured "seconds" divided by
 each. Without root only loopback is measured.
 """

@@ -45,11 +45,11 @@ PRODUCTS = {
 SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
 FOLDS = 10
 SOURCE = (
-    "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
+    "fitted to the times of {} that DeepBench publishes, with their errors in docs/device-catalog.md"
 )
 AT_HAND = (
     "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in "
-    "docs/predictor.md"
+    "docs/device-catalog.md"
 )
 
 Write = Callable[[str, Mapping[tuple[str, str], Mapping[str, Any]]], None]

@@ -313,7 +313,7 @@ def test_page_equals_the_catalog_benchmark() -> None:
         lines.append(
             "| " + " | ".join([name, row["device"], fmt, str(row["points"]), *errors]) + " |"
         )
-    page = ROOT / "docs" / "predictor.md"
+    page = ROOT / "docs" / "device-catalog.md"
     text = page.read_text()
     told = re.search(r"(?<=<!-- catalog -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
     assert told is not None

@@ -1,4 +1,4 @@
-"""Tables of docs/communication.md, from the results of benchmarks.
+"""Tables of the pages on communication, from the results of benchmarks.
 
 Invariant: each number is one of the file's, rounded; what was run where stands above its table.
 """
@@ -16,7 +16,7 @@ def codec_accuracy() -> str:
         "network": lambda row: row["task"],
         "gradients": lambda row: f"`{row['way']}`",
         "accuracy": accuracy_of,
-        "points more than FP32": lambda row: (
+        "points above FP32": lambda row: (
             "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
         "seeds": lambda row: str(len(row["each"])),
@@ -30,7 +30,7 @@ def codec_accuracy() -> str:
 def aqgb_fig3() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
-        "way": lambda row: row["way"],
+        "method": lambda row: row["way"],
         "overlap": lambda row: f"{percent(row['overlap'])} ({percent(row['by the rule'])})",
         "paper": lambda row: "" if row["paper"] is None else f"{row['paper']:.0%}",
         "to 0.68 s": lambda row: f"{percent(row['overlap_last'])} ({percent(row['rule_last'])})",
@@ -64,8 +64,8 @@ def gradient_codecs() -> str:
         "codec": lambda row: f"`{row['codec']}`",
         "bits": lambda row: f"{row['bits']:.4g}",
         "encode": times("encode"),
-        "decode to where nothing is": times("read"),
-        "decode into a sum": times("decode"),
+        "decode into an empty buffer": times("read"),
+        "decode and add": times("decode"),
     }
     return table_of("gradient_codecs", columns, lambda row: row["isa"] == "avx512")
 
@@ -77,10 +77,10 @@ def slow_links() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
         "gradients": lambda row: f"`{row['way']}`",
-        "a step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
+        "step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
         "accuracy": accuracy_of,
-        "to accuracy": lambda row: f"{row['seconds to aim']:.1f} s",
-        "times as fast as FP32": lambda row: f"{plain[row['link']] / row['seconds to aim']:.2f}",
+        "time to target": lambda row: f"{row['seconds to aim']:.1f} s",
+        "speedup over FP32": lambda row: f"{plain[row['link']] / row['seconds to aim']:.2f}",
     }
     return table_of("slow_links", columns)
 

@@ -48,7 +48,7 @@ def table3() -> str:
         "plan": lambda row: row["plan"],
         "step": lambda row: f"{row['step_ms']:.0f} ms",
         "cost mapper (each)": off("cost mapper"),
-        "without casts and cascades (each)": off("dPRO's view"),
+        "without casts and propagation (each)": off("dPRO's view"),
     }
     return table_of("table3", columns)
 
@@ -106,8 +106,8 @@ def convergence() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "format": lambda row: f"`{row['format']}`",
         "accuracy": accuracy_of,
-        "each seed": lambda row: ", ".join(f"{100 * one:.2f}" for one in row["each"]),
-        "points more than FP32": lambda row: (
+        "per seed": lambda row: ", ".join(f"{100 * one:.2f}" for one in row["each"]),
+        "points above FP32": lambda row: (
             "" if row["format"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
     }
@@ -118,12 +118,12 @@ def hybrid() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "seed": lambda row: str(row["seed"]),
         "step": lambda row: f"{row['step_ms']:.1f} ms",
-        "longer than uniform's (goal 2%)": lambda row: f"{row['longer']:+.1%}",
-        "foreseen (goal 5%)": lambda row: f"{row['off']:+.1%}",
+        "slower than uniform (goal 2%)": lambda row: f"{row['longer']:+.1%}",
+        "prediction error (goal 5%)": lambda row: f"{row['off']:+.1%}",
         "less variance (goal 30%)": lambda row: f"{row['less']:.0%}",
-        "rank 0 waits more, of a step": lambda row: f"{row['waits']:+.1%}",
+        "additional waiting of rank 0": lambda row: f"{row['waits']:+.1%}",
         "memory, of the cap": lambda row: f"{row['peak_to_cap']:.0%}",
-        "operators back in FP32": lambda row: str(row["recovered"]),
+        "operators recovered to FP32": lambda row: str(row["recovered"]),
         "accuracy": lambda row: f"{row['accuracy']:.2%}",
         "uniform's": lambda row: f"{row['uniform_accuracy']:.2%}",
     }
@@ -133,11 +133,11 @@ def hybrid() -> str:
 def ddp_accuracy() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row["case"],
-        "foreseen": lambda row: row["way"],
+        "prediction": lambda row: row["way"],
         "pairs": lambda row: str(row.get("pairs", "")),
-        "off in the mean": lambda row: f"{row['mean_%']:.1f}%",
-        "at worst": lambda row: f"{row['worst_%']:.1f}%",
-        "in the mean, with its sign": lambda row: (
+        "mean error": lambda row: f"{row['mean_%']:.1f}%",
+        "maximum error": lambda row: f"{row['worst_%']:.1f}%",
+        "bias": lambda row: (
             f"{row['bias_%']:+.1f}%" if "bias_%" in row else ""
         ),
     }
@@ -159,10 +159,10 @@ def replay_accuracy() -> str:
         "model": lambda row: row["case"],
         "plans": lambda row: str(row["plans"]),
         "step": lambda row: f"{row['step_ms']:.0f} ms",
-        "foreseen": off("mapper"),
-        "from uniform plans alone": off("mapper, uniform runs alone"),
-        "operators summed up, without casts and cascades": off("additive, no casts or cascades"),
-        "odd and even rounds": off("floor: odd against even rounds"),
+        "predicted": off("mapper"),
+        "from uniform plans only": off("mapper, uniform runs alone"),
+        "sum of operators, without casts and propagation": off("additive, no casts or cascades"),
+        "odd against even rounds": off("floor: odd against even rounds"),
     }
     return table_of("replay_accuracy", columns, lambda row: row["way"] == "mapper")
 
@@ -170,10 +170,10 @@ def replay_accuracy() -> str:
 def huge_pages() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: row["case"],
-        "way": lambda row: row["way"],
+        "method": lambda row: row["way"],
         "without": lambda row: f"{row['without_ms']:.1f} ms",
         "with huge pages": lambda row: f"{row['huge_pages_ms']:.1f} ms",
-        "of the time": lambda row: f"{row['ratio']:.2f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
     }
     return table_of("huge_pages", columns)
 
@@ -258,7 +258,7 @@ def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
         "cluster": lambda row: row["cluster"],
         "": lambda row: row["way"],
         "accuracy": accuracy_of,
-        "points more than uniform": more,
+        "points above uniform": more,
         "steps/s": lambda row: (
             "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}"
         ),

@@ -1,6 +1,6 @@
 """Clusters: device classes, links between devices, and settings of the gradient exchange.
 
-docs/predictor.md has an example of the TOML file. Invariant: every `Cluster` can be replayed.
+docs/replayer.md has an example of the TOML file. Invariant: every `Cluster` can be replayed.
 Invalid values from a file or from Python raise an error with the cause and the location.
 """
 
@@ -426,7 +426,7 @@ class Cluster:
             raise ProfileError(message, where=of, do="give one for each class")
 
 
-_REMEDY: Final = "see the example in docs/predictor.md"
+_REMEDY: Final = "see the example in docs/replayer.md"
 
 
 def _check_device(path: Path, name: str, device: str) -> None:

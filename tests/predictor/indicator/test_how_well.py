@@ -47,7 +47,7 @@ def test_page_equals_the_indicator_benchmark() -> None:
                     for name in COLUMNS
                 ]
                 lines.append(f"| {' | '.join([row['case'], *cells])} |")
-    page = ROOT / "docs" / "predictor.md"
+    page = ROOT / "docs" / "sensitivity.md"
     text = page.read_text()
     told = re.search(r"(?<=<!-- how well -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
     assert told is not None

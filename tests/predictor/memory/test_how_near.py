@@ -39,7 +39,7 @@ def table() -> list[str]:
 
 
 def test_page_equals_the_memory_benchmark() -> None:
-    page = ROOT / "docs" / "predictor.md"
+    page = ROOT / "docs" / "memory.md"
     text = page.read_text()
     told = re.search(r"(?<=<!-- how near -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
     assert told is not None
