@@ -1,10 +1,13 @@
 """Training steps and compilation of this checkout, compared with another checkout.
+
 --before names the Python of an environment with the other checkout's package and native module, and
 the same torch. Each checkout runs in its own process; the two run interleaved, step by step, in CPU
-time with one thread. "seconds" is the median of this checkout, "to_before" the median ratio of
-adjacent runs to the other checkout, and "low" and "high" its bootstrap 95% confidence interval.
-"compile" excludes the C++ compiler: Inductor's code is in the cache. Rows that a run does not
-measure stay in the file of --json, with their dates.
+time with one thread. Equal models in two processes differ by up to 8%, because of their memory
+placement: both processes use huge pages, and --processes repeats a case in new processes.
+"seconds" is the median of this checkout, "to_before" the median over pairs of processes
+("by_process") of the median ratio of adjacent runs, and "low" and "high" its bootstrap 95%
+confidence interval. "compile" excludes the C++ compiler: Inductor's code is in the cache. Rows that
+a run does not measure stay in the file of --json, with their dates.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ def main() -> None:
         },
         turns={"type": int, "default": 40, "help": "steps of each, a case (%(default)s)"},
         compiles={"type": int, "default": 6, "help": "compiles of each, a case (%(default)s)"},
+        processes={"type": int, "default": 3, "help": "pairs of processes, a case (%(default)s)"},
     )
     rows: list[Row] = []
     pythons = {"now": Path(sys.executable), "before": options.before}
@@ -82,20 +86,14 @@ def main() -> None:
         )
     for name in cases:
         for precision in by_size(options.quick, PRECISIONS[1:2], options.precisions):
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
-                both = {side: Served(python, Path(folder)) for side, python in pythons.items()}
-                for served in both.values():
-                    served.ask(f"{name}\t{precision}")
-                counts = {COMPILE: options.compiles, "step": options.turns}
-                for case, count in counts.items():
-                    times = turns(both, case, by_size(options.quick, 2, count))
-                    rows.append(
-                        {"case": name, "precision": precision, "what": case, **judged(times)}
-                    )
-                    print(rows[-1], flush=True)
-                for served in both.values():
-                    served.end()
+            counts = {COMPILE: options.compiles, "step": options.turns}
+            if options.quick:
+                counts = dict.fromkeys(counts, 2)
+            times = measured(name, precision, pythons, counts, options.processes)
+            for what, pairs in times.items():
+                row = {"case": name, "precision": precision, "what": what, **judged(pairs)}
+                rows.append(row)
+                print(row, flush=True)
             if options.json:
                 done = {_what(row) for row in rows}
                 other_rows = [
@@ -108,6 +106,24 @@ def main() -> None:
                     before=commit(homes["before"]),
                 )
     show(rows)
+
+
+def measured(
+    name: str, precision: str, pythons: Mapping[str, Path], counts: Mapping[str, int], pairs: int
+) -> dict[str, list[dict[str, list[float]]]]:
+    """Return the seconds of each run by kind of run, pair of processes and checkout."""
+    times: dict[str, list[dict[str, list[float]]]] = {what: [] for what in counts}
+    for _ in range(pairs):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
+            both = {side: Served(python, Path(folder)) for side, python in pythons.items()}
+            for served in both.values():
+                served.ask(f"{name}\t{precision}")
+            for what, count in counts.items():
+                times[what].append(turns(both, what, count))
+            for served in both.values():
+                served.end()
+    return times
 
 
 def _what(row: Mapping[str, object]) -> tuple[object, ...]:
@@ -140,6 +156,7 @@ class Served:
             "PATH": "/usr/bin:/bin",
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
             "OMP_NUM_THREADS": "1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
         command = [str(python), "-m", "benchmarks.steps.against", "--serve"]
         self.process = subprocess.Popen(
@@ -182,15 +199,27 @@ def turns(both: dict[str, Served], case: str, count: int) -> dict[str, list[floa
     return times
 
 
-def judged(times: dict[str, list[float]]) -> dict[str, float]:
-    ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
+def judged(pairs: list[dict[str, list[float]]]) -> dict[str, object]:
+    """Return the median ratio over pairs of processes, of the median ratio of adjacent runs."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    ratios = [
+        [now / before for now, before in zip(pair["now"], pair["before"], strict=True)]
+        for pair in pairs
+    ]
+    medians = sorted(
+        statistics.median(
+            statistics.median(draw.choices(one, k=len(one)))
+            for one in draw.choices(ratios, k=len(ratios))
+        )
+        for _ in range(1000)
+    )
+    by_process = [statistics.median(one) for one in ratios]
     return {
-        "seconds": statistics.median(times["now"]),
-        "to_before": statistics.median(ratios),
+        "seconds": statistics.median(seconds for pair in pairs for seconds in pair["now"]),
+        "to_before": statistics.median(by_process),
         "low": medians[25],
         "high": medians[974],
+        "by_process": by_process,
     }
 
 
