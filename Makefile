@@ -47,7 +47,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -191,6 +191,9 @@ style: setup
 
 format: setup ## let ruff format and repair what it can
 	@$(PYTHON) -m ruff check --quiet --fix-only . ; $(PYTHON) -m ruff format .
+
+docs: setup ## build the documentation site into build/docs; warnings are errors
+	@$(PYTHON) -m sphinx -q -W --keep-going -b html docs build/docs && echo "docs: build/docs/index.html"
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
 	@for file in $$(grep -l __main__ $(BENCHED:%=benchmarks/%/*.py)); do \

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.cli import commands
 from qsync_fx.devices import Support, support
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.option_help import DOCUMENTED, RECIPES
@@ -246,6 +248,7 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "recipes": recipes,
             "formats": formats,
             "devices": lambda: devices(monkeypatch),
+            "cli": cli,
         } | cuda_tables.TABLES
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
@@ -269,11 +272,24 @@ def options() -> str:
             else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
         )
 
-    rows = (
-        (f"[`{name}`](#{name})", default(name), text)
-        for name, text in DOCUMENTED.items()
-    )
+    rows = ((f"[`{name}`](#{name})", default(name), text) for name, text in DOCUMENTED.items())
     return pages.markdown(("option", "default", "meaning"), rows)
+
+
+def cli() -> str:
+    """Return the help texts of all verbs."""
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+
+    def help_of(*verb: str) -> str:
+        command = [sys.executable, "-m", "qsync_fx.cli", *verb, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        return "```text\n" + "\n".join(map(str.rstrip, done.stdout.splitlines())) + "\n```"
+
+    parts = []
+    for name in sorted(commands.names()):
+        verbs = [(name, action) for action in commands.load(name).actions] or [(name,)]
+        parts += [f"## qsync {' '.join(verb)}\n\n{help_of(*verb)}" for verb in verbs]
+    return "\n\n".join(parts)
 
 
 def recipes() -> str:
@@ -338,9 +354,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
             with assumed(arch):
                 if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
                     number = arch.strip("sm_a")
-                    return (
-                        f"from {number[:-1]}.{number[-1]} to 9.0, by [qsync kernels](kernels.md)"
-                    )
+                    return f"from {number[:-1]}.{number[-1]} to 9.0, by [qsync kernels](kernels.md)"
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:

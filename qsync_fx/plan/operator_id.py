@@ -355,7 +355,7 @@ class OpId:
         A pattern without "/" selects all operators of a module and of its submodules:
         "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/"
         selects operators of exactly that module: "encoder.layer.*.output.dense/linear",
-        "**/embedding", "/relu". Without "#index" and "@after" it selects every occurrence; "#0" is
+        `**/embedding`, `/relu`. Without "#index" and "@after" it selects every occurrence; "#0" is
         the first one, "/relu@" those before any module.
 
         Matching is linear in the length of the id.

@@ -137,9 +137,7 @@ def ddp_accuracy() -> str:
         "pairs": lambda row: str(row.get("pairs", "")),
         "mean error": lambda row: f"{row['mean_%']:.1f}%",
         "maximum error": lambda row: f"{row['worst_%']:.1f}%",
-        "bias": lambda row: (
-            f"{row['bias_%']:+.1f}%" if "bias_%" in row else ""
-        ),
+        "bias": lambda row: f"{row['bias_%']:+.1f}%" if "bias_%" in row else "",
     }
     return table_of("ddp_accuracy", columns)
 
