@@ -44,7 +44,7 @@ PRODUCTS = {
 }
 SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
 FOLDS = 10
-SOURCE = "fitted to the times of {} that DeepBench publishes, with their errors in docs/device-catalog.md"
+SOURCE = "fitted to the times of {} that DeepBench publishes; errors: docs/device-catalog.md"
 AT_HAND = (
     "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in "
     "docs/device-catalog.md"

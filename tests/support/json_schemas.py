@@ -1,4 +1,4 @@
-"""JSON Schemas of plans, cluster plans, clusters and profiles, from the dataclasses of the files."""
+"""JSON Schemas of plans, cluster plans, clusters and profiles, from dataclasses of the files."""
 
 from __future__ import annotations
 
