@@ -183,7 +183,7 @@ def _warn_overflow(model: nn.Module, formats: str, step: int) -> None:
         f"gradients of {type(model).__name__} are not finite in step {step} of its optimizer, "
         f"which applies them to the weights. Operators run in {formats}, and the loss was not "
         "scaled: train with torch.amp.GradScaler, as under autocast, or plan fp32 for the "
-        "operators that overflow (docs/options.md#fp16-and-gradscaler)",
+        "operators that overflow (qsync docs options)",
         PlanWarning,
         stacklevel=3,
     )

@@ -145,16 +145,24 @@ FP32 = FORMATS["fp32"]
 _BY_DTYPE = {row.dtype: row for row in reversed(tuple(FORMATS.values())) if row.plain}
 
 
-def precision(name: str | Precision) -> Precision:
-    """Return the format called `name`; raise `PrecisionError` with the closest name otherwise."""
+def precision(name: str | torch.dtype | Precision) -> Precision:
+    """Return the format called `name`, in any case, or the first format of a dtype.
+
+    Raises:
+        PrecisionError: there is none; the error has the closest name.
+    """
     if isinstance(name, Precision):
         return name
-    if not isinstance(name, str) or name not in FORMATS:
-        raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name), FORMATS))
-    return FORMATS[name]
+    if isinstance(name, torch.dtype):
+        by_dtype = {row.dtype: row for row in reversed(tuple(FORMATS.values()))}
+        if name in by_dtype:
+            return by_dtype[name]
+    elif isinstance(name, str) and name.lower() in FORMATS:
+        return FORMATS[name.lower()]
+    raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name).lower(), FORMATS))
 
 
-def precisions(names: Iterable[str | Precision]) -> list[Precision]:
+def precisions(names: Iterable[str | torch.dtype | Precision]) -> list[Precision]:
     """Return the formats with these names, without duplicates.
 
     Raises:

@@ -7,6 +7,7 @@ options compile to the same code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from qsync_fx.devices.format_support import TARGETS, default_precision
-from qsync_fx.errors import OptionError, nearest
-from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.errors import OptionError, PrecisionError, nearest
+from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.option_help import DOCUMENTED as DOCUMENTED, RECIPE_HELP, RECIPES
 from qsync_fx.plan.cluster_plan import ClusterPlan, HoldsPlan, part_of_this_process, read_plan
 from qsync_fx.plan.plan import Plan
@@ -92,6 +93,8 @@ class Options:
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("precision", "plan", "passes"):
+            object.__setattr__(self, name, _converted(name, getattr(self, name)))
         if self.precision is not None:
             _one_of("precision", self.precision, FORMATS)
         if self.target is not None:
@@ -102,7 +105,7 @@ class Options:
             raise _wrong(
                 "plan",
                 self.plan,
-                "pass a Plan, such as Plan.uniform(...) or Plan(operators={...}), or a path",
+                'pass a Plan, a path, or a dictionary such as {"default": "int8", "head": "fp32"}',
             )
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
@@ -131,7 +134,7 @@ class Options:
             do = 'use a path such as "encoder.layer.0"; "" is the full model'
             raise _wrong("root", self.root, do)
         if not isinstance(self.passes, tuple):
-            raise _wrong("passes", self.passes, "use a list, also for one pass: [my_pass]")
+            raise _wrong("passes", self.passes, "use a list of passes, such as [my_pass]")
         if self.precision is not None and self.plan is not None:
             raise OptionError(
                 '"precision" and "plan" are both set, but each defines the precision of every '
@@ -177,10 +180,12 @@ class Options:
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Return the options in a mapping, as users write them.
 
-        A plan may be the path of its file or a cluster plan, from which the part of this rank is
-        selected. A precision may be a `Precision`, and passes may be a list. "recipe" adds the
-        options of a recipe, which other entries of the mapping override. An `Options` object is
-        returned unchanged, so a plan file is read once.
+        A plan may be the path of its file, a cluster plan, from which the part of this rank is
+        selected, or a dictionary from patterns to formats, in which "default" is the format of all
+        other operators. A precision may be a `Precision`, a dtype or a name in any case, and passes
+        may be a list or a single pass. "recipe" adds the options of a recipe, which other entries
+        of the mapping override. An `Options` object is returned unchanged, so a plan file is read
+        once.
 
         Raises:
             OptionError: an option is unknown or has an invalid value, or both precision and plan
@@ -224,10 +229,20 @@ def _converted(name: str, value: object) -> Any:
             return read_plan(value)
         case "plan", HoldsPlan():
             return value.as_plan()
-        case "precision", Precision():
-            return value.name
+        case "plan", dict():
+            patterns = {key: fmt for key, fmt in value.items() if key != "default"}
+            return Plan(value.get("default"), list(patterns.items()))
+        case "precision", Precision() | torch.dtype() | str():
+            # An unknown name stays, for the error about the option.
+            with contextlib.suppress(PrecisionError):
+                return precision(value).name
+            return value
         case "passes", list():
             return tuple(value)
+        case "passes", str():
+            return (value,)
+        case "passes", _ if callable(value) and hasattr(value, "name"):
+            return (value,)
         case _:
             return value
 

@@ -1,9 +1,10 @@
 """BF16 training steps with products by the native module instead of oneDNN.
+
 They show the benefit of faster products alone. A post-grad pass of Inductor replaces matrix
 products of some kinds (output, input gradient, weight gradient) or all. No option of qsync does
-this; docs/kernels.md says why. Runs are interleaved; "milliseconds" is the median, "of_onednn" the
-median ratio to oneDNN, and "native products" the number of replaced products. With --threads 1 the
-clock counts CPU time of the process.
+this; docs/kernels-cpu.md has the reason. Runs are interleaved; "milliseconds" is the median,
+"of_onednn" the median ratio to oneDNN, and "native products" the number of replaced products. With
+--threads 1 the clock counts CPU time of the process.
 """
 
 from __future__ import annotations

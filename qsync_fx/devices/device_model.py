@@ -418,7 +418,7 @@ DEVICE: Final = TomlSchema(
     Device,
     noun="device file",
     error=DeviceError,
-    remedy="see docs/howto-device.md for the fields of a device file",
+    remedy="run 'qsync docs howto-device' for the fields of a device file",
     name=None,
     largest=2**20,
     smaller="describe one device per file",

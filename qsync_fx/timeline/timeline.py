@@ -75,7 +75,7 @@ class Timeline:
     Attributes:
         played: replayed step.
         peak_bytes: peak memory by device class, predicted by `qsync_fx.predictor.memory` from model
-            and plan alone, without measured corrections (docs/predictor.md has the accuracy); empty
+            and plan alone, without measured corrections (docs/memory.md has the accuracy); empty
             if unknown.
         conditions: by device class, non-default conditions of the profile's measurement, in words:
             backend options, and modules in evaluation mode. Times are valid under these conditions

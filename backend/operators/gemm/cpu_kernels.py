@@ -211,7 +211,7 @@ def pays(
 ) -> bool:
     """Return whether the native module is faster than oneDNN in BF16.
 
-    Gathered windows must be used for many channels (docs/kernels.md, "On the CPU").
+    Gathered windows must be used for many channels (docs/kernels-cpu.md).
 
     Args:
         like: a tensor with the spatial sizes that `conv2d_product` receives.

@@ -4,7 +4,7 @@ The choice is made while a graph is traced: the compiler fuses scales and bias a
 products, while a kernel is an opaque call with its own epilogue. The graph gets the faster one for
 the traced shapes; both are correct for other shapes of symbolic sizes. On CUDA tuning results
 decide. On the CPU the native module computes every INT8 matrix product if the processor has an
-integer unit: it scales sums as it writes them, torch in another pass (docs/kernels.md).
+integer unit: it scales sums as it writes them, torch in another pass (docs/kernels-cpu.md).
 
 A `Dispatcher` is an argument of every operator of a product (`ProductArguments.dispatcher`).
 `KernelDispatcher` computes; `RecordingDispatcher` records the problems of a layer.

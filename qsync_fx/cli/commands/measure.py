@@ -46,7 +46,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         measured,
         """
         --device NAME         device of the catalog, or path of a device file: compute its profile
-                              without a measurement; see docs/howto-device.md
+                              without a measurement; see qsync docs howto-device
         --profile FILE        existing profile to correct: measures only the plan of --plan;
                               --output writes the result to another file
         --sensitivity METHOD  method for the gradient variance that operators add (see qsync

@@ -64,7 +64,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         group,
         """
-        --cluster FILE      TOML file of devices and links; see docs/replayer.md
+        --cluster FILE      TOML file of devices and links; see qsync docs replayer
         --profile FILE...   profile, or NAME=FILE for a class of devices; repeatable
         --sensitivity FILE  file of qsync sensitivity, which replaces the sensitivities in profiles
         --method NAME       method for missing sensitivities: %(default)s, depth or another method

@@ -426,7 +426,7 @@ class Cluster:
             raise ProfileError(message, where=of, do="give one for each class")
 
 
-_REMEDY: Final = "see the example in docs/replayer.md"
+_REMEDY: Final = 'run "qsync docs replayer" for an example'
 
 
 def _check_device(path: Path, name: str, device: str) -> None:
