@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from qsync_fx.errors import PlanError, nearest, shown
-from qsync_fx.formats import FORMATS, Precision
+import torch
+
+from qsync_fx.errors import PlanError, PrecisionError, nearest, shown
+from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.plan.operator_id import OpId, pattern_regex
 from qsync_fx.plan.validation import check_plan
 from qsync_fx.serialization import Parsed, Path, Schema, kind
@@ -190,9 +192,9 @@ class Plan:
         """Return the choice by id, else by last pattern, else the default; None without one."""
         if op_id in self.operators:
             return Choice(self.operators[op_id], self._name)
-        for pattern, precision in reversed(self.patterns):
+        for pattern, fmt in reversed(self.patterns):
             if op_id.matches(pattern):
-                return Choice(precision, f'{self._name}: pattern "{pattern}"')
+                return Choice(fmt, f'{self._name}: pattern "{pattern}"')
         if self.default is None:
             return None
         role = "default" if self.patterns or self.operators else "uniform"
@@ -278,14 +280,14 @@ class Plan:
 
 
 def _precision(value: object, where: str) -> Precision:
-    name = value.name if isinstance(value, Precision) else value
-    if not isinstance(name, str):
-        message = f"a precision must be a string, not {kind(name)}"
+    if not isinstance(value, str | torch.dtype | Precision):
+        message = f"a precision must be a string, not {kind(value)}"
         raise PlanError(message, where=where, do=nearest("", FORMATS))
-    if name not in FORMATS:
-        message = f"{shown(name)} is not a precision"
-        raise PlanError(message, where=where, do=nearest(name[:40], FORMATS))
-    return FORMATS[name]
+    try:
+        return precision(value)
+    except PrecisionError as error:
+        message = f"{shown(str(value))} is not a precision"
+        raise PlanError(message, where=where, do=error.do) from None
 
 
 def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
