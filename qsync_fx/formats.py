@@ -159,7 +159,9 @@ def precision(name: str | torch.dtype | Precision) -> Precision:
             return by_dtype[name]
     elif isinstance(name, str) and name.lower() in FORMATS:
         return FORMATS[name.lower()]
-    raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name)[:40].lower(), FORMATS))
+    raise PrecisionError(
+        f"{name!r} is not a precision", do=nearest(str(name)[:40].lower(), FORMATS)
+    )
 
 
 def precisions(names: Iterable[str | torch.dtype | Precision]) -> list[Precision]:

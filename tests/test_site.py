@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import plots
 from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,3 +26,16 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     assert pages <= {path.stem for path in (tmp_path / "site").glob("*.html")}
     index = (tmp_path / "site" / "index.html").read_text()
     assert all(f'href="{page}.html"' in index for page in pages - {"index"})
+
+
+def test_charts_are_drawn_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "IMAGES", tmp_path)
+    plots.main()
+    for chart in ("speed", "accuracy"):
+        drawn = (tmp_path / f"{chart}.svg").read_text()
+        assert texts(drawn) == texts((ROOT / "docs" / "images" / f"{chart}.svg").read_text())
+
+
+def texts(svg: str) -> list[str]:
+    """Return the texts of a picture; other parts depend on the version of matplotlib."""
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg)
