@@ -11,15 +11,15 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from qsync_fx.formats import FP32, Precision, precision_of, promoted
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import in_place, readers, result_of, writes
-from qsync_fx.graph.fx_utils import format_of, is_float
+from qsync_fx.graph.fx_utils import format_of, function_name, is_float
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import Kind
 
@@ -31,8 +31,7 @@ class Rule:
     Attributes:
         inputs: the nodes whose formats decide; empty if the precision is always `own`.
         own: the precision if no input has a format: the model's.
-        promotes: whether the precision is the promotion of all inputs, not the first input's
-            format.
+        promotes: whether all inputs are promoted, instead of the first input's format.
         scalars: the finite scalar arguments; a scalar beyond the range of the promoted format makes
             the precision `own`.
         named: the result format that the arguments name: `softmax(x, dtype=torch.float32)`.
@@ -74,13 +73,11 @@ class Rule:
 def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     """Return the rule of an operator that is not adjustable.
 
-    Args:
-        automatic: whether the model's autocast regions decide, because there is no plan.
+    With `automatic`, the model's autocast regions decide, because there is no plan.
     """
     note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
-    row = note.row
+    row, named = note.row, _named_format(node)
     if row is not None and row.converts:
-        named = _named_format(node)
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
         if named is not None or owned is None or not like:
             return Rule((), named or owned)
@@ -92,7 +89,6 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
         if owned is not None and narrowed:
             owned = promoted(owned, FP32)
         return Rule((), owned)
-    named = _named_format(node)
     if in_place(node):
         return Rule((writes(node)[0],), owned, named=named, in_place=True)
     inputs = [used for used in node.all_input_nodes if is_float(graph.value(used))]
@@ -113,14 +109,14 @@ def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node 
         return source  # the plan, not the region, decides where to use fewer bits
     if (result := result_of(node)) is not None:
         return result
-    unpacks = getattr(node.target, "__name__", "") == "getitem"
-    return source if unpacks and owned == format_of(graph.value(source)) else None
+    unpacks = function_name(node) == "getitem" and owned == format_of(graph.value(source))
+    return source if unpacks else None
 
 
 def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """Return the operators that must compute in FP32 for a scaled operator to output FP32.
 
-    Return None if some reader never accepts a wide input (QSync, footnote 3).
+    The result is None if some reader never accepts a wide input (QSync, footnote 3).
     """
     result: list[fx.Node] = []
     for user in readers(node):
@@ -148,12 +144,5 @@ def _named_format(node: fx.Node) -> Precision | None:
 
 
 def _scalars(node: fx.Node) -> tuple[float, ...]:
-    result: list[float] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, float) and math.isfinite(value):
-            result.append(value)
-        return value
-
-    fx.node.map_aggregate((node.args, node.kwargs), look)
-    return tuple(result)
+    values = pytree.tree_leaves((node.args, node.kwargs))
+    return tuple(value for value in values if isinstance(value, float) and math.isfinite(value))
