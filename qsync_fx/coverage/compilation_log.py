@@ -16,7 +16,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -91,8 +91,6 @@ class Log:
 
     Attributes:
         declared: modules given to torch.compile, with their paths in a larger model, or "".
-        frames: entries by code and module, in processing order.
-        settled: models that were already checked.
         reached: modules that a backward pass of this rank reached.
         watched: models with backward passes under observation, for one step.
         told: plan entries that were already reported to match no operator.
@@ -222,6 +220,7 @@ class Tree:
     Attributes:
         root: the full model, without wrappers.
         compiled: paths of the modules given to torch.compile.
+        frames: log entries for the functions of each module, by path.
         held: paths of the modules in compiled graphs.
         within: path of `root` in operator ids, if the user declares it as part of a larger model.
     """
@@ -231,18 +230,15 @@ class Tree:
         self.modules = {path: module for path, module in paths(root) if unwrapped(module) is module}
         inputs = {id(module) for module in log.given}
         self.compiled = {path for path, module in self.modules.items() if id(module) in inputs}
-        self._frames: dict[str, list[Frame]] = {}
+        self.frames: dict[str, list[Frame]] = defaultdict(list)
         for path, module in self.modules.items():
-            called = path in self.compiled or any(
-                part in self.compiled or self.frames(part) for part in self.above(path)
-            )
-            self._frames[path] = list(_frames_of(module, log, shared=called))
-        paths_of_root = [f.path for f in self._frames[""] if f.module() is self.root and f.held]
+            self.frames[path] += _frames_of(module, log, shared=self.concerns(path))
+        paths_of_root = [f.path for f in self.frames[""] if f.module() is self.root and f.held]
         paths_of_root += [path for ref, path in log.declared if ref() is self.root]
         self.within = next(iter(paths_of_root), "")
         self.held = {
             joined(path, rest)
-            for path, frames in self._frames.items()
+            for path, frames in self.frames.items()
             for f in frames
             for rest in f.held
         }
@@ -271,23 +267,14 @@ class Tree:
         return {path: module for path, module in self.modules.items() if own_parameters(module)}
 
     @property
-    def trained(self) -> bool:
-        """Whether the model has gradients."""
-        return any(p.grad is not None for p in self.root.parameters())
-
-    @property
     def ran(self) -> bool:
         """Whether Dynamo has processed any function of the model."""
-        return any(self._frames.values())
-
-    def frames(self, path: str) -> list[Frame]:
-        """Return the log entries for the functions of a module."""
-        return self._frames.get(path, [])
+        return any(self.frames.values())
 
     def operators(self) -> dict[str, list[Ran]]:
         """Return the operators of each module by path, with their ids in this model."""
         result: dict[str, dict[object, Ran]] = {}
-        for path, frames in self._frames.items():
+        for path, frames in self.frames.items():
             counts: Counter[str] = Counter()
             for frame in frames:
                 for ran in _moved(frame, joined(self.within, path), counts):
@@ -303,7 +290,7 @@ class Tree:
 
     def concerns(self, path: str) -> bool:
         """Return whether a module or an ancestor was given to torch.compile or met by Dynamo."""
-        return any(part in self.compiled or self.frames(part) for part in self.above(path))
+        return any(part in self.compiled or self.frames.get(part) for part in self.above(path))
 
     def above(self, path: str) -> Iterator[str]:
         """Yield a path and the paths of its ancestors, innermost first."""

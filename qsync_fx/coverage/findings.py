@@ -160,7 +160,7 @@ def cause_of(tree: Tree, path: str) -> CoverageCause:
         return CoverageCause(Reason.NOT_MET)
     inbuilt: CoverageCause | None = None
     for part in tree.above(path):
-        frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
+        frames = [f for f in tree.frames.get(part, ()) if path not in tree.held or stale(f)]
         causes = [cause for frame in frames for cause in _causes(tree, frame, part, path)]
         if not causes:
             continue
@@ -214,7 +214,6 @@ class Uncovered:
         ran: whether it has run, as far as known.
         own: format that it computes in as written; None if no plan decides on it.
         likely: operator that it would be in a graph, derived from its class name.
-        planned: format in the plan; None for none.
         lost: whether it runs differently than planned.
     """
 
@@ -294,6 +293,11 @@ def _names(entry: OpId | str, path: str) -> bool:
     return module_regex(entry).match(escaped(path)) is not None
 
 
+def findings_of(tree: Tree) -> Findings:
+    """Return the differences between the plan of a model and its application."""
+    return findings(tree.intended, tree.decided(), uncovered(tree))
+
+
 def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
     """Return the modules of a model in no compiled graph, or only in graphs that no longer run."""
     return tuple(_uncovered(tree, path, cause_of(tree, path)) for path in _missing(tree))
@@ -323,7 +327,7 @@ def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
 
 def _missing(tree: Tree) -> Iterator[str]:
     for path in tree.parameterised:
-        frames = (frame for part in tree.above(path) for frame in tree.frames(part))
+        frames = (frame for part in tree.above(path) for frame in tree.frames.get(part, ()))
         if path not in tree.held or any(map(stale, frames)):
             yield path
 
@@ -335,7 +339,8 @@ def _uncovered(tree: Tree, path: str, cause: CoverageCause) -> Uncovered:
     operator = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     owned = None if isinstance(module, nn.RNNBase) else format_of(list(parameters))
     # If the model has gradients, those of a module show whether it has run.
-    learns = any(p.requires_grad for p in parameters) and tree.trained
+    trained = any(p.grad is not None for p in tree.root.parameters())
+    learns = trained and any(p.requires_grad for p in parameters)
     ran = cause.why is not Reason.NOT_CALLED
     if ran and (learns or cause.why is Reason.NOT_MET):
         ran = has_gradients(module)

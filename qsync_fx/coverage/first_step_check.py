@@ -31,12 +31,11 @@ from qsync_fx.coverage.findings import (
     Findings,
     Reason,
     Unused,
-    findings,
+    findings_of,
     in_doubt,
     kind_of,
     nested,
     packed,
-    uncovered,
 )
 from qsync_fx.errors import PlanError, PlanWarning, shown
 from qsync_fx.formatting import many
@@ -152,7 +151,7 @@ def _waits(root: nn.Module, log: Log) -> bool:
 def settle(root: nn.Module, log: Log) -> None:
     """Raise `PlanError` if the plan of a model does not apply and "strict" is set, else warn."""
     tree = Tree(root, log)
-    _tell(findings(tree.intended, tree.decided(), uncovered(tree)), tree)
+    _tell(findings_of(tree), tree)
 
 
 def settle_when_called_again(
@@ -171,8 +170,7 @@ def settle_when_called_again(
             log = log_of(options)
             if model not in log.settled:
                 tree = Tree(model, log)
-                result = findings(tree.intended, tree.decided(), uncovered(tree))
-                unused = tuple(entry for entry in result.unused if not entry.inside)
+                unused = tuple(entry for entry in findings_of(tree).unused if not entry.inside)
                 _tell(Findings((), unused), tree)
         return run(*args)
 

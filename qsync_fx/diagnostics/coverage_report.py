@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import nn
 
 from qsync_fx.coverage.compilation_log import Log, Ran, Tree, logs
-from qsync_fx.coverage.findings import Findings, Reason, Uncovered, Unused, findings, uncovered
+from qsync_fx.coverage.findings import Findings, Reason, Uncovered, Unused, findings_of
 from qsync_fx.coverage.first_step_check import unused_text
 from qsync_fx.diagnostics.explanation_table import fit, precision_cell, uncovered_cells
 from qsync_fx.errors import OptionError
@@ -43,7 +43,6 @@ class PlanCoverage:
 
     Attributes:
         modules: modules with parameters or operators.
-        unused: operators and patterns of plans without effect.
         unasked: notes on plans that were selected automatically from a cached profile.
         called: whether Dynamo has processed a call of the model, compiled or skipped.
         planned: whether there is a plan or a precision; without one no module is `lost`.
@@ -137,8 +136,7 @@ def plan_coverage(model: nn.Module) -> PlanCoverage:
         owner[path] = next((tree for tree in reversed(trees) if tree.concerns(path)), unseen)
     results, operators, missing = {}, {}, {}
     for tree in (*trees, unseen):
-        plan = Plan() if tree is unseen else tree.intended
-        results[tree] = findings(plan, tree.decided(), uncovered(tree))
+        results[tree] = findings_of(tree)
         operators[tree] = tree.operators()
         missing[tree] = {module.path: module for module in results[tree].uncovered}
     modules = []

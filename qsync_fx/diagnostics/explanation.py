@@ -165,7 +165,6 @@ class Explanation:
     """Decisions of the backend for a model.
 
     Attributes:
-        graphs: the model's graphs in execution order.
         breaks: reasons and positions of Dynamo's graph breaks.
         uncovered: modules with parameters that are in no graph and run as written, with reasons.
         parameters: the model's parameters in registration order.

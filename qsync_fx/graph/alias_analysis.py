@@ -148,8 +148,11 @@ class AliasSets:
             return frozenset()
         if node.target is py_operator.getitem and isinstance(node.args[0], fx.Node):
             return self._beyond.get(node.args[0], frozenset())
-        if isinstance(node.target, torch._ops.OpOverload) and not _sizes_are_kept(node):
-            return frozenset()
+        if isinstance(node.target, torch._ops.OpOverload):
+            returns = node.target._schema.returns
+            # `PrecisionGraph.propagate` keeps the traced value of a view with such sizes.
+            if not (node.meta.get("unbacked_bindings") and any(r.alias_info for r in returns)):
+                return frozenset()
         return frozenset((node,)).union(*map(self.of, node.all_input_nodes))
 
 
@@ -172,12 +175,6 @@ def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
     for placeholder, operand in operands(node, body):
         if isinstance(operand, fx.Node) and memory.of(placeholder) & memory.written:
             yield operand
-
-
-def _sizes_are_kept(node: fx.Node) -> bool:
-    """Return whether `PrecisionGraph.propagate` keeps a view's traced, data-dependent sizes."""
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return bool(node.meta.get("unbacked_bindings")) and any(r.alias_info for r in returns)
 
 
 Epoch = tuple[Hashable, int]

@@ -76,7 +76,8 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     With `automatic`, the model's autocast regions decide, because there is no plan.
     """
     note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
-    row, named = note.row, _named_format(node)
+    row, arguments = note.row, pytree.tree_leaves((node.args, node.kwargs))
+    named = next((precision_of(a) for a in arguments if isinstance(a, torch.dtype)), None)
     if row is not None and row.converts:
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
         if named is not None or owned is None or not like:
@@ -95,7 +96,8 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     ranked = tuple(used for used in inputs if graph.value(used).dim() > 0) or tuple(inputs)
     if owned is None:
         ranked = ()
-    return Rule(ranked, owned, promotes=True, scalars=_scalars(node), named=named)
+    scalars = tuple(a for a in arguments if isinstance(a, float) and math.isfinite(a))
+    return Rule(ranked, owned, promotes=True, scalars=scalars, named=named)
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:
@@ -134,15 +136,3 @@ def wants_wide(kind: Kind, result: Precision | None) -> bool:
     A dependent reader does if another input has widened it, independently of the scaled operator.
     """
     return result is not None and result.bits >= 32 and (kind is Kind.DEPENDENT or result.plain)
-
-
-def _named_format(node: fx.Node) -> Precision | None:
-    for argument in (*node.args, *node.kwargs.values()):
-        if isinstance(argument, torch.dtype):
-            return precision_of(argument)
-    return None
-
-
-def _scalars(node: fx.Node) -> tuple[float, ...]:
-    values = pytree.tree_leaves((node.args, node.kwargs))
-    return tuple(value for value in values if isinstance(value, float) and math.isfinite(value))

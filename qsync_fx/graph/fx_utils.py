@@ -262,12 +262,8 @@ def level_step(node: fx.Node) -> int:
     """Return by how much a node changes the number of levels: 1, 0 or -1."""
     if effect_of(node) is not Effect.LEVEL:
         return 0
-    name = function_name(node)
-    if "increment_nesting" in name or name == "_enter_dual_level":
-        return 1
-    if "decrement_nesting" in name or name == "_exit_dual_level":
-        return -1
-    return 0
+    steps = {"increment": 1, "enter": 1, "decrement": -1, "exit": -1}
+    return next((step for word, step in steps.items() if word in function_name(node)), 0)
 
 
 def mark_unlisted(graph: fx.Graph) -> None:

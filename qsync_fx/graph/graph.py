@@ -195,10 +195,8 @@ class Context:
         plan: the active plan: the user's, or the uniform one of the options.
         fake_mode: the mode of every fake tensor in the graph; None for a graph without tensors.
         ambient: (enabled, dtype) of an autocast region around the entire graph.
-        training: whether gradients are recorded.
         complete: whether the graph is the entire model (no graph break, no split by DDP).
         seen: operators of earlier graphs of the model, which the plan may name.
-        modules: the paths of the model's modules; None if unknown.
         lowerings: lowerings of adjustable operators to `qsync::` operators, by row name.
     """
 
@@ -228,13 +226,11 @@ class PrecisionGraph:
 
     Attributes:
         module: the graph and the tensors it refers to. A pass may change or replace it.
-        inputs: example inputs, fake tensors and SymInts.
         outputs: the dtype of each output that Dynamo expects; None for other values than tensors,
             or if Dynamo does not say.
         parent: the graph that calls this body of a higher-order operator; None at the top.
         written: a copy from before casts are inserted: the graph of the model and the user's
             passes. None before classification, and for bodies.
-        numbers: numbering of the operators, including operators in bodies.
     """
 
     def __init__(

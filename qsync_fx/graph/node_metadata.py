@@ -28,7 +28,6 @@ class OperatorInfo:
     Attributes:
         id: identity, stable across graph splits, ranks and machines.
         row: row of the operator table; None for an unknown operator.
-        reason: why the operator runs in `precision`, in words for users.
         planned: the precision that the plan requests; None without a plan for it.
         instead: why `precision` differs from `planned`; "" if they are equal.
         precision: the compute format; None until assigned.
@@ -39,8 +38,7 @@ class OperatorInfo:
         stream: random stream of its gradients' roundings; None without qsync roundings.
         computed: implementation of a lowered operator's products; None for other operators, and on
             devices without qsync kernels.
-        by: the pass that inserted the operator; "" for the model's operators.
-        how: "inserted", or "rewritten" if it replaces a match of a pattern.
+        by, how: the pass that inserted the operator ("" for none), and "inserted" or "rewritten".
     """
 
     id: OpId
@@ -118,9 +116,7 @@ class CastInfo:
 class CostAttribution(NamedTuple):
     """The operator that the time of a node's kernels is charged to.
 
-    Attributes:
-        owner: the id of an operator of the model, as text, which profiles store.
-        part: part of a cast for that operator; None if the node is not a cast.
+    `owner` is its id as text, which profiles store; `part` is None if the node is not a cast.
     """
 
     owner: str

@@ -58,7 +58,12 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
         if operand in multiplied:
             # The gradient of a factor is a product of the incoming gradient and the other factors.
             others = sum((read[o] for o in multiplied if o is not operand), start=0)
-            work += Work(_gradient_flops(site, forward.flops, len(multiplied)), others)
+            flops = forward.flops
+            if row is not None and row.gradient_flops is not None:
+                # They count the gradients of all factors.
+                every = _counted(site.graph, site.node, row.gradient_flops)
+                flops = every / sympy.Integer(len(multiplied))
+            work += Work(flops, others)
         works[is_parameter(flow, operand)] += work
     if back and not multiplied:
         works[False] += Work(0, sum(saved.values()))
@@ -69,14 +74,6 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
 def is_parameter(flow: Flow, operand: Operand) -> bool:
     """Return whether an operand is a parameter of the model, or a view of one."""
     return isinstance(flow.tensor(operand.node).meta.get("val"), torch.nn.Parameter)
-
-
-def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
-    """Return the operations of one factor's gradient, or its share if they are counted together."""
-    row = node_metadata.NOTE[site.node].row
-    if row is None or row.gradient_flops is None:
-        return forward
-    return _counted(site.graph, site.node, row.gradient_flops) / sympy.Integer(factors)
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:

@@ -140,7 +140,12 @@ class Autograd:
             return SavedTensors()
         places = {used: index for index, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")
-        key = node.target, str(arguments), tuple(map(_outline, reads.values()))
+        outlines = [
+            (t.dtype, *map(str, t.shape), *map(str, t.stride()), read.dtype, read.need)
+            for read in reads.values()
+            for t in tensors(read.value)
+        ]
+        key = node.target, str(arguments), tuple(outlines)
         if key not in self._known:
             self._known[key] = self._ask(node, reads)
         return self._known[key]
@@ -189,11 +194,6 @@ class Autograd:
         return self._device.type == "cpu" and capability(self._device) != ANY
 
 
-def _outline(read: SavedRead) -> Hashable:
-    sizes = ((t.dtype, *map(str, t.shape), *map(str, t.stride())) for t in tensors(read.value))
-    return read.dtype, read.need, tuple(sizes)
-
-
 def _stand_in(value: Any, read: SavedRead) -> Any:
     """Return new tensors of the same sizes and strides, without shared storages."""
     if isinstance(value, (list, tuple)):
@@ -213,7 +213,6 @@ class OperandSite:
     """An operator at its position in the graph.
 
     Attributes:
-        graph: the graph or body that contains the node.
         needs: for each operand, whether a gradient flows back to it.
         repeated: whether activation checkpointing recomputes it.
         order: its index among the operators of the top-level graph.
@@ -240,7 +239,6 @@ class Flow:
 
     Attributes:
         sites: the operators in execution order, including operators in bodies.
-        outputs: nodes whose values the graph returns.
         sizes: readable names for symbolic sizes: "batch" for the first dimension of the first input
             with a symbolic one, "sequence" for the second of token ids, else the input's name and
             the dimension.
@@ -351,14 +349,10 @@ class Flow:
             site = OperandSite(node, graph, reader, needs, repeated, len(self.sites))
             self.sites.append(site)
             self._needs[node] = self.kept(site, OperandState(None, None)).differentiable
-        self._alias(graph, node)
-
-    def _alias(self, graph: PrecisionGraph, node: fx.Node) -> None:
-        mine = {storage_of(t) for t in tensors(graph.value(node))}
-        for used in node.all_input_nodes:
-            if mine & {storage_of(t) for t in tensors(graph.value(used))}:
+        storages = {storage_of(t) for t in tensors(graph.value(node))}
+        for used in reversed(node.all_input_nodes):
+            if storages & {storage_of(t) for t in tensors(graph.value(used))}:
                 self._roots[node] = used
-                return
 
 
 def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:

@@ -283,7 +283,9 @@ class Schema(Generic[T]):
         """Return the bytes of a file; raise `error` if it is missing or unreadable."""
         name = self._name(path)
         try:
-            with open(name, "rb", opener=_open_at_once) as file:
+            # Without this flag, `open` would block on a pipe without a writer.
+            flag = getattr(os, "O_NONBLOCK", 0)
+            with open(name, "rb", opener=lambda name, flags: os.open(name, flags | flag)) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     message = f"the path of the {self.noun} is not a regular file"
                     do = "use the path of a regular file"
@@ -416,11 +418,6 @@ class Schema(Generic[T]):
             do = f"upgrade qsync_fx, or save the {self.noun} with this version"
         if number != self.version:
             raise Malformed(message, key, do)
-
-
-def _open_at_once(name: str, flags: int) -> int:
-    # `open` would block on a pipe without a writer; the caller checks the file type.
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class TomlSchema(Schema[T]):

@@ -36,7 +36,10 @@ def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -
     for name, device in fleet.devices.items():
         if device.batch is None:
             continue
-        leading = _leading_sizes(graphs[name])
+        # The batch is the first of several dimensions, or the second after a sequence length.
+        shapes = (re.search(r"\[(.+)\]", operator.shape) for operator in graphs[name].operators)
+        sizes = (shape.group(1).split(", ") for shape in shapes if shape is not None)
+        leading = {size for each in sizes if len(each) > 1 for size in each[:2]}
         if not leading or str(device.batch) in leading or not all(map(str.isdigit, leading)):
             continue
         existing = ", ".join(sorted(leading, key=int)[:8])
@@ -47,13 +50,6 @@ def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -
             "size, or set the batch of the profile in the cluster file.",
             stacklevel=3,
         )
-
-
-def _leading_sizes(graph: ModelGraph) -> set[str]:
-    """Return the first sizes of operator outputs, as text: the batch, maybe after a sequence."""
-    shapes = (re.search(r"\[(.+)\]", operator.shape) for operator in graph.operators)
-    sizes = (shape.group(1).split(", ") for shape in shapes if shape is not None)
-    return {size for each in sizes if len(each) > 1 for size in each[:2]}
 
 
 class Profiled(Protocol):
