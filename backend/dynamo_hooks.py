@@ -136,7 +136,7 @@ def record(
             frame.alone = frame.alone or alone
             frame.root, frame.path = weakref.ref(current.root or root), path
             frame.operators.update({ran.id: ran for ran in inside})
-            frame.held.update(live)
+            frame.covered.update(live)
 
 
 def _roots(current: SourcePlace) -> Iterator[tuple[str, nn.Module]]:

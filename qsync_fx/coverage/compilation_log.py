@@ -69,7 +69,7 @@ class Frame:
         path: path of the module in the ids of `operators`.
         alone: whether only this module uses the code, not others of its shape.
         texts: Dynamo's messages, if it left code to Python.
-        held: modules with parameters or operators in these graphs, by path below `module`.
+        covered: modules with parameters or operators in these graphs, by path below `module`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Frame:
     outcome: Outcome = Outcome.COMPILED
     texts: tuple[str, ...] = ()
     operators: dict[OpId, Ran] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
+    covered: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Log:
         declared: modules given to torch.compile, with their paths in a larger model, or "".
         reached: modules that a backward pass of this rank reached.
         watched: models with backward passes under observation, for one step.
-        told: plan entries that were already reported to match no operator.
+        reported: plan entries that were already reported to match no operator.
         unasked: plans of cached profiles, for models without a plan from the user.
         stale: class names of models whose unusable cached profile was already reported.
         last: counter over all logs, which orders them by their latest entry.
@@ -105,7 +105,7 @@ class Log:
     settled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     reached: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     watched: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    told: set[OpId | str] = field(default_factory=set)
+    reported: set[OpId | str] = field(default_factory=set)
     unasked: weakref.WeakKeyDictionary[nn.Module, Plan] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -178,7 +178,7 @@ def declared() -> Iterator[nn.Module]:
 def forget() -> None:
     """Clear all logs after Dynamo has discarded its compiled code."""
     for log in _logs:
-        for entries in (log.frames, log.told, log.unasked, log.stale):
+        for entries in (log.frames, log.reported, log.unasked, log.stale):
             entries.clear()
     _logs[:] = [log for log in _logs if log.given]
 
@@ -186,11 +186,9 @@ def forget() -> None:
 @contextlib.contextmanager
 def converting() -> Iterator[list[Frame]]:
     """Yield a list that collects the frame entries touched during one conversion by Dynamo."""
-    before = getattr(_thread, "touched", None)
-    touched: list[Frame] = []
-    _thread.touched = touched
+    before, _thread.touched = getattr(_thread, "touched", None), []
     try:
-        yield touched
+        yield _thread.touched
     finally:
         _thread.touched = before
 
@@ -221,7 +219,7 @@ class Tree:
         root: the full model, without wrappers.
         compiled: paths of the modules given to torch.compile.
         frames: log entries for the functions of each module, by path.
-        held: paths of the modules in compiled graphs.
+        covered: paths of the modules in compiled graphs.
         within: path of `root` in operator ids, if the user declares it as part of a larger model.
     """
 
@@ -233,14 +231,14 @@ class Tree:
         self.frames: dict[str, list[Frame]] = defaultdict(list)
         for path, module in self.modules.items():
             self.frames[path] += _frames_of(module, log, shared=self.concerns(path))
-        paths_of_root = [f.path for f in self.frames[""] if f.module() is self.root and f.held]
+        paths_of_root = [f.path for f in self.frames[""] if f.module() is self.root and f.covered]
         paths_of_root += [path for ref, path in log.declared if ref() is self.root]
         self.within = next(iter(paths_of_root), "")
-        self.held = {
+        self.covered = {
             joined(path, rest)
             for path, frames in self.frames.items()
             for f in frames
-            for rest in f.held
+            for rest in f.covered
         }
 
     @property
@@ -311,7 +309,7 @@ def models(log: Log) -> Iterator[nn.Module]:
 
 def stale(frame: Frame) -> bool:
     """Return whether Dynamo compiled a function and later left it to Python."""
-    return frame.outcome is Outcome.SKIPPED and bool(frame.held)
+    return frame.outcome is Outcome.SKIPPED and bool(frame.covered)
 
 
 def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:

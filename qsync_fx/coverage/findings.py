@@ -160,7 +160,7 @@ def cause_of(tree: Tree, path: str) -> CoverageCause:
         return CoverageCause(Reason.NOT_MET)
     inbuilt: CoverageCause | None = None
     for part in tree.above(path):
-        frames = [f for f in tree.frames.get(part, ()) if path not in tree.held or stale(f)]
+        frames = [f for f in tree.frames.get(part, ()) if path not in tree.covered or stale(f)]
         causes = [cause for frame in frames for cause in _causes(tree, frame, part, path)]
         if not causes:
             continue
@@ -328,7 +328,7 @@ def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
 def _missing(tree: Tree) -> Iterator[str]:
     for path in tree.parameterised:
         frames = (frame for part in tree.above(path) for frame in tree.frames.get(part, ()))
-        if path not in tree.held or any(map(stale, frames)):
+        if path not in tree.covered or any(map(stale, frames)):
             yield path
 
 
@@ -338,7 +338,7 @@ def _uncovered(tree: Tree, path: str, cause: CoverageCause) -> Uncovered:
     # Linear, LayerNorm, Conv2d: linear, layer_norm, conv2d.
     operator = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     owned = None if isinstance(module, nn.RNNBase) else format_of(list(parameters))
-    # If the model has gradients, those of a module show whether it has run.
+    # Gradients show whether a module has run, if the model has any.
     trained = any(p.grad is not None for p in tree.root.parameters())
     learns = trained and any(p.requires_grad for p in parameters)
     ran = cause.why is not Reason.NOT_CALLED

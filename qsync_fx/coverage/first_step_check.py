@@ -191,9 +191,9 @@ def _tell(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
         # Each entry is reported once. Separately compiled parts of a model share one plan.
-        unused = tuple(entry for entry in result.unused if entry.entry not in log.told)
+        unused = tuple(entry for entry in result.unused if entry.entry not in log.reported)
         result = replace(result, unused=unused)
-        log.told.update(entry.entry for entry in unused)
+        log.reported.update(entry.entry for entry in unused)
     if not result:
         return
     error = not_applied(result, type(tree.root).__name__)

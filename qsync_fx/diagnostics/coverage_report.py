@@ -16,7 +16,7 @@ from torch import nn
 from qsync_fx.coverage.compilation_log import Log, Ran, Tree, logs
 from qsync_fx.coverage.findings import Findings, Reason, Uncovered, Unused, findings_of
 from qsync_fx.coverage.first_step_check import unused_text
-from qsync_fx.diagnostics.explanation_table import fit, precision_cell, uncovered_cells
+from qsync_fx.diagnostics.explanation import fit, precision_cell, uncovered_cells
 from qsync_fx.errors import OptionError
 from qsync_fx.module_paths import own_parameters, unwrapped
 from qsync_fx.options import Options

@@ -6,7 +6,7 @@ Invariant: names and source lines from the model are quoted, so they cannot inje
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -14,12 +14,9 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.fx_utils import expression, tensors
 
-if TYPE_CHECKING:
-    from qsync_fx.diagnostics.explanation import Explanation
 
-
-def dot(explanation: Explanation) -> str:
-    """Return the explanation in the DOT language.
+def dot(graphs: Sequence[PrecisionGraph]) -> str:
+    """Return the graphs of a model in the DOT language.
 
     Each graph is a cluster. Each tensor that an operator reads in a role is an edge.
     """
@@ -29,13 +26,13 @@ def dot(explanation: Explanation) -> str:
         "  rankdir=TB;",
     ]
     clusters = 0
-    for index, part in enumerate(explanation.graphs):
-        for graph in part.graph.walk():
+    for index, model in enumerate(graphs):
+        for graph in model.walk():
             lines.append(f'  subgraph cluster_{clusters} {{\n    label="graph {clusters}";')
             lines += [_box(index, operator) for operator in _shown(graph)]
             lines.append("  }")
             clusters += 1
-        lines += _edges(part.graph, index)
+        lines += _edges(model, index)
     return "\n".join([*lines, "}"]) + "\n"
 
 

@@ -73,10 +73,11 @@ def result_of(node: fx.Node) -> fx.Node | None:
     source, index = node.args
     if not isinstance(source, fx.Node) or not isinstance(index, int):
         return None
-    for body in node_metadata.bodies(source)[:1]:
-        result = results(body)[index]
-        return result if isinstance(result, fx.Node) else None
-    return None
+    bodies = node_metadata.bodies(source)
+    if not bodies:
+        return None
+    result = results(bodies[0])[index]
+    return result if isinstance(result, fx.Node) else None
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -150,7 +151,7 @@ class AliasSets:
             return self._beyond.get(node.args[0], frozenset())
         if isinstance(node.target, torch._ops.OpOverload):
             returns = node.target._schema.returns
-            # `PrecisionGraph.propagate` keeps the traced value of a view with such sizes.
+            # `PrecisionGraph.propagate` does not update the sizes of such a view.
             if not (node.meta.get("unbacked_bindings") and any(r.alias_info for r in returns)):
                 return frozenset()
         return frozenset((node,)).union(*map(self.of, node.all_input_nodes))

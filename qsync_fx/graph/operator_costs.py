@@ -281,12 +281,12 @@ def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) 
             before, after, requested = current(place.held), output, place.requested
             needed = changes_format(before, after, requested)
             key, owner = (reader, requested), reader
-        if needed and before is not None and after is not None and (key, after) not in result:
-            value = place.graph.value(place.origin)
-            sizes = size_in(value, before), size_in(value, after)
-            cost = cast_cost(*sizes, after, flow.needs(place.origin))
-            node = getattr(owner, "node", None)
-            result[key, after] = CastCost(node, place.origin, before, after, cost, requested)
+        if before is None or after is None or not needed or (key, after.name) in result:
+            continue
+        value, node = place.graph.value(place.origin), getattr(owner, "node", None)
+        sizes = size_in(value, before), size_in(value, after)
+        cost = cast_cost(*sizes, after, flow.needs(place.origin))
+        result[key, after.name] = CastCost(node, place.origin, before, after, cost, requested)
     return list(result.values())
 
 

@@ -232,7 +232,7 @@ class Schema(Generic[T]):
     """Kind of JSON file.
 
     Attributes:
-        holds: dataclass of the file's fields.
+        content: dataclass of the file's fields.
         noun: name in errors, such as "plan".
         remedy: default advice for an invalid file.
         name: value of the field "format"; None for a file whose field "format" is the version.
@@ -242,7 +242,7 @@ class Schema(Generic[T]):
         checks: by class, a function that returns why a value is invalid, or None.
     """
 
-    holds: type[T]
+    content: type[T]
     noun: str
     error: type[QSyncError]
     remedy: str
@@ -360,7 +360,7 @@ class Schema(Generic[T]):
 
     @cached_property
     def _reader(self) -> _Reader:
-        return reader(self.holds, self.checks)
+        return reader(self.content, self.checks)
 
     def _name(self, path: Path) -> str:
         try:
@@ -392,7 +392,7 @@ class Schema(Generic[T]):
             raise Malformed(f"the {self.noun} must be a JSON object, not {kind(tree)}")
         self._check_head(tree)
         body = {key: value for key, value in tree.items() if key not in self._head}
-        available = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
+        available = [field.name for field in fields(self.content)]  # type: ignore[arg-type]
         for key in body:
             if key not in available:
                 message = f"the {self.noun} has an unknown field {shown(key)}"

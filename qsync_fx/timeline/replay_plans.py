@@ -106,7 +106,7 @@ def replay_traces(
     *,
     cluster: Cluster | Path | None = None,
 ) -> Timeline:
-    """Return the timeline of the typical step of traced runs, or of that step on a cluster.
+    """Return the timeline of the typical step of traced runs, on another cluster if given.
 
     Args:
         traces: Kineto traces of each rank by name; with a cluster, of one rank of each device
