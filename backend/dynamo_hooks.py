@@ -20,7 +20,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any, Final
 
@@ -38,7 +37,6 @@ from torch._guards import Guard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-from qsync_fx.coverage.causes import tell_of_a_limit
 from qsync_fx.coverage.compilation_log import (
     Frame,
     Log,
@@ -47,10 +45,9 @@ from qsync_fx.coverage.compilation_log import (
     below,
     converting,
     log_of,
-    note_graph,
     shape_of,
 )
-from qsync_fx.coverage.first_step_check import settle_packed, wait_for_a_step
+from qsync_fx.coverage.first_step_check import settle_packed, tell_of_a_limit, wait_for_a_step
 from qsync_fx.errors import DeviceError, PlanError, PlanWarning, QSyncError
 from qsync_fx.graph.graph import Operator, PrecisionGraph
 from qsync_fx.module_paths import joined, own_parameters, paths, unwrapped
@@ -137,7 +134,9 @@ def record(
         if current.root is not None or live:
             frame = log_of(options).frame(current.code, root)
             frame.alone = frame.alone or alone
-            note_graph(frame, current.root or root, path, inside, live)
+            frame.root, frame.path = weakref.ref(current.root or root), path
+            frame.operators.update({ran.id: ran for ran in inside})
+            frame.covered.update(live)
 
 
 def _roots(current: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
@@ -148,9 +147,9 @@ def _roots(current: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _ran(operator: Operator) -> Ran:
-    note, source = operator.note, operator.source
-    line = f"{Path(source.file).name}:{source.line}" if source else ""
-    return Ran(note.id, note.kind, note.planned, note.precision, note.output, operator.reason, line)
+    note, reason = operator.note, operator.reason
+    formats = note.planned, note.precision, note.output
+    return Ran(note.id, note.kind, *formats, reason, operator.line)
 
 
 def _tensors(module: fx.GraphModule) -> set[int]:

@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from qsync_fx.errors import PassError
 from qsync_fx.formats import Precision
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.cost_dag import charge
 from qsync_fx.graph.fx_utils import format_of, is_switch, target_name
 from qsync_fx.graph.graph import Context, Operator, PrecisionGraph, copied
 from qsync_fx.graph.node_metadata import OperatorInfo
@@ -234,7 +233,7 @@ def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Seque
         _decide(operator, passed)
     if Lower.name in passed:
         for part in parts:
-            charge(part)
+            node_metadata.charge_all(part.graph)
     if not operators:
         return
     if Classify.name in passed and InsertCasts.name not in passed:

@@ -97,7 +97,7 @@ class _Inserter:
         computed = note.output if rounds and fmt is not None and fmt.scaled else fmt
 
         def read(operand: Operand) -> fx.Node:
-            if rounds and reader.takes_scaled(operand):
+            if rounds and note.row is not None and operand.place in note.row.scaled:
                 return self._rounded(node, operand, note)
             wanted = reader.read_as(computed, operand, self.casts.values.get(operand.node))
             return self._cast(node, operand.node, None if wanted is None else wanted.dtype)

@@ -16,7 +16,6 @@ from typing import ClassVar
 from torch import fx
 
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
-from qsync_fx.graph.cost_dag import charge
 from qsync_fx.graph.fx_utils import argument_at, arguments
 from qsync_fx.graph.node_metadata import Part, Purpose
 from qsync_fx.ops import Kind
@@ -45,7 +44,7 @@ class Lower:
         for operator in graph.own_operators():
             self._lower(graph, operator)
         drop_unread_casts(graph)
-        charge(graph)
+        node_metadata.charge_all(graph.graph)
         graph.module.recompile()
 
     def _lower(self, graph: PrecisionGraph, operator: Operator) -> None:

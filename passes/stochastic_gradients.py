@@ -22,7 +22,6 @@ from torch import fx
 from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import handed_in
-from qsync_fx.graph.cost_dag import charge
 from qsync_fx.graph.fx_utils import argument_at, arguments, is_float
 from qsync_fx.graph.node_metadata import Part
 from qsync_fx.ops import Kind
@@ -72,7 +71,7 @@ class _Rewriter:
             elif node in node_metadata.NOTE:
                 self._operator(Operator(self.graph, node))
         drop_unread_casts(self.graph)
-        charge(self.graph)
+        node_metadata.charge_all(self.graph.graph)
         self.graph.module.recompile()
 
     def _cast(self, node: fx.Node) -> None:

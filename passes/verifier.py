@@ -19,7 +19,6 @@ from qsync_fx.errors import PassError
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import Sharing, in_place
-from qsync_fx.graph.cost_dag import computes
 from qsync_fx.graph.fx_utils import (
     arguments,
     describe,
@@ -249,8 +248,8 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
             continue
         for operand in reader.operands:
             value = graph.value(operand.node)
-            requested = reader.asks(note.precision, operand, value)
-            if not isinstance(requested, Precision) or not requested.plain:
+            requested = reader.read_as(note.precision, operand, value)
+            if requested is None or not requested.plain:
                 continue
             if value.dtype is not requested.dtype:
                 source = f"{describe(value)} from %{operand.node.name}"
@@ -294,7 +293,11 @@ def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
     if not any(graph.own_operators()):
         return
     for node in graph.nodes:
-        if computes(node) and tensors(graph.value(node)) and node_metadata.charged(node) is None:
+        if (
+            node_metadata.computes(node)
+            and tensors(graph.value(node))
+            and node_metadata.charged(node) is None
+        ):
             yield node, "its time is not assigned to any operator"
 
 

@@ -258,14 +258,14 @@ def test_imports_of_every_kind_are_detected(tmp_path: Path) -> None:
         "import importlib\n"
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n"
-        "    from qsync_fx.graph import cost_dag\n"
+        "    from qsync_fx.graph import operator_costs\n"
         "def later():\n"
         "    import qsync_fx.errors\n"
         "    importlib.import_module('qsync_fx.formats')\n"
         "    from qsync_fx.plan.plan import Plan\n"
     )
     expected = {
-        "qsync_fx.graph.cost_dag",
+        "qsync_fx.graph.operator_costs",
         "qsync_fx.errors",
         "qsync_fx.formats",
         "qsync_fx.plan.plan",

@@ -31,7 +31,7 @@ from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Prob
 from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
-from qsync_fx.serialization.schema import Check, Schema, converter, structured
+from qsync_fx.serialization.schema import Check, Schema, reader, unstructured
 from qsync_fx.serialization.strict_json import Malformed
 
 PROBLEM_FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
@@ -74,19 +74,19 @@ def _cannot(name: str, value: object) -> str:
 
 CHECKS: Final[Mapping[Any, Check]] = {GemmProblem: _gemm, ConvProblem: _conv}
 """Semantic checks of problems, for the schemas of files that contain them."""
-_PROBLEMS: Final = converter(CHECKS)
+_read_problem: Final = reader(Problem, CHECKS)
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """Return a problem's fields and "kind": "gemm" or "conv"."""
-    fields: dict[str, Any] = _PROBLEMS.unstructure(problem)
+    fields: dict[str, Any] = unstructured(problem)
     return fields
 
 
 def problem_from(data: object, where: str) -> Problem:
     """Return the problem that JSON data describes; raise `QSyncError` with the invalid field."""
     try:
-        result: Problem = structured(_PROBLEMS, data, Problem)
+        result: Problem = _read_problem(data)
     except Malformed as wrong:
         place = ", ".join(filter(None, (where, wrong.where)))
         raise QSyncError(
@@ -432,7 +432,7 @@ class _Rows:
 
 def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
     """Return one row of a table."""
-    row: dict[str, Any] = TABLE.part(_short(choice))
+    row: dict[str, Any] = unstructured(_short(choice))
     return row
 
 

@@ -29,8 +29,8 @@ from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from qsync_fx.profiler.profile import PROFILE
 from qsync_fx.profiler.run_statistics import faster_half
-from qsync_fx.timeline.codec_costs import NONE, best, paying, rates
 from qsync_fx.timeline.device_profiles import load_device_profiles
+from qsync_fx.timeline.replay_plans import NONE, best, paying, rates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -19,7 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 
 from qsync_fx.graph.alias_analysis import AliasSets, in_place, writes
-from qsync_fx.graph.fx_utils import is_alias, is_float, switches_grad
+from qsync_fx.graph.fx_utils import is_float, storage_of, switches_grad
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
 from qsync_fx.ops.spec import Kind
@@ -177,7 +177,8 @@ def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
     for node in graph.nodes:
         before = graph.value(node)
         views = isinstance(before, torch.Tensor) and any(
-            used in moved and is_alias(before, moved[used]) for used in node.all_input_nodes
+            used in moved and storage_of(before) == storage_of(moved[used])
+            for used in node.all_input_nodes
         )
         if node in replaced or views:
             moved[node] = before

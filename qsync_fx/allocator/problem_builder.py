@@ -23,8 +23,8 @@ from qsync_fx.predictor.model.model_graph import Choices, ModelGraph
 from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
 from qsync_fx.profiler.profile import Profile, anchors
-from qsync_fx.timeline.codec_costs import rates
 from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
+from qsync_fx.timeline.replay_plans import rates
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Check of a plan after the first training step, and its error or warning.
+"""Reports on a plan that is not applied: after the first training step, and at Dynamo's limit.
 
 Each compiled model is checked once per set of options, after the first step of an optimizer with
 its parameters. A plan that does not apply raises with the option "strict"; otherwise it warns once.
@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,19 +26,20 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from qsync_fx.coverage.causes import nested, reason, way_out
-from qsync_fx.coverage.compilation_log import Frame, Log, log_of, logs
+from qsync_fx.coverage.compilation_log import Frame, Log, Tree, log_of, logs, models, watch
 from qsync_fx.coverage.findings import (
     Findings,
-    Uncovered,
+    Reason,
     Unused,
-    findings,
+    findings_of,
     in_doubt,
+    kind_of,
+    nested,
     packed,
-    uncovered,
 )
-from qsync_fx.coverage.module_coverage import Tree, models, watch
 from qsync_fx.errors import PlanError, PlanWarning, shown
+from qsync_fx.formatting import many
+from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import OpId
 
@@ -48,67 +50,47 @@ def not_applied(result: Findings, name: str) -> PlanError:
     """Return the error for findings of the model `name`; it is also the text of the warning."""
     subject, lost = [], result.lost
     if lost:
-        subject.append(
-            f"{_count(len(lost), 'module')} of {name} {_agree(lost, 'runs')} as written, in no graph of this backend"
-        )
+        subject.append(f"no compiled graph contains {many(len(lost), 'module')} of {name}")
     if result.unused:
-        entries = _count(len(result.unused), "entry", "entries")
-        subject.append(f"{entries} of the plan {_agree(result.unused, 'decides')} on nothing")
-    where = [*_places(lost), *map(unused_text, result.unused[:_SHOWN])]
-    methods = [way_out(module.cause) for module in lost] + [_way(entry) for entry in result.unused]
-    do = [*_distinct(methods), "qsync_fx.plan_coverage(model) lists everything"]
+        count = many(len(result.unused), "entry", "entries")
+        subject.append(f"no operator matches {count} of the plan")
+    by_reason: dict[str, list[str]] = {}
+    for module in lost:
+        text = f"{module.path or 'the model itself'} ({module.type})"
+        by_reason.setdefault(module.cause.reason, []).append(text)
+    where = [f"{_list(modules)}: {why}" for why, modules in by_reason.items()]
+    where += map(unused_text, result.unused[:_SHOWN])
+    do = [module.cause.advice for module in lost] + [_advice(entry) for entry in result.unused]
+    do.append("qsync_fx.plan_coverage(model) lists everything")
     return PlanError(
-        f"the plan is not applied: {'; '.join(subject)}", where="; ".join(where), do="; ".join(do)
+        f"the plan is not applied: {'; '.join(subject)}",
+        where="; ".join(where),
+        do="; ".join(filter(None, dict.fromkeys(do))),
     )
 
 
 def unused_text(entry: Unused) -> str:
     """Return a text about a plan entry that matches no operator."""
-    named = (
-        f"the operator {entry.entry}"
-        if isinstance(entry.entry, OpId)
-        else f"the pattern {shown(entry.entry)}"
-    )
+    text = f"the pattern {shown(str(entry.entry))} ({entry.precision})"
+    if isinstance(entry.entry, OpId):
+        text = f"the operator {entry.entry} ({entry.precision})"
     if entry.inside:
-        return f"{named} ({entry.precision}) names what is in no graph: {_list([module.path for module in entry.inside])}"
-    return f"{named} ({entry.precision}) names nothing that a plan decides on"
+        modules = _list([module.path for module in entry.inside])
+        return f"{text} refers to modules in no graph: {modules}"
+    return f"{text} matches no operator that a plan decides on"
 
 
-def _places(lost: Sequence[Uncovered]) -> list[str]:
-    """Return one text per reason, with the modules that it applies to."""
-    by_reason: dict[str, list[str]] = {}
-    for module in lost:
-        by_reason.setdefault(reason(module.cause), []).append(
-            f"{module.path or 'the model itself'} ({module.type})"
-        )
-    return [f"{_list(modules)}: {why}" for why, modules in by_reason.items()]
-
-
-def _way(entry: Unused) -> str:
+def _advice(entry: Unused) -> str:
     if entry.inside:
-        return way_out(entry.inside[0].cause)
-    return (
-        f"nearest: {', '.join(entry.near)}"
-        if entry.near
-        else 'remove it, or see the ids with "qsync inspect"'
-    )
+        return entry.inside[0].cause.advice
+    if entry.near:
+        return f"nearest: {', '.join(entry.near)}"
+    return 'remove it, or see the ids with "qsync inspect"'
 
 
 def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _count(number: int, item: str, many: str = "") -> str:
-    return f"{number} {item if number == 1 else many or item + 's'}"
-
-
-def _agree(things: Sequence[object], verb: str) -> str:
-    return verb if len(things) == 1 else verb.removesuffix("s")
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return [text for text in dict.fromkeys(texts) if text]
+    text = ", ".join(names[:_SHOWN])
+    return f"{text} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else text
 
 
 class _Hook:
@@ -130,41 +112,33 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling():
         return  # the hook would cause a graph break in a compiled optimizer
     available = logs()
-    latest = available[-1].last if available else 0
+    latest = max((log.last for log in available), default=0)
     if _hook.checked.get(optimizer) == latest:
         return
     _hook.checked[optimizer] = latest
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for log in available:
-        for root in models(log):
-            if root not in log.settled and any(
-                id(p) in trained and p.grad is not None for p in root.parameters()
-            ):
-                if _waits(root, log):
-                    _hook.checked.pop(optimizer, None)
-                    continue
-                log.settled.add(root)
-                settle(root, log)
-    if (
-        not any(root not in log.settled for log in available for root in models(log))
-        and _hook.handle is not None
-    ):
-        _leave(_hook.handle)
+    for root, log in _unsettled():
+        if not any(id(p) in trained and p.grad is not None for p in root.parameters()):
+            continue
+        if _waits(root, log):
+            _hook.checked.pop(optimizer, None)
+        else:
+            log.settled.add(root)
+            settle(root, log)
+    if _hook.handle is not None and not _unsettled():
+        # torch is iterating over the hooks: without this one it would skip the next one.
+        hooks = _hook.handle.hooks_dict_ref()
+        if hooks is None or next(reversed(hooks), None) == _hook.handle.id:
+            _hook.handle.remove()
+            _hook.handle = None
 
 
-def _leave(handle: RemovableHandle) -> None:
-    """Remove the hook unless later hooks follow: torch is iterating and would skip the next one."""
-    hooks = handle.hooks_dict_ref()
-    if hooks is None or next(reversed(hooks), None) == handle.id:
-        handle.remove()
-        _hook.handle = None
+def _unsettled() -> list[tuple[nn.Module, Log]]:
+    return [(root, log) for log in logs() for root in models(log) if root not in log.settled]
 
 
 def _waits(root: nn.Module, log: Log) -> bool:
-    """Return whether the check of a model waits for the next step.
-
-    By then it is known which of its uncovered modules run on this rank.
-    """
+    """Return whether the check waits a step, until it is known which modules run here."""
     if root in log.watched:
         return False
     doubtful = in_doubt(Tree(root, log))
@@ -175,13 +149,9 @@ def _waits(root: nn.Module, log: Log) -> bool:
 
 
 def settle(root: nn.Module, log: Log) -> None:
-    """Raise or warn if the plan of a model does not apply.
-
-    Raises:
-        PlanError: the plan does not apply and the option "strict" is set.
-    """
+    """Raise `PlanError` if the plan of a model does not apply and "strict" is set, else warn."""
     tree = Tree(root, log)
-    _tell(findings(tree.intended, tree.decided(), uncovered(tree)), tree)
+    _tell(findings_of(tree), tree)
 
 
 def settle_when_called_again(
@@ -197,54 +167,89 @@ def settle_when_called_again(
     @functools.wraps(run)
     def checked(*args: Any) -> Any:
         if next(calls) == 1 and (model := ref()) is not None:
-            _settle_evaluation(model, log_of(options))
+            log = log_of(options)
+            if model not in log.settled:
+                tree = Tree(model, log)
+                unused = tuple(entry for entry in findings_of(tree).unused if not entry.inside)
+                _tell(Findings((), unused), tree)
         return run(*args)
 
     return checked
 
 
 def settle_packed(frames: Sequence[Frame], log: Log) -> None:
-    """Report layers that run uncompiled because a function packs nested tensors.
+    """Report layers that run uncompiled because a function packs nested tensors, like `settle`.
 
     It reports them immediately, since this happens in evaluation and not in training.
-
-    Raises:
-        PlanError: there are such layers and the option "strict" is set.
     """
     if any(nested(frame) is not None for frame in frames):
         for tree in (Tree(root, log) for root in models(log)):
             _tell(replace(packed(tree, frames), unused=()), tree)
 
 
-def _settle_evaluation(root: nn.Module, log: Log) -> None:
-    if root in log.settled:
-        return
-    tree = Tree(root, log)
-    result = findings(tree.intended, tree.decided(), uncovered(tree))
-    _tell(Findings((), tuple(entry for entry in result.unused if not entry.inside)), tree)
-
-
 def _tell(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
         # Each entry is reported once. Separately compiled parts of a model share one plan.
-        result = replace(
-            result, unused=tuple(entry for entry in result.unused if entry.entry not in log.told)
-        )
-        log.told.update(entry.entry for entry in result.unused)
+        unused = tuple(entry for entry in result.unused if entry.entry not in log.reported)
+        result = replace(result, unused=unused)
+        log.reported.update(entry.entry for entry in unused)
     if not result:
         return
     error = not_applied(result, type(tree.root).__name__)
     if log.options.strict:
         raise error
-    warnings.warn(str(error), PlanWarning, stacklevel=_outside_torch())
-
-
-def _outside_torch() -> int:
-    """Return the stack level of the user's code, for the location of the warning."""
-    level, frame = 1, sys._getframe(1)
+    # The warning is located at the user's code, outside of torch.
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "qsync_fx.")
     ):
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(str(error), PlanWarning, stacklevel=level)
+
+
+def tell_of_a_limit(
+    code: CodeType, options: Options, texts: Iterable[str], frames: Sequence[Frame] = ()
+) -> None:
+    """Report that Dynamo leaves a function to Python because of its recompile limit.
+
+    There is no report without the limit among Dynamo's messages `texts`, or without operators of
+    earlier versions that the plan decides on. With default options it warns, as uncompiled
+    execution is the behavior of torch.compile; otherwise it raises `PlanError`. `frames` name the
+    module of functions that torch wraps around it.
+    """
+    reported = next((text for text in texts if kind_of(text) is Reason.LIMIT), None)
+    if reported is None or not _decides_on(code, options):
+        return
+    setting = "torch._dynamo.config.recompile_limit"
+    if "accumulated_recompile_limit" in reported:
+        setting = "torch._dynamo.config.accumulated_recompile_limit"
+    function, where = code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"
+    if frames:
+        function, where = frames[0].name, frames[0].where
+        if frames[0].path:
+            function += f" of {frames[0].path} ({type(frames[0].module()).__name__})"
+    message = f"Dynamo has reached {setting} for {function} and makes no more versions of it"
+    do = f"set {setting} higher if so many versions are intended"
+    do += "; TORCH_LOGS=recompiles shows why each was made"
+    if options.is_default:
+        text = f"{message}: others run uncompiled, as the model is written. To compile them, {do}."
+        warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
+        return
+    raise PlanError(
+        f"{message}: this one would run as the model is written, without the plan",
+        where=f"{function}, {where}",
+        do=do,
+    )
+
+
+def _decides_on(code: CodeType, options: Options) -> bool:
+    """Return whether a plan decides on operators in earlier versions of a function."""
+    return any(
+        ran.kind is Kind.ADJUSTABLE
+        and (options.plan is None or options.plan.precision_for(ran.id) is not None)
+        for log in logs()
+        for (live, _), frame in log.frames.items()
+        if live is code
+        for ran in frame.operators.values()
+    )

@@ -6,31 +6,30 @@ compiles nor runs code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.console import Group
+from rich.text import Text
 from torch import nn
 
-from qsync_fx.coverage.causes import Reason
-from qsync_fx.coverage.compilation_log import Log, Ran, logs
-from qsync_fx.coverage.findings import Findings, Uncovered, Unused, findings, uncovered
-from qsync_fx.coverage.module_coverage import Tree
+from qsync_fx.coverage.compilation_log import Log, Ran, Tree, logs
+from qsync_fx.coverage.findings import Findings, Reason, Uncovered, Unused, findings_of
+from qsync_fx.coverage.first_step_check import unused_text
+from qsync_fx.diagnostics.explanation import fit, precision_cell, uncovered_cells
 from qsync_fx.errors import OptionError
 from qsync_fx.module_paths import own_parameters, unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 from qsync_fx.plan.plan import CACHED
+from qsync_fx.text_tables import plain, table_of
+
+_COLUMNS = ("operator", "kind", "precision", "output", "line", "reason")
 
 
 @dataclass(frozen=True)
 class AppliedModule:
-    """One module.
-
-    Attributes:
-        path: its path in the model.
-        type: its class name.
-        operators: its operators in compiled code.
-        uncovered: why compiled code does not, or no longer, compute it; None if it does.
-    """
+    """Operators of a module in compiled code; `uncovered` if compiled code does not compute it."""
 
     path: str
     type: str
@@ -43,9 +42,7 @@ class PlanCoverage:
     """Coverage of a model by compiled code, and the unapplied parts of its plan.
 
     Attributes:
-        model: name of its class.
         modules: modules with parameters or operators.
-        unused: operators and patterns of plans without effect.
         unasked: notes on plans that were selected automatically from a cached profile.
         called: whether Dynamo has processed a call of the model, compiled or skipped.
         planned: whether there is a plan or a precision; without one no module is `lost`.
@@ -76,12 +73,44 @@ class PlanCoverage:
 
     def table(self, width: int | None = None) -> str:
         """Return the table that `print` shows, fitted to `width` if given."""
-        from qsync_fx.diagnostics.explanation_table import coverage_text
-
-        return coverage_text(self, width)
+        table = table_of(_COLUMNS)
+        for module in self.modules:
+            for ran in module.operators:
+                precision = precision_cell(ran.precision, ran.planned)
+                cells = (str(ran.id), str(ran.kind), precision, str(ran.output or "-"))
+                table.add_row(*map(Text, (*cells, ran.line, ran.reason)))
+            if module.uncovered is not None:
+                table.add_row(*map(Text, uncovered_cells(module.uncovered, _COLUMNS)))
+        fit(table, width)
+        return plain(Group(table, *map(Text, _notes(self))), width)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _notes(applied: PlanCoverage) -> Iterator[str]:
+    missing, count = applied.uncovered, len(applied.modules)
+    compiled = count - len(missing)
+    yield f"{applied.model}: {compiled} of {count} modules run in compiled code"
+    yield from applied.unasked
+    yield from map(unused_text, applied.unused)
+    if not applied.called:
+        yield "no part of it has run in compiled code yet"
+    advice = dict.fromkeys(m.cause.advice for m in missing if _needs_advice(m, applied))
+    yield from (f"to do: {text}" for text in advice if text)
+    if applied.complete and (applied.planned or not missing):
+        uncalled = any(module.cause.why is Reason.NOT_CALLED for module in missing)
+        text = "all that is planned is applied"
+        yield f"{text}, as far as the model has been called" if uncalled else text
+    elif applied.complete:
+        yield "no plan or precision is given: modules in no graph run as written"
+
+
+def _needs_advice(module: Uncovered, applied: PlanCoverage) -> bool:
+    """Return whether to advise how a module gets into a graph."""
+    if module.lost or module.cause.why is Reason.NOT_MET:
+        return True
+    return not applied.planned and module.ran and module.cause.why is not Reason.NOT_GIVEN
 
 
 def plan_coverage(model: nn.Module) -> PlanCoverage:
@@ -91,58 +120,37 @@ def plan_coverage(model: nn.Module) -> PlanCoverage:
 
     Args:
         model: the model, before or after torch.compile, or a module that contains or is called by
-            the compiled one.
-
-    Raises:
-        OptionError: `model` is no module.
+            the compiled one; `OptionError` if it is no module.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"plan_coverage takes a module, not {type(model).__name__}",
-            do="give the model that is trained",
+            f"the argument of plan_coverage is of type {type(model).__name__}, not a module",
+            do="pass the model that is trained",
         )
     root = unwrapped(model)
     trees = [tree for log in logs() if (tree := Tree(root, log)).ran or tree.compiled]
     unseen = Tree(root, Log(Options()))
-    owner = {
-        path: next((tree for tree in reversed(trees) if tree.concerns(path)), unseen)
-        for path in unseen.modules
-    }
-    result = {id(tree): _findings(tree) for tree in (*trees, unseen)}
-    operators = {id(tree): tree.operators() for tree in trees}
-    missing = {
-        (id(tree), module.path): module
-        for tree in (*trees, unseen)
-        for module in result[id(tree)].uncovered
-    }
-    modules = (
-        AppliedModule(
-            path,
-            type(unseen.modules[path]).__name__,
-            tuple(operators.get(id(tree), {}).get(path, ())),
-            missing.get((id(tree), path)),
-        )
-        for path, tree in owner.items()
-    )
-    used = {id(tree) for tree in owner.values()}
+    # The latest log that concerns a module describes it.
+    owner: dict[str, Tree] = {}
+    for path in unseen.modules:
+        owner[path] = next((tree for tree in reversed(trees) if tree.concerns(path)), unseen)
+    results, operators, missing = {}, {}, {}
+    for tree in (*trees, unseen):
+        results[tree] = findings_of(tree)
+        operators[tree] = tree.operators()
+        missing[tree] = {module.path: module for module in results[tree].uncovered}
+    modules = []
+    for path, tree in owner.items():
+        module, ran = unseen.modules[path], tuple(operators[tree].get(path, ()))
+        why = missing[tree].get(path)
+        if ran or why or own_parameters(module):
+            modules.append(AppliedModule(path, type(module).__name__, ran, why))
+    used = [tree for tree in trees if tree in owner.values()]
     return PlanCoverage(
         type(root).__name__,
-        tuple(
-            module
-            for module in modules
-            if module.operators or module.uncovered or own_parameters(unseen.modules[module.path])
-        ),
-        tuple(entry for tree in trees if id(tree) in used for entry in result[id(tree)].unused),
-        tuple(
-            tree.plan.notes[CACHED]
-            for tree in trees
-            if id(tree) in used and CACHED in tree.plan.notes
-        ),
+        tuple(modules),
+        tuple(entry for tree in used for entry in results[tree].unused),
+        tuple(tree.plan.notes[CACHED] for tree in used if CACHED in tree.plan.notes),
         called=any(tree.ran for tree in trees),
         planned=any(tree.intended != Plan() for tree in trees),
     )
-
-
-def _findings(tree: Tree) -> Findings:
-    plan = tree.intended if tree.ran or tree.compiled else Plan()
-    return findings(plan, tree.decided(), uncovered(tree))

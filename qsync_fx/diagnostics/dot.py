@@ -6,20 +6,17 @@ Invariant: names and source lines from the model are quoted, so they cannot inje
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from torch import fx
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
-from qsync_fx.graph.cost_dag import precision_dag
-
-if TYPE_CHECKING:
-    from qsync_fx.diagnostics.explanation import Explanation
+from qsync_fx.graph.fx_utils import expression, tensors
 
 
-def dot(explanation: Explanation) -> str:
-    """Return the explanation in the DOT language.
+def dot(graphs: Sequence[PrecisionGraph]) -> str:
+    """Return the graphs of a model in the DOT language.
 
     Each graph is a cluster. Each tensor that an operator reads in a role is an edge.
     """
@@ -29,55 +26,54 @@ def dot(explanation: Explanation) -> str:
         "  rankdir=TB;",
     ]
     clusters = 0
-    for index, part in enumerate(explanation.graphs):
-        for graph in part.graph.walk():
-            lines += _cluster(graph, index, clusters)
+    for index, model in enumerate(graphs):
+        for graph in model.walk():
+            lines.append(f'  subgraph cluster_{clusters} {{\n    label="graph {clusters}";')
+            lines += [_box(index, operator) for operator in _shown(graph)]
+            lines.append("  }")
             clusters += 1
-        lines += _edges(part.graph, index)
+        lines += _edges(model, index)
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _cluster(graph: PrecisionGraph, index: int, cluster: int) -> list[str]:
-    lines = [f"  subgraph cluster_{cluster} {{", f'    label="graph {cluster}";']
-    for operator in _shown(graph):
-        label = f"{operator.id}\n{operator.precision or '-'} -> {operator.output or '-'}"
-        style = f"fillcolor={json.dumps(colour(operator.precision))}"
-        name, reason = _name(index, str(operator.id)), json.dumps(operator.reason)
-        lines.append(f"    {name} [label={json.dumps(label)}, {style}, tooltip={reason}];")
-    return [*lines, "  }"]
+def _box(index: int, operator: Operator) -> str:
+    label = f"{operator.id}\n{operator.precision or '-'} -> {operator.output or '-'}"
+    attributes = {"label": label, "fillcolor": colour(operator.precision)}
+    attributes["tooltip"] = operator.reason
+    text = ", ".join(f"{name}={json.dumps(value)}" for name, value in attributes.items())
+    return f"    {_name(index, str(operator.id))} [{text}];"
 
 
 def _shown(graph: PrecisionGraph) -> list[Operator]:
     """Return the operators except calls of bodies, as the bodies are shown themselves."""
-    return [
-        operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)
-    ]
+    return [op for op in graph.own_operators() if not node_metadata.bodies(op.node)]
 
 
 def _edges(graph: PrecisionGraph, index: int) -> list[str]:
-    dag, operators = (
-        precision_dag(graph),
-        [operator for part in graph.walk() for operator in _shown(part)],
-    )
-    shown = {str(operator.id) for operator in operators}
-    lines = [
-        f"  {_name(index, source)} -> {_name(index, reader)} [tooltip={json.dumps(_carries(data))}];"
-        for source, reader, data in dag.edges(data=True)
-        if source in shown and reader in shown
-    ]
-    # Operators that a pass inserts after the decisions are not in the precision DAG.
-    for operator in operators:
-        late = str(operator.id) not in dag
+    flow = graph.costing.flow
+    written = {str(site.id) for site in flow.sites}
+    operators = {str(op.id): op for part in graph.walk() for op in _shown(part)}
+    lines = []
+
+    def connect(source: str, reader: str, attributes: str = "") -> None:
+        if source in operators and reader in operators:
+            lines.append(f"  {_name(index, source)} -> {_name(index, reader)}{attributes};")
+
+    for site in flow.sites:
+        for operand, need in zip(site.operands, site.needs, strict=True):
+            note = node_metadata.NOTE.get(flow.source(operand.node))
+            values = tensors(site.graph.value(operand.node))
+            if note is not None and values:
+                count = sum((expression(t.numel()) for t in values), start=0)
+                suffix = "" if need else ", without a gradient"
+                tooltip = json.dumps(f"{operand.role}: {count} values{suffix}")
+                connect(str(note.id), str(site.id), f" [tooltip={tooltip}]")
+    # Operators that a pass inserts after the decisions are not in the written graph.
+    for reader, operator in operators.items():
         for source in dict.fromkeys(_sources(operator.node)):
-            if source in shown and (late or source not in dag):
-                lines.append(f"  {_name(index, source)} -> {_name(index, str(operator.id))};")
+            if not {source, reader} <= written:
+                connect(source, reader)
     return lines
-
-
-def _carries(data: dict[str, Any]) -> str:
-    return f"{data['role']}: {data['numel']} values" + (
-        "" if data["gradient"] else ", without a gradient"
-    )
 
 
 def _name(graph: int, operator: str) -> str:
@@ -100,6 +96,5 @@ def colour(fmt: Precision | None) -> str:
     """Return a colour by width: narrower formats are warmer."""
     if fmt is None:
         return "#eeeeee"
-    return {32: "#dbe9f6", 64: "#c6d4e8", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}.get(
-        fmt.bits, "#f4b6c2"
-    )
+    colours = {64: "#c6d4e8", 32: "#dbe9f6", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}
+    return colours.get(fmt.bits, "#f4b6c2")

@@ -8,36 +8,28 @@ Invariant: buffers and random number generators are restored; parameters are not
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.eval_frame import OptimizeContext
+from torch._dynamo.utils import counters
 
-from qsync_fx.coverage.compilation_log import collecting
-from qsync_fx.coverage.findings import findings, uncovered
-from qsync_fx.coverage.module_coverage import Tree, models
+from qsync_fx.coverage.compilation_log import Tree, collecting, models
+from qsync_fx.coverage.findings import uncovered
 from qsync_fx.diagnostics.explanation import Explained, Explanation, Registered
 from qsync_fx.errors import PlanError, QSyncError
 from qsync_fx.module_paths import joined
-from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.validation import check_plan
 
 
 @contextlib.contextmanager
 def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of tensors, and torch's random number generators, on exit.
-
-    The tensors stay the same objects.
-
-    Args:
-        written: tensors that may be mutated.
-        every: all tensors of the model; they determine the devices whose generators are restored.
-    """
+    """Restore the values of `written`, and random generators on the devices of `every`, on exit."""
     saved = [t.detach().clone() for t in written]
     devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
     try:
@@ -57,11 +49,6 @@ def explain(
 ) -> Explanation:
     """Explain `torch.compile(model, backend="qsync", options=options)` with these inputs.
 
-    Args:
-        model: a module or function.
-        args, kwargs: inputs of the model.
-        options: options of the backend.
-
     Raises:
         QSyncError: any error of the backend, or a pattern of the plan that matches no operator.
     """
@@ -76,39 +63,29 @@ def explain(
     with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
         observed(model, backend, parsed)(*args, **kwargs)
         trees = [Tree(root, log) for root in models(log)]
-    missing = [module for tree in trees for module in uncovered(tree)]
-    plan = next((tree.plan for tree in trees), parsed.plan or Plan())
-    adjustable = [
-        op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE
-    ]
-    result = findings(plan, adjustable, missing)
-    parameters = tuple(_registered(trees))
-    explanation = Explanation(
-        tuple(collected), tuple(breaks()), result.uncovered, parameters, parsed.plan
-    )
     if parsed.plan is not None and not collected:
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
-            where="; ".join(map(_short, explanation.breaks)) or "the whole model",
-            do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
+            where="; ".join(map(_short, breaks())) or "the whole model",
+            do="remove the graph break; one in a loop or a with statement leaves the whole "
+            "function to Python",
         )
-    if parsed.plan is not None:
-        check_plan(plan, adjustable, complete=True, as_written=result.as_written)
-    return explanation
+    missing = tuple(module for tree in trees for module in uncovered(tree))
+    explanation = Explanation(tuple(collected), tuple(breaks()), missing, _registered(trees))
+    plan = next((tree.plan for tree in trees), parsed.plan or Plan())
+    return explanation.compared(plan, check=parsed.plan is not None)
 
 
-def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
-    visited: set[int] = set()
+def _registered(trees: Sequence[Tree]) -> tuple[Registered, ...]:
+    result: dict[int, Registered] = {}
     for tree in trees:
         for path, module in tree.modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in visited:
-                    continue
-                visited.add(id(parameter))
-                full = joined(tree.within, path, name)
-                yield Registered(
-                    full, parameter.numel(), parameter.element_size(), parameter.requires_grad
-                )
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in result:
+                    sizes = p.numel(), p.element_size()
+                    full = joined(tree.within, path, name)
+                    result[id(p)] = Registered(full, *sizes, p.requires_grad)
+    return tuple(result.values())
 
 
 def explained(
@@ -124,21 +101,12 @@ def explained(
     snapshots, timing = Snapshots(), Timing()
     try:
         current = place(options)
-        alone = compile_for_this_module_only(
-            current
-        )  # code shared by layers would have the ids of one layer
-        visited = [operator.id for part in before for operator in part.graph.operators()]
-        device = next(
-            (x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu")
-        )
-        graph = rewrite(
-            module,
-            inputs,
-            options,
-            (timing, snapshots),
-            visited,
-            candidates(current, options, device),
-        )
+        # Code shared by layers would have the ids of one layer.
+        alone = compile_for_this_module_only(current)
+        visited = [operator.id for part in before for operator in part.operators]
+        device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        cached = candidates(current, options, device)
+        graph = rewrite(module, inputs, options, (timing, snapshots), visited, cached)
         record(graph, current, options, module, alone)
     except QSyncError as error:
         raise through_dynamo(error) from error.__cause__
@@ -171,24 +139,16 @@ def _short(text: str) -> str:
 @contextlib.contextmanager
 def _own_cache() -> Iterator[Callable[[], list[str]]]:
     """Lift Dynamo's recompile limits; yield a function that returns the graph breaks so far."""
-    from torch._dynamo.utils import counters
 
-    # A break that leaves a whole frame to Python counts as "unimplemented", not as a graph break.
-    kinds = ("graph_break", "unimplemented")
-    before = {kind: dict(counters[kind]) for kind in kinds}
+    def counts() -> Counter[str]:
+        # A break that leaves a whole frame to Python counts as "unimplemented".
+        return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+
+    before = counts()
 
     def breaks() -> list[str]:
-        texts = [
-            t
-            for kind in kinds
-            for t, count in counters[kind].items()
-            if count > before[kind].get(t, 0)
-        ]
-        return [
-            text
-            for text in texts
-            if not any(other != text and other.startswith(text) for other in texts)
-        ]
+        texts = list(counts() - before)
+        return [t for t in texts if not any(o != t and o.startswith(t) for o in texts)]
 
     with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks
@@ -196,9 +156,9 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 
 def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Restore a model's buffers and the random number generators on exit."""
-    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-    tensors = (
-        [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    )
+    module = getattr(model, "__self__", model)
+    if not isinstance(module, torch.nn.Module):
+        return unchanged([], [])
     # A forward pass mutates buffers (batch norm statistics, spectral norms), but no parameters.
-    return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)
+    buffers = list(module.buffers())
+    return unchanged(buffers, [*module.parameters(), *buffers])

@@ -19,6 +19,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final
 
+import cattrs
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -148,14 +149,7 @@ class ReplanReport:
 
     @classmethod
     def from_dict(cls, result: Mapping[str, Any]) -> ReplanReport:
-        causes = tuple(
-            ReplanCause(**{**cause, "change": PlanChange(cause["change"])})
-            for cause in result["causes"]
-        )
-        before, after = (
-            result[name] and ReplanCosts(**result[name]) for name in ("before", "after")
-        )
-        return cls(result["step"], causes, before, after, result["kept"])
+        return cattrs.structure(result, cls)
 
     def __str__(self) -> str:
         why = "; ".join(map(str, self.causes[:_SHOWN]))

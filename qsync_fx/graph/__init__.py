@@ -2,7 +2,7 @@
 
 `graph.PrecisionGraph` and its `Operator` handles are the start. `node_metadata` has the facts that
 passes record on nodes; `operand_formats`, `cascade_rules` and `alias_analysis` the rules for
-formats, cascades and shared casts; `saved_tensors`, `operator_costs` and `cost_dag` the costs.
+formats, cascades and shared casts; `saved_tensors` and `operator_costs` the costs.
 """
 
 from __future__ import annotations

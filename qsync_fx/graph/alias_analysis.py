@@ -10,14 +10,22 @@ from __future__ import annotations
 import operator as py_operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.fx_utils import arguments, is_float, is_switch, switches_grad, tensors
+from qsync_fx.graph.fx_utils import (
+    arguments,
+    function_name,
+    is_float,
+    is_switch,
+    storage_of,
+    switches_grad,
+    tensors,
+)
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
 
@@ -26,28 +34,24 @@ def writes(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes to, by its schema or its row."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    row = row_for(node.target)
+    by_row = getattr(row_for(node.target), "writes", ())
     written: list[fx.Node] = []
+    values = arguments(node).values()
     for index, (argument, value) in enumerate(
-        zip(node.target._schema.arguments, arguments(node).values(), strict=True)
+        zip(node.target._schema.arguments, values, strict=True)
     ):
-        text = argument.alias_info is not None and argument.alias_info.is_write
-        if text or (row is not None and index in row.writes):
+        by_schema = argument.alias_info is not None and argument.alias_info.is_write
+        if by_schema or index in by_row:
             fx.node.map_arg(value, written.append)
     return written
 
 
 def in_place(node: fx.Node) -> bool:
-    """Return whether a node returns the argument that it writes to.
-
-    A batch norm writes to its statistics but returns another tensor.
-    """
+    """Return whether a node returns the argument that it writes to, unlike a batch norm."""
     written = writes(node)
-    return (
-        bool(written)
-        and written[0] is node.args[0]
-        and str(node.target.__name__).partition(".")[0].endswith("_")  # type: ignore[union-attr]
-    )
+    if not written or written[0] is not node.args[0]:
+        return False
+    return function_name(node).partition(".")[0].endswith("_")
 
 
 def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
@@ -59,9 +63,7 @@ def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
 def results(body: PrecisionGraph) -> tuple[Any, ...]:
     """Return the results of a body, which `getitem` nodes unpack from the higher-order operator."""
     returned = body.nodes[-1].args[0]
-    if isinstance(returned, (tuple, list)):
-        return tuple(returned)
-    return (returned,)
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def result_of(node: fx.Node) -> fx.Node | None:
@@ -69,8 +71,10 @@ def result_of(node: fx.Node) -> fx.Node | None:
     if node.target is not py_operator.getitem:
         return None
     source, index = node.args
-    bodies = isinstance(source, fx.Node) and node_metadata.bodies(source)
-    if not bodies or not isinstance(index, int):
+    if not isinstance(source, fx.Node) or not isinstance(index, int):
+        return None
+    bodies = node_metadata.bodies(source)
+    if not bodies:
         return None
     result = results(bodies[0])[index]
     return result if isinstance(result, fx.Node) else None
@@ -104,23 +108,22 @@ def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) ->
 
 
 Places = frozenset[Hashable]
+_NO_PLACES: Mapping[fx.Node, Places] = MappingProxyType({})
 
 
 class AliasSets:
     """Places of the values in a graph, computed once.
 
     Args:
-        value: for the body of a higher-order operator, the outer places of its placeholders.
+        outer: for the body of a higher-order operator, the outer places of its placeholders.
 
     Attributes:
         written: the places that some node of the graph writes to.
     """
 
-    def __init__(
-        self, graph: PrecisionGraph, value: Mapping[fx.Node, Places] | None = None
-    ) -> None:
+    def __init__(self, graph: PrecisionGraph, outer: Mapping[fx.Node, Places] = _NO_PLACES) -> None:
         self._graph = graph
-        self._beyond: dict[fx.Node, Places] = dict(value or {})
+        self._beyond = dict(outer)
         self._places: dict[fx.Node, Places] = {}
         for node in graph.nodes:
             self._beyond.setdefault(node, self._inherited(node))
@@ -133,7 +136,8 @@ class AliasSets:
         """Return the places of a node's value; for a later node, places of its current value."""
         if node in self._places:
             return self._places[node]
-        return _storages(self._graph.value(node)) | self._beyond.get(node, frozenset())
+        storages = frozenset(map(storage_of, tensors(self._graph.value(node))))
+        return storages | self._beyond.get(node, frozenset())
 
     def put(self, node: fx.Node, instead_of: fx.Node) -> None:
         """Give a new node the places of the node that it replaces."""
@@ -145,18 +149,19 @@ class AliasSets:
             return frozenset()
         if node.target is py_operator.getitem and isinstance(node.args[0], fx.Node):
             return self._beyond.get(node.args[0], frozenset())
-        if isinstance(node.target, torch._ops.OpOverload) and not _sizes_are_kept(node):
-            return frozenset()
+        if isinstance(node.target, torch._ops.OpOverload):
+            returns = node.target._schema.returns
+            # `PrecisionGraph.propagate` does not update the sizes of such a view.
+            if not (node.meta.get("unbacked_bindings") and any(r.alias_info for r in returns)):
+                return frozenset()
         return frozenset((node,)).union(*map(self.of, node.all_input_nodes))
 
 
 def may_write(node: fx.Node) -> list[fx.Node]:
     """Return the operands that a node may write to; all operands of an opaque node."""
-    if (
-        node.op not in ("call_function", "call_method")
-        or is_switch(node)
-        or node.target is py_operator.getitem
-    ):
+    if node.op not in ("call_function", "call_method") or is_switch(node):
+        return []
+    if node.target is py_operator.getitem:
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return writes(node)
@@ -173,29 +178,6 @@ def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
             yield operand
 
 
-def _sizes_are_kept(node: fx.Node) -> bool:
-    """Return whether a view still has its traced value, since its sizes are data-dependent.
-
-    See `PrecisionGraph.propagate`.
-    """
-    return bool(node.meta.get("unbacked_bindings")) and any(
-        r.alias_info
-        for r in node.target._schema.returns  # type: ignore[union-attr]
-    )
-
-
-def _storages(value: Any) -> Places:
-    return frozenset(_storage(t) for t in tensors(value))
-
-
-def _storage(tensor: torch.Tensor) -> Hashable:
-    try:
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except NotImplementedError:
-        # Sparse tensors have no storage of their own, and no node writes to a part of one.
-        return id(tensor)
-
-
 Epoch = tuple[Hashable, int]
 
 
@@ -204,8 +186,7 @@ class Sharing:
 
     Call `passed` with each node in order, after its operands: a node reads before it writes. Two
     casts of a tensor are interchangeable exactly if no node between them may write to the tensor,
-    and both record gradients or neither does. A cast from before a write is stale; a cast without
-    gradients loses them.
+    and both record gradients or neither does.
     """
 
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
@@ -224,10 +205,6 @@ class Sharing:
         """Return how many writes so far may have changed a tensor."""
         return sum(self._writes[place] for place in self.memory.of(source))
 
-    def records_as_here(self, node: fx.Node) -> bool:
-        """Return whether grad mode is the same here as at an earlier node."""
-        return self._modes.get(node, self.mode) == self.mode
-
     def origin(self, node: fx.Node) -> fx.Node:
         """Return the node that a cast of `node` converts, before conversions that casts replace."""
         while node.target is torch.ops.aten.to.dtype and self._may_be_skipped(node):
@@ -235,10 +212,7 @@ class Sharing:
         return node
 
     def _may_be_skipped(self, conversion: fx.Node) -> bool:
-        """Return whether readers of a conversion may convert its operand themselves.
-
-        It must be lossless, or lossy for the sake of autocast alone.
-        """
+        """Return whether a conversion is lossless, or lossy for the sake of autocast alone."""
         source: Any = conversion.args[0]
         before, after = self._graph.value(source), self._graph.value(conversion)
         if not is_float(before) or not is_float(after):
@@ -247,7 +221,7 @@ class Sharing:
         if not node_metadata.is_cast(conversion):
             # The model may use a conversion to copy a tensor that is written to later.
             places |= self.memory.of(source)
-        if places & self.memory.written or not self.records_as_here(conversion):
+        if places & self.memory.written or self._modes.get(conversion, self.mode) != self.mode:
             return False
         lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
         return lossless or node_metadata.has_purpose(conversion, node_metadata.Purpose.AUTOCAST)
@@ -262,8 +236,8 @@ class Sharing:
 
 def _switched(mode: tuple[Hashable, ...], node: fx.Node) -> tuple[Hashable, ...]:
     """Return the mode after a switch: grad mode, then the open regions of inference mode."""
-    if "exit" in getattr(node.target, "__name__", ""):
+    if "exit" in function_name(node):
         return (mode[0], *(region for region in mode[1:] if region is not node.args[0]))
-    if "enter" in getattr(node.target, "__name__", ""):
+    if "enter" in function_name(node):
         return (*mode, node)
     return (bool(node.args[0]), *mode[1:])

@@ -11,15 +11,15 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from qsync_fx.formats import FP32, Precision, precision_of, promoted
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import in_place, readers, result_of, writes
-from qsync_fx.graph.fx_utils import format_of, is_float
+from qsync_fx.graph.fx_utils import format_of, function_name, is_float
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import Kind
 
@@ -31,8 +31,7 @@ class Rule:
     Attributes:
         inputs: the nodes whose formats decide; empty if the precision is always `own`.
         own: the precision if no input has a format: the model's.
-        promotes: whether the precision is the promotion of all inputs, not the first input's
-            format.
+        promotes: whether all inputs are promoted, instead of the first input's format.
         scalars: the finite scalar arguments; a scalar beyond the range of the promoted format makes
             the precision `own`.
         named: the result format that the arguments name: `softmax(x, dtype=torch.float32)`.
@@ -74,13 +73,12 @@ class Rule:
 def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     """Return the rule of an operator that is not adjustable.
 
-    Args:
-        automatic: whether the model's autocast regions decide, because there is no plan.
+    With `automatic`, the model's autocast regions decide, because there is no plan.
     """
     note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
-    row = note.row
+    row, arguments = note.row, pytree.tree_leaves((node.args, node.kwargs))
+    named = next((precision_of(a) for a in arguments if isinstance(a, torch.dtype)), None)
     if row is not None and row.converts:
-        named = _named_format(node)
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
         if named is not None or owned is None or not like:
             return Rule((), named or owned)
@@ -92,14 +90,14 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
         if owned is not None and narrowed:
             owned = promoted(owned, FP32)
         return Rule((), owned)
-    named = _named_format(node)
     if in_place(node):
         return Rule((writes(node)[0],), owned, named=named, in_place=True)
     inputs = [used for used in node.all_input_nodes if is_float(graph.value(used))]
     ranked = tuple(used for used in inputs if graph.value(used).dim() > 0) or tuple(inputs)
     if owned is None:
         ranked = ()
-    return Rule(ranked, owned, promotes=True, scalars=_scalars(node), named=named)
+    scalars = tuple(a for a in arguments if isinstance(a, float) and math.isfinite(a))
+    return Rule(ranked, owned, promotes=True, scalars=scalars, named=named)
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:
@@ -113,14 +111,14 @@ def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node 
         return source  # the plan, not the region, decides where to use fewer bits
     if (result := result_of(node)) is not None:
         return result
-    unpacks = getattr(node.target, "__name__", "") == "getitem"
-    return source if unpacks and owned == format_of(graph.value(source)) else None
+    unpacks = function_name(node) == "getitem" and owned == format_of(graph.value(source))
+    return source if unpacks else None
 
 
 def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """Return the operators that must compute in FP32 for a scaled operator to output FP32.
 
-    Return None if some reader never accepts a wide input (QSync, footnote 3).
+    The result is None if some reader never accepts a wide input (QSync, footnote 3).
     """
     result: list[fx.Node] = []
     for user in readers(node):
@@ -138,22 +136,3 @@ def wants_wide(kind: Kind, result: Precision | None) -> bool:
     A dependent reader does if another input has widened it, independently of the scaled operator.
     """
     return result is not None and result.bits >= 32 and (kind is Kind.DEPENDENT or result.plain)
-
-
-def _named_format(node: fx.Node) -> Precision | None:
-    for argument in (*node.args, *node.kwargs.values()):
-        if isinstance(argument, torch.dtype):
-            return precision_of(argument)
-    return None
-
-
-def _scalars(node: fx.Node) -> tuple[float, ...]:
-    result: list[float] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, float) and math.isfinite(value):
-            result.append(value)
-        return value
-
-    fx.node.map_aggregate((node.args, node.kwargs), look)
-    return tuple(result)

@@ -10,37 +10,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 import sympy
 
-Size = Any
-"""An integer, or a sympy expression."""
-
+Size = Any  # an integer, or a sympy expression
 Kept = tuple[str, str]
 """A saved value: the name of the tensor, and the format in which it is saved."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work.
-
-    Attributes:
-        flops: floating-point operations; a multiply-add counts 2.
-        bytes: bytes read and written, each value at the width of its format.
-    """
+    """Floating-point operations, 2 per multiply-add, and bytes read and written."""
 
     flops: Size = 0
     bytes: Size = 0
 
     def __add__(self, other: object) -> Work:
+        if other == 0:  # the start of `sum`
+            return self
         if not isinstance(other, Work):
             return NotImplemented
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __radd__(self, other: object) -> Work:
-        return self if other == 0 else NotImplemented
+    __radd__ = __add__
 
 
 @dataclass(frozen=True)
@@ -48,11 +41,9 @@ class Cost:
     """Cost of one or several operators in one training step.
 
     Attributes:
-        forward: the operator itself.
         input_gradient: gradients of its operands except parameters.
         weight_gradient: gradients of its parameters.
-        casts: conversions and quantizers inserted for it, forward pass.
-        casts_backward: their gradients.
+        casts, casts_backward: conversions and quantizers inserted for it, and their gradients.
         recomputed: recomputation by activation checkpointing.
         saved: bytes saved for backward, by value, without unconverted parameters and graph inputs,
             which are in memory anyway.
@@ -64,32 +55,26 @@ class Cost:
     casts: Work = Work()
     casts_backward: Work = Work()
     recomputed: Work = Work()
-    saved: Mapping[Kept, Size] = field(default_factory=lambda: MappingProxyType({}))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "saved", MappingProxyType(dict(self.saved)))
+    saved: Mapping[Kept, Size] = field(default_factory=dict, hash=False)
 
     def __add__(self, other: object) -> Cost:
+        if other == 0:
+            return self
         if not isinstance(other, Cost):
             return NotImplemented
-        works = {name: getattr(self, name) + getattr(other, name) for name in WORKS}
+        works = {name: work + getattr(other, name) for name, work in self._works.items()}
         return Cost(**works, saved={**self.saved, **other.saved})
 
-    def __radd__(self, other: object) -> Cost:
-        return self if other == 0 else NotImplemented
+    __radd__ = __add__
 
-    def __hash__(self) -> int:
-        return hash((*(getattr(self, name) for name in WORKS), frozenset(self.saved.items())))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(
-            Cost, **{name: getattr(self, name) for name in WORKS}, saved=dict(self.saved)
-        ), ()
+    @property
+    def _works(self) -> dict[str, Work]:
+        return {name: getattr(self, name) for name in WORKS}
 
     @property
     def work(self) -> Work:
         """The sum of all pieces: forward, backward, casts and recomputation."""
-        return sum((getattr(self, name) for name in WORKS), start=Work())
+        return sum(self._works.values(), start=Work())
 
     @property
     def flops(self) -> Size:
@@ -106,9 +91,15 @@ class Cost:
     @property
     def sizes(self) -> list[Size]:
         """All sizes: operations and bytes of each piece of work, then the saved bytes."""
-        works = [getattr(self, name) for name in WORKS]
-        sizes = [size for work in works for size in (work.flops, work.bytes)]
+        sizes = [size for work in self._works.values() for size in (work.flops, work.bytes)]
         return [*sizes, *self.saved.values()]
+
+    def each(self, change: Callable[[Size], Size]) -> Cost:
+        """Return the cost with `change` applied to each of `sizes`, in their order."""
+        works = {
+            name: Work(change(work.flops), change(work.bytes)) for name, work in self._works.items()
+        }
+        return Cost(**works, saved={name: change(size) for name, size in self.saved.items()})
 
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
         if not names:
@@ -116,10 +107,6 @@ class Cost:
         return self.each(
             lambda size: size.xreplace(names) if isinstance(size, sympy.Basic) else size
         )
-
-    def each(self, change: Callable[[Size], Size]) -> Cost:
-        """Return the cost with `change` applied to each size."""
-        return _rebuilt(self, map(change, self.sizes))
 
     def at(self, **sizes: int) -> Cost:
         """Return the cost with numbers for the named symbolic sizes; other sizes stay symbolic.
@@ -130,30 +117,18 @@ class Cost:
             >>> Cost(Work(flops=batch * 10)).at(batch=32).flops
             320
         """
-        return evaluated([self], sizes)[0]
+        values = iter(numbers(self.sizes, sizes))
+        return self.each(lambda _: next(values))
 
 
 WORKS = tuple(part.name for part in fields(Cost) if part.name != "saved")
 """The names of a cost's pieces of work."""
 
 
-def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
-    """Return costs with numbers for the symbolic sizes named in `sizes`; see `numbers`."""
-    costs = list(costs)
-    flat = [value for cost in costs for value in cost.sizes]
-    values = iter(numbers(flat, sizes))
-    return [_rebuilt(cost, values) for cost in costs]
-
-
 def numbers(expressions: Iterable[Size], sizes: Mapping[str, int]) -> list[Size]:
     """Evaluate expressions for the symbolic sizes named in `sizes`, in one compiled function."""
     names = tuple(sorted(sizes))
     return _function(tuple(expressions), names)(*(sizes[name] for name in names))
-
-
-def _rebuilt(cost: Cost, values: Any) -> Cost:
-    works = {name: Work(next(values), next(values)) for name in WORKS}
-    return Cost(**works, saved={saved: next(values) for saved in cost.saved})
 
 
 @functools.lru_cache(maxsize=64)

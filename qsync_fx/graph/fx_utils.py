@@ -1,24 +1,24 @@
 """Utilities for fx graphs: sources and arguments of nodes, fake values, and switches of state.
 
 A switch is a call that changes state of the process (grad mode, autocast, ...). A switch is never
-dropped, although its result has no reader. `_CALLS` lists the calls of Dynamo's context managers by
-the state that they change; `mark_unlisted` adds other calls.
+dropped, although its result has no reader. `_EFFECTS` lists the calls of Dynamo's context managers;
+`mark_unlisted` adds other calls.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import node_metadata
@@ -50,23 +50,20 @@ def source_of(node: fx.Node) -> Source | None:
 _FRAME = re.compile(r'\s*File "(?P<file>.*?)", line (?P<line>\d+)')
 
 
-def target_name(node: fx.Node) -> str:
-    """Return a short name of a node's target, "aten.linear.default" or the function's name."""
-    if isinstance(node.target, (str, torch._ops.OpOverload)):
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target))
-
-
 def function_name(node: fx.Node) -> str:
     """Return the `__name__` of a node's target; "" if it has none."""
     return str(getattr(node.target, "__name__", ""))
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of an operator's node by name, in schema order, with defaults.
+def target_name(node: fx.Node) -> str:
+    """Return a short name of a node's target, "aten.linear.default" or the function's name."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return function_name(node) or str(node.target)
 
-    `node.args` alone lacks omitted arguments and arguments given by name.
-    """
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return all arguments of an operator's node by name, in schema order, with defaults."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload), node.format_node()
     return filled(target, node.args, node.kwargs)
@@ -84,9 +81,7 @@ def filled(
 
 def argument_at(value: Sequence[Any], place: int | tuple[int, int]) -> Any:
     """Return an argument of a call, or an item of a list argument."""
-    if isinstance(place, int):
-        return value[place]
-    return value[place[0]][place[1]]
+    return value[place] if isinstance(place, int) else value[place[0]][place[1]]
 
 
 def nodes_in(value: object) -> list[fx.Node]:
@@ -120,17 +115,12 @@ def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a key of a tensor's storage, unique among live tensors."""
+def storage_of(tensor: torch.Tensor) -> Hashable:
+    """Return a key of a tensor's storage, which is not reused after the storage is freed."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except NotImplementedError:
         return id(tensor)  # sparse tensors and vmap's tensors show no storage
-
-
-def is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors share a storage."""
-    return storage_of(first) == storage_of(second)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -142,16 +132,12 @@ def memory_order(value: Any) -> list[int] | None:
     """Return the dimensions of a tensor from the outermost in memory to the innermost.
 
     Symbolic sizes are replaced by their hints, without a guard. Of equal strides the dimension of
-    size 1 is the inner one, as in new tensors of any memory format.
-
-    Returns:
-        None for a tensor that is not dense in memory or has no elements, and for unbacked sizes.
+    size 1 is the inner one, as in new tensors of any memory format. The result is None for a tensor
+    that is not dense in memory or has no elements, and for unbacked sizes.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    sizes, strides = (
-        [_hint(number) for number in numbers] for numbers in (value.shape, value.stride())
-    )
+    sizes, strides = list(map(_hint, value.shape)), list(map(_hint, value.stride()))
     if None in sizes or None in strides or 0 in sizes:
         return None
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
@@ -166,8 +152,7 @@ def memory_order(value: Any) -> list[int] | None:
 def same_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have equal strides, except along dimensions of size 1.
 
-    Return True for different shapes, or if one is not dense: its copy is dense, and supports every
-    view of the original.
+    The result is True for different shapes, or if one is not dense: its copy supports every view.
     """
     orders = memory_order(first), memory_order(second)
     if None in orders or first.shape != second.shape:
@@ -205,67 +190,48 @@ def expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-class FakeRun:
-    """Context to run operators on fake tensors of `mode`, inside other contexts.
-
-    It is a class rather than a generator for speed: graphs enter it for every node. Fresh unbacked
-    symbols are ignored.
-    """
-
-    def __init__(self, mode: FakeTensorMode | None, *others: AbstractContextManager[Any]) -> None:
-        self._contexts: list[Any] = list(others)
-        if mode is not None:
-            # Composite operators need the Python dispatcher for symbolic sizes.
-            self._contexts += [enable_python_dispatcher(), mode]
-            if mode.shape_env is not None:
-                self._contexts.append(mode.shape_env.ignore_fresh_unbacked_symbols())
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)
+def fake_run(mode: FakeTensorMode | None, *others: AbstractContextManager[Any]) -> ExitStack:
+    """Return an entered context to run operators on fake tensors of `mode`, inside others."""
+    contexts: list[Any] = list(others)
+    if mode is not None:
+        # Composite operators need the Python dispatcher for symbolic sizes.
+        contexts += [enable_python_dispatcher(), mode]
+        if mode.shape_env is not None:
+            contexts.append(mode.shape_env.ignore_fresh_unbacked_symbols())
+    result = ExitStack()
+    for context in contexts:
+        result.enter_context(context)
+    return result
 
 
 class Effect(Enum):
-    """The state that a call changes."""
+    """The state that a call changes, as far as passes treat it differently."""
 
     GRAD = "whether gradients are recorded: grad mode and inference mode"
     AUTOCAST = "autocast"
-    DTYPE = "the default dtype of floating-point tensors"
-    DETERMINISTIC = "whether algorithms have to be deterministic"
-    KERNELS = "which kernels may run: backends of SDPA, TF32"
-    FORWARD_GRAD = "whether forward-mode gradients are recorded"
-    HOOKS = "whether saved-tensor hooks are allowed"
+    TRACED = "other state on which tracing depends"
+    DEFERRED = "other state on which tracing above autograd does not depend"
     LEVEL = "the stack of functorch's and of forward-mode levels"
     UNLISTED = "state of a kind that this table does not list"
 
 
-_CALLS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
-    {
-        Effect.GRAD: ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"),
-        Effect.AUTOCAST: ("_enter_autocast", "_exit_autocast"),
-        Effect.DTYPE: ("set_default_dtype",),
-        Effect.DETERMINISTIC: ("_set_deterministic_algorithms",),
-        Effect.KERNELS: ("_backend_from_string", "_sdpa_kernel", "set_float32_matmul_precision"),
-        Effect.FORWARD_GRAD: ("_set_fwd_grad_enabled",),
-        Effect.HOOKS: ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
-        Effect.LEVEL: (
-            *(f"_{kind}_increment_nesting" for kind in ("vmap", "grad", "jvp", "func")),
-            *(f"_{kind}_decrement_nesting" for kind in ("vmap", "grad", "jvp", "func")),
-            *("_enter_dual_level", "_exit_dual_level", "set_inplace_requires_grad_allowed"),
-            *("push_dynamic_layer_stack", "pop_dynamic_layer_stack"),
-        ),
-    }
-)
-_EFFECT_OF: Mapping[str, Effect] = {
-    name: effect for effect, names in _CALLS.items() for name in names
+_EFFECTS: Mapping[str, Effect] = {
+    name: effect
+    for effect, names in {
+        Effect.GRAD: "_set_grad_enabled _enter_inference_mode _exit_inference_mode",
+        Effect.AUTOCAST: "_enter_autocast _exit_autocast",
+        # The default dtype, and whether algorithms have to be deterministic.
+        Effect.TRACED: "set_default_dtype _set_deterministic_algorithms",
+        # Kernels that may run (SDPA, TF32), forward-mode gradients, saved-tensor hooks.
+        Effect.DEFERRED: "_backend_from_string _sdpa_kernel set_float32_matmul_precision "
+        "_set_fwd_grad_enabled _saved_tensors_hooks_disable _saved_tensors_hooks_enable",
+        Effect.LEVEL: "_vmap_increment_nesting _vmap_decrement_nesting _grad_increment_nesting "
+        "_grad_decrement_nesting _jvp_increment_nesting _jvp_decrement_nesting "
+        "_func_increment_nesting _func_decrement_nesting _enter_dual_level _exit_dual_level "
+        "set_inplace_requires_grad_allowed push_dynamic_layer_stack pop_dynamic_layer_stack",
+    }.items()
+    for name in names.split()
 }
-
-_DEFERRED = (Effect.KERNELS, Effect.FORWARD_GRAD, Effect.HOOKS, Effect.LEVEL)
-"""State that tracing above autograd does not depend on."""
 
 
 def effect_of(node: fx.Node) -> Effect | None:
@@ -274,7 +240,7 @@ def effect_of(node: fx.Node) -> Effect | None:
         return None
     if node in node_metadata.UNLISTED:
         return Effect.UNLISTED
-    return _EFFECT_OF.get(function_name(node))
+    return _EFFECTS.get(function_name(node))
 
 
 def is_switch(node: fx.Node) -> bool:
@@ -289,42 +255,36 @@ def switches_grad(node: fx.Node) -> bool:
 
 def affects_tracing(node: fx.Node) -> bool:
     """Return whether tracing must execute a node, because later nodes trace differently."""
-    effect = effect_of(node)
-    return effect is not None and effect not in _DEFERRED
+    return effect_of(node) not in (None, Effect.DEFERRED, Effect.LEVEL)
 
 
 def level_step(node: fx.Node) -> int:
     """Return by how much a node changes the number of levels: 1, 0 or -1."""
     if effect_of(node) is not Effect.LEVEL:
         return 0
-    name = function_name(node)
-    if "increment_nesting" in name or name == "_enter_dual_level":
-        return 1
-    if "decrement_nesting" in name or name == "_exit_dual_level":
-        return -1
-    return 0
+    steps = {"increment": 1, "enter": 1, "decrement": -1, "exit": -1}
+    return next((step for word, step in steps.items() if word in function_name(node)), 0)
 
 
 def mark_unlisted(graph: fx.Graph) -> None:
-    """Mark calls in Dynamo's graph with an effect that `_CALLS` does not list.
+    """Mark calls in Dynamo's graph with an effect that `_EFFECTS` does not list.
 
     Dynamo records the value of each node that computes one. A call without a value whose operands
     and readers are only such calls can have no other purpose, and leaves no record in a trace.
     """
-    calls = {node for node in graph.nodes if is_switch(node) or _is_bare_call(node)}
-    candidates = {node for node in calls if not is_switch(node)}
-    while computing := {n for n in candidates if not calls.issuperset(_neighbours(n))}:
-        calls -= computing
+    switches = {node for node in graph.nodes if is_switch(node)}
+    operators = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+    candidates = {
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and not isinstance(node.target, operators)
+        if node.meta.get("example_value", node.meta.get("val")) is None
+    } - switches
+    while computing := {
+        node
+        for node in candidates
+        if not (candidates | switches).issuperset([*node.all_input_nodes, *node.users])
+    }:
         candidates -= computing
     for node in candidates:
         node_metadata.UNLISTED[node] = True
-
-
-def _is_bare_call(node: fx.Node) -> bool:
-    operators = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-    calls = node.op == "call_function" and not isinstance(node.target, operators)
-    return calls and node.meta.get("example_value", node.meta.get("val")) is None
-
-
-def _neighbours(node: fx.Node) -> list[fx.Node]:
-    return [*node.all_input_nodes, *node.users]

@@ -1,9 +1,7 @@
 """The precision graph: a typed view over an fx.Graph, with handles on its operators.
 
 Invariant: the fx.Graph is the only source of truth. A node's `meta["val"]` is its fake value, and a
-frozen `OperatorInfo` (node_metadata.py) has the facts and decisions about an operator. A
-`PrecisionGraph` adds the context of the compilation and bookkeeping for reports; an `Operator`
-stores no state.
+frozen `OperatorInfo` (node_metadata.py) has the facts and decisions about an operator.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -26,11 +25,11 @@ from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.fx_utils import (
-    FakeRun,
     Source,
     argument_at,
     arguments,
     describe,
+    fake_run,
     format_of,
     source_of,
     target_name,
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
 class Operator:
     """Handle on one operator of a graph; it reads and writes the node's `OperatorInfo`.
 
-    Args:
-        note: overrides the node's `OperatorInfo`, to show the decision of another plan.
+    `note` overrides the node's `OperatorInfo`, to show the decision of another plan.
     """
 
     def __init__(
@@ -59,8 +57,7 @@ class Operator:
 
     @property
     def note(self) -> OperatorInfo:
-        note: OperatorInfo = self._note or node_metadata.NOTE[self.node]
-        return note
+        return self._note or node_metadata.NOTE[self.node]
 
     @property
     def id(self) -> OpId:
@@ -81,10 +78,10 @@ class Operator:
     @property
     def reason(self) -> str:
         note = self.note
-        parts = [note.reason, str(note.computed or "")]
-        if note.by and any(parts):
+        parts = list(filter(None, (note.reason, str(note.computed or ""))))
+        if note.by and parts:
             parts.insert(0, f"{note.how} by {note.by}")
-        return "; ".join(filter(None, parts))
+        return "; ".join(parts)
 
     @property
     def row(self) -> OperatorRow | None:
@@ -107,10 +104,10 @@ class Operator:
         if not all(isinstance(argument_at(inputs, index), fx.Node) for index in row.scaled):
             return "an operand is no tensor"
         lowering = self.graph.context.lowerings.get(row.name)
-        if lowering is None:
-            return f"{row.name} has no lowering"
-        refusal: str | None = lowering.refuses(self.node)
-        return refusal
+        refused: str | None = f"{row.name} has no lowering"
+        if lowering is not None:
+            refused = lowering.refuses(self.node)
+        return refused
 
     def supported(self, planned: Precision) -> tuple[Precision, str]:
         """Return the format that runs for a planned one, and why; see `resolve`."""
@@ -124,12 +121,16 @@ class Operator:
         return source_of(self.node)
 
     @property
+    def line(self) -> str:
+        """Its position in the user's model, such as "model.py:42"; "" if unknown."""
+        return f"{Path(self.source.file).name}:{self.source.line}" if self.source else ""
+
+    @property
     def where(self) -> str:
         """The operator's id and its line in the user's model, for error messages."""
-        parts = [f"operator {self.id}"]
-        if self.source is not None:
-            parts.append(f"{self.source}: {self.source.code}")
-        return ", ".join(parts)
+        if self.source is None:
+            return f"operator {self.id}"
+        return f"operator {self.id}, {self.source}: {self.source.code}"
 
     def update(self, **changes: Any) -> None:
         note = self.note
@@ -137,25 +138,19 @@ class Operator:
             node_metadata.NOTE[self.node] = dataclasses.replace(note, **changes)
 
     def assign(self, name: str | Precision, reason: str) -> None:
-        """Give the operator a precision against the plan, with a reason for reports.
-
-        Raises:
-            PrecisionError: the precision is unknown, or the operator is not adjustable.
-        """
+        """Give an adjustable operator a precision against the plan, with a reason for reports."""
         wanted = precision(name)
         if self.kind is not Kind.ADJUSTABLE:
-            raise PrecisionError(
-                f"{self.id} is {self.kind}: no pass can assign {wanted} to it",
-                where=self.where,
-                do='choose among graph.operators(kind="adjustable"); dependent operators follow '
-                "their inputs",
-            )
+            message = f"{self.id} is {self.kind}: no pass can assign {wanted} to it"
+            do = 'use graph.operators("adjustable"); dependent operators follow their inputs'
+            raise PrecisionError(message, where=self.where, do=do)
         self.decide(wanted, reason, pinned=True)
 
     def slower(self, fmt: Precision) -> str | None:
         """Return why a wider format is as fast on the device, or None if it is not or unknown."""
         context = self.graph.context
-        if (offered := support(context.device, fmt)).how == "simulated":
+        offered = support(context.device, fmt)
+        if offered.how == "simulated":
             return offered.reason
         if fmt.bits >= 32 or self.row is None or not self.row.scaled:
             return None  # a product without a weight has no lowering that knows its shape
@@ -168,8 +163,7 @@ class Operator:
     ) -> None:
         """Record the planned precision, the precision that operator and device support, and why.
 
-        Args:
-            skip_unprofitable: whether to use a wider format that is as fast.
+        With `skip_unprofitable`, a wider format that is as fast is used.
         """
         runs, but = self.supported(planned)
         while skip_unprofitable and (slower := self.slower(runs)) is not None:
@@ -198,16 +192,11 @@ class Context:
     """Context of a compilation.
 
     Attributes:
-        device: where the graph runs.
-        options: the backend's options.
         plan: the active plan: the user's, or the uniform one of the options.
         fake_mode: the mode of every fake tensor in the graph; None for a graph without tensors.
-        ambient: (enabled, dtype) of an autocast region around the entire graph; None if there is
-            none.
-        training: whether gradients are recorded.
+        ambient: (enabled, dtype) of an autocast region around the entire graph.
         complete: whether the graph is the entire model (no graph break, no split by DDP).
         seen: operators of earlier graphs of the model, which the plan may name.
-        modules: the paths of the model's modules; None if unknown.
         lowerings: lowerings of adjustable operators to `qsync::` operators, by row name.
     """
 
@@ -237,14 +226,11 @@ class PrecisionGraph:
 
     Attributes:
         module: the graph and the tensors it refers to. A pass may change or replace it.
-        inputs: example inputs, fake tensors and SymInts.
         outputs: the dtype of each output that Dynamo expects; None for other values than tensors,
             or if Dynamo does not say.
-        context: context of the compilation.
         parent: the graph that calls this body of a higher-order operator; None at the top.
         written: a copy from before casts are inserted: the graph of the model and the user's
             passes. None before classification, and for bodies.
-        numbers: numbering of the operators, including operators in bodies.
     """
 
     def __init__(
@@ -272,9 +258,7 @@ class PrecisionGraph:
     @property
     def whole(self) -> PrecisionGraph:
         """The top-level graph that contains this body; itself if it is not a body."""
-        if self.parent is None:
-            return self
-        return self.parent.whole
+        return self if self.parent is None else self.parent.whole
 
     @property
     def where(self) -> str:
@@ -291,12 +275,13 @@ class PrecisionGraph:
         self, kind: Kind | str | None = None, pattern: str | None = None
     ) -> list[Operator]:
         """Return the operators, in bodies too, by kind and by pattern of their id."""
-        result = [operator for graph in self.walk() for operator in graph.own_operators()]
-        if kind is not None:
-            result = [operator for operator in result if operator.kind is Kind(kind)]
-        if pattern is not None:
-            result = [operator for operator in result if operator.id.matches(pattern)]
-        return result
+        return [
+            operator
+            for graph in self.walk()
+            for operator in graph.own_operators()
+            if kind is None or operator.kind is Kind(kind)
+            if pattern is None or operator.id.matches(pattern)
+        ]
 
     def walk(self) -> Iterator[PrecisionGraph]:
         """Yield this graph and, depth first, the bodies that the passes rewrite."""
@@ -328,11 +313,7 @@ class PrecisionGraph:
         return node.meta.get("val", node.meta.get("example_value"))
 
     def propagate(self, node: fx.Node) -> None:
-        """Recompute a node's fake value from its arguments.
-
-        Raises:
-            PassError: the operator does not accept these arguments.
-        """
+        """Recompute a node's fake value; raise `PassError` if it rejects its arguments."""
         value = self.computed(node)
         if node.meta.get("unbacked_bindings"):
             # Data-dependent sizes got their symbols in tracing; new symbols would be unbound.
@@ -345,18 +326,15 @@ class PrecisionGraph:
         try:
             enabled, dtype = node_metadata.REGION.get(node) or (False, None)
             region = torch.autocast(self.context.device.type, dtype, enabled)
-            with FakeRun(self.context.fake_mode, torch.no_grad(), region):
+            with fake_run(self.context.fake_mode, torch.no_grad(), region):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            where = f"node %{node.name}"
-            if node in node_metadata.NOTE:
-                where = Operator(self, node).where
-            shown = ", ".join(describe(self.value(a)) for a in node.args)
-            raise PassError(
-                f"{target_name(node)} does not take ({shown}): {error}",
-                where=where,
-                do="give it operands of matching formats",
-            ) from error
+            noted = node in node_metadata.NOTE
+            where = Operator(self, node).where if noted else f"node %{node.name}"
+            operands = ", ".join(describe(self.value(a)) for a in node.args)
+            message = f"{target_name(node)} does not take ({operands}): {error}"
+            do = "give it operands of matching formats"
+            raise PassError(message, where=where, do=do) from error
 
 
 def _sized_as(before: Any, now: Any) -> Any:
@@ -369,23 +347,18 @@ def _sized_as(before: Any, now: Any) -> Any:
 def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> PrecisionGraph:
     """Return a copy of the graph and of the bodies of its higher-order operators.
 
-    The copy shares no node and no body with the original; it shares tensors and frozen notes.
-
-    Args:
-        parent: the copied graph that contains the copied body.
+    The copy shares tensors and frozen notes with the original. `parent` contains a copied body.
     """
     nodes: dict[fx.Node, fx.Node] = {}
     new = fx.Graph()
-    matches = new.graph_copy(graph.graph, nodes, return_output_node=True)
-    if isinstance(matches, tuple):
-        result, output = matches
-        new.output(result).meta = dict(output.meta)
+    output = new.graph_copy(graph.graph, nodes, return_output_node=True)
+    if isinstance(output, tuple):
+        new.output(output[0]).meta = dict(output[1].meta)
     module = _LazyGraphModule(graph.module, new)  # its code is generated only if it runs
     copy = PrecisionGraph(module, list(graph.inputs), graph.context, parent)
     copy.module.meta.update(graph.module.meta)
-    copy.numbers = graph.numbers.copy()
+    copy.numbers, copy.outputs = graph.numbers.copy(), list(graph.outputs)
     copy.unknown, copy.rewritten = dict(graph.unknown), dict(graph.rewritten)
-    copy.outputs = list(graph.outputs)
     for old, node in nodes.items():
         before: tuple[PrecisionGraph, ...] = node_metadata.bodies(old)
         bodies = tuple(copied(body, copy) for body in before)
@@ -393,27 +366,19 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
             node_metadata.BODIES[node] = bodies
         for body in bodies:
             node_metadata.CALLER[body.nodes[-1]] = node
-        places = {id(body.module): inner.module for body, inner in zip(before, bodies, strict=True)}
+        modules = {id(a.module): b.module for a, b in zip(before, bodies, strict=True)}
         for used in node.all_input_nodes:
             live = used.op == "get_attr" and getattr(graph.module, str(used.target), None)
-            if id(live) in places:
-                setattr(copy.module, str(used.target), places[id(live)])
+            if id(live) in modules:
+                setattr(copy.module, str(used.target), modules[id(live)])
     return copy
 
 
-_ATTRIBUTES = (
-    "compile_subgraph_reason",
-    "_param_name_to_source",
-    "_backend_id",
-    "torchdynamo_force_dynamic",
-)
-"""Dynamo's attributes of a graph module that Inductor and AOTAutograd read."""
-
-
 def adopt_attributes(new: fx.GraphModule, old: fx.GraphModule) -> None:
-    """Copy the metadata and Dynamo's attributes to another module."""
+    """Copy the metadata, and Dynamo's attributes that Inductor and AOTAutograd read."""
     new.meta.update(old.meta)
-    for name in _ATTRIBUTES:
+    names = ("compile_subgraph_reason", "_param_name_to_source", "_backend_id")
+    for name in (*names, "torchdynamo_force_dynamic"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
 
@@ -434,23 +399,16 @@ aten = torch.ops.aten
 
 VECTORS: Final = "vectors"
 """Value of `computed` for dropout with vectorized random numbers (option "fast_dropout")."""
-_DROPPING: Final = (
-    aten.dropout.default,
-    aten.native_dropout.default,
-    aten.scaled_dot_product_attention.default,
-)
 
 
 def drops(node: fx.Node) -> bool:
     """Return whether a node may be or contain a dropout."""
-    return node.target in _DROPPING
+    dropouts = aten.dropout.default, aten.native_dropout.default
+    return node.target in (*dropouts, aten.scaled_dot_product_attention.default)
 
 
 def may_be_drawn(graph: PrecisionGraph) -> bool:
-    """Return whether a CPU graph has a dropout and the options allow vectorized random numbers.
-
-    Compilation and prediction both call this function.
-    """
+    """Return whether a CPU graph has a dropout and the options allow vectorized random numbers."""
     options, device = graph.context.options, graph.context.device
     if options.fast_dropout is False or options.inner_backend != "inductor":
         return False
@@ -465,9 +423,6 @@ def drawn(graph: PrecisionGraph) -> bool:
     It does not in bodies, which may be recomputed from another seed, nor for torch.native_dropout
     in the model.
     """
-    if not may_be_drawn(graph):
+    if not may_be_drawn(graph) or len(list(graph.walk())) > 1:
         return False
-    parts = list(graph.walk())
-    return len(parts) == 1 and not any(
-        node.target is aten.native_dropout.default for node in parts[0].nodes
-    )
+    return not any(node.target is aten.native_dropout.default for node in graph.nodes)

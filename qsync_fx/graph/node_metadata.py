@@ -1,13 +1,12 @@
 """Node metadata: the keys of `node.meta` through which passes communicate.
 
-Invariant: only this module names the keys. Each key has the writers and readers that its docstring
-lists; its value is frozen, or a graph that later passes rewrite. A pass that learns more about an
-operator replaces its `OperatorInfo` (`Operator.update`). The source of a cast is not stored,
-because the graph shows it (`cast_source`).
+Invariant: only this module names the keys. A value is frozen, or a graph that later passes rewrite.
+A pass that learns more about an operator replaces its `OperatorInfo` (`Operator.update`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
@@ -28,23 +27,18 @@ class OperatorInfo:
 
     Attributes:
         id: identity, stable across graph splits, ranks and machines.
-        kind: who decides the precision.
         row: row of the operator table; None for an unknown operator.
-        reason: why the operator runs in `precision`, in words for users.
         planned: the precision that the plan requests; None without a plan for it.
         instead: why `precision` differs from `planned`; "" if they are equal.
         precision: the compute format; None until assigned.
-        output: the format of its output; None until decided, and for outputs that are not
-            floating-point tensors.
+        output: the format of a floating-point output; None until decided.
         autocast: the format in the model's autocast region, "off" if the region disables autocast,
             None outside of regions.
         pinned: set by `Operator.assign`: later passes do not override the precision.
-        cost: set by annotate_cost.
         stream: random stream of its gradients' roundings; None without qsync roundings.
         computed: implementation of a lowered operator's products; None for other operators, and on
             devices without qsync kernels.
-        by: the pass that inserted the operator; "" for the model's operators.
-        how: "inserted", or "rewritten" if it replaces a match of a pattern.
+        by, how: the pass that inserted the operator ("" for none), and "inserted" or "rewritten".
     """
 
     id: OpId
@@ -66,12 +60,7 @@ class OperatorInfo:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Result of a rewrite.
-
-    Attributes:
-        count: number of rewritten sites.
-        left: sites that match the pattern and remain unchanged, with the reasons.
-    """
+    """Number of rewritten sites, and matching sites left unchanged, with the reasons."""
 
     count: int = 0
     left: tuple[str, ...] = ()
@@ -109,12 +98,10 @@ class CastInfo:
     """Cast: a node that changes the format of a value.
 
     Attributes:
-        part: function of the node.
         owner: the first operator whose operand or result it converts; None for graph outputs and
             for nodes without an operator.
         format: target format; None if the node converts no value.
         stream: random stream of its roundings; None if it does not round randomly.
-        purpose: an operand of its owner, its result, or the model's autocast region.
         policy: the rule of autocast; None for other purposes.
     """
 
@@ -129,9 +116,7 @@ class CastInfo:
 class CostAttribution(NamedTuple):
     """The operator that the time of a node's kernels is charged to.
 
-    Attributes:
-        owner: the id of an operator of the model, as text, which profiles store.
-        part: part of a cast for that operator; None if the node is not a cast.
+    `owner` is its id as text, which profiles store; `part` is None if the node is not a cast.
     """
 
     owner: str
@@ -161,74 +146,37 @@ class Key(Generic[T]):
 
 
 NOTE: Final = Key[OperatorInfo]("qsync")
-"""Facts of an operator; other nodes have none.
+"""Facts of an operator, for every pass and report; other nodes have none.
 
-Written by `identify`, `identify_new` and `Operator.update`, read by every pass and report.
+Written by `identify`, `identify_new` and `Operator.update`.
 """
-
 CAST: Final = Key[CastInfo]("qsync_cast")
-"""Marks a cast.
-
-Written by `Casts` and the passes that insert casts or the seed; read by `lower`, the verifier and
-costs.
-"""
-
+"""Marks a cast. Written by `Casts` and passes; read by `lower`, the verifier and costs."""
 BODIES: Final = Key[tuple[Any, ...]]("qsync_bodies")
-"""Graphs of a higher-order operator that the passes rewrite.
-
-Written by normalize, read by every walk into bodies.
-"""
-
+"""Graphs of a higher-order operator that the passes rewrite. Written by normalize."""
 CALLER: Final = Key[fx.Node]("qsync_called_by")
-"""The higher-order operator, on the output node of its body.
-
-Written by normalize, read by `alias_analysis.readers`.
-"""
-
+"""The higher-order operator, on the output node of its body. Written by normalize."""
 REPLACED: Final = Key[dict[fx.Node, Any]]("qsync_replaced")
-"""The new modules of a higher-order operator's bodies.
-
-Written by normalize, consumed by retrace, which installs them.
-"""
-
+"""The new modules of a higher-order operator's bodies, from normalize to retrace."""
 OPAQUE: Final = Key[str]("qsync_opaque")
-"""Reason why a node stays as Dynamo wrote it.
-
-Written by normalize and retrace, read by classify.
-"""
-
+"""Reason why a node stays as Dynamo wrote it, from normalize and retrace to classify."""
 REGION: Final = Key[tuple[bool, torch.dtype | None]]("qsync_region")
 """Autocast region around an opaque node: (enabled, dtype).
 
 Written by autocast, read by `PrecisionGraph.computed`.
 """
-
 KEPT: Final = Key[bool]("qsync_keep")
-"""Marks an autocast switch that stays in the graph.
-
-Written and read by autocast.
-"""
-
+"""Marks an autocast switch that stays in the graph, for autocast alone."""
 UNLISTED: Final = Key[bool]("qsync_unlisted")
-"""Marks a call with an effect that the table in `fx_utils` does not list.
-
-Written by `mark_unlisted`.
-"""
-
+"""Marks a call with an effect that `fx_utils` does not list. Written by `mark_unlisted`."""
 PATH: Final = Key[str]("qsync_input")
-"""Path in the model of a parameter or buffer that is a graph input.
-
-Written by normalize, read by the DAG.
-"""
+"""Path in the model of a parameter or buffer that is a graph input. Written by normalize."""
 
 OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
 def bodies(node: fx.Node) -> tuple[Any, ...]:
-    """Return the bodies of a higher-order operator, each a `PrecisionGraph`; () for other nodes.
-
-    The type is `Any`, because `graph` imports this module.
-    """
+    """Return the `PrecisionGraph` of each body of a higher-order operator; () for other nodes."""
     return BODIES.get(node) or ()
 
 
@@ -261,7 +209,7 @@ _CARRIED: Final = "custom"
 
 
 def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
-    """Charge a node's kernels to an operator, as a part of a cast. See `cost_dag.charges`."""
+    """Charge a node's kernels to an operator, as a part of a cast; see `charges`."""
     marks = {**(node.meta.get(_CARRIED) or {}), "qsync": str(owner)}
     marks.pop("qsync_part", None)
     if part is not None:
@@ -275,7 +223,64 @@ def charged(node: fx.Node) -> CostAttribution | None:
     if "qsync" not in marks:
         return None
     part = marks.get("qsync_part")
-    return CostAttribution(marks["qsync"], Part(part) if part is not None else None)
+    return CostAttribution(marks["qsync"], part and Part(part))
+
+
+def computes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
+    """Return the charge of each computing node of a graph at any stage after lowering.
+
+    A node without a mark belongs to its reader: the sum of two gradients to the operator that
+    produced the value, the middle of a fused attention to the product at its end. A node without
+    readers belongs to an operand. Examples are sums of gradients, writes to buffers, constants of
+    decompositions and Inductor's pattern replacements; `from_node` does not identify them. A node
+    without a connection to an operator is missing.
+    """
+    nodes = [node for node in graph.nodes if computes(node)]
+    result = {node: charge for node in nodes if (charge := charged(node)) is not None}
+
+    def charge_to_neighbor(node: fx.Node, neighbors: Iterable[fx.Node]) -> None:
+        near = [result[other] for other in neighbors if other in result]
+        if near and node not in result:
+            # Preferably an operator rather than a cast.
+            owner = min(near, key=lambda charge: charge.part is not None).owner
+            result[node] = CostAttribution(owner)
+
+    available = -1
+    # Repeat to a fixed point: a node charged to an operand may read constants of its own.
+    while available < len(result):
+        available = len(result)
+        for node in reversed(nodes):
+            charge_to_neighbor(node, node.users)
+        for node in nodes:
+            charge_to_neighbor(node, node.all_input_nodes)
+    return result
+
+
+def charge_all(graph: fx.Graph) -> None:
+    """Charge the nodes of a graph with casts: an operator to itself, a cast to its owner.
+
+    Other nodes belong to their neighbors. A node without a connection to an operator, such as the
+    counter of a batch norm, belongs to the operator that follows it.
+    """
+    operators = {node: note for node in graph.nodes if (note := NOTE.get(node)) is not None}
+    for node in graph.nodes:
+        cast = CAST.get(node)
+        if node in operators:
+            charge(node, operators[node].id)
+        elif cast is not None and cast.owner is not None:
+            charge(node, cast.owner, cast.part)
+    result = charges(graph)
+    near = next((str(note.id) for note in reversed(operators.values())), None)
+    for node in reversed(graph.nodes):
+        if node in operators:
+            near = str(operators[node].id)
+        owner = getattr(result.get(node), "owner", near)
+        if computes(node) and owner is not None:
+            charge(node, owner, getattr(CAST.get(node), "part", None))
 
 
 def mark_as_put_in(node: fx.Node, by: str) -> None:

@@ -1,7 +1,7 @@
 """Formats in which operators read their operands, and the weights of products.
 
-Casts, the verifier, costs and the DAG use the same answer, which follows from the operator's row
-and precision and from the model's dtypes. A weight is a parameter, moved or converted at most; a
+Casts, the verifier and costs use the same answer, which follows from the operator's row and
+precision and from the model's dtypes. A weight is a parameter, moved or converted at most; a
 row from `with_weight` has `scaled` if exactly one factor of a layer's product is a weight.
 """
 
@@ -12,7 +12,6 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -73,18 +72,15 @@ class Origins:
         if node.op == "placeholder":
             return Origin.HELD if node_metadata.PATH.get(node) else Origin.ACTIVATION
         row, moved = row_for(node.target), next(iter(node.args), None)
-        moves = function_name(node) == "getitem" or (
-            row is not None and (row.moves or row.converts)
-        )
+        moves = function_name(node) == "getitem" or (row and (row.moves or row.converts))
         if isinstance(moved, fx.Node) and moves:
             return self.of(moved)
         if row is not None and row.output_only:
             return Origin.ACTIVATION  # a lookup in a table
         read = [used for used in node.all_input_nodes if tensors(graph.value(used))]
         read = [used for used in read if any(map(is_float, tensors(graph.value(used))))] or read
-        if any(self.of(used) is Origin.ACTIVATION for used in read):
-            return Origin.ACTIVATION
-        return Origin.HELD
+        activation = any(self.of(used) is Origin.ACTIVATION for used in read)
+        return Origin.ACTIVATION if activation else Origin.HELD
 
 
 def with_weight(
@@ -96,13 +92,8 @@ def with_weight(
     inputs = list(arguments(node).values())
     result = row.contracts([fx.node.map_arg(argument, graph.value) for argument in inputs])
     if isinstance(result, str):
-        every = [
-            origins.of(used)
-            for index in row.operands
-            for used in nodes_in(inputs[index])
-            if index not in row.added
-        ]
-        return _named(row, every, result)
+        factors = [inputs[index] for index in row.operands if index not in row.added]
+        return _unscaled(row, [origins.of(used) for used in nodes_in(factors)], result)
     factors = [origins.of(argument_at(inputs, place)) for place in result.places]
     weights = [index for index, origin in enumerate(factors) if origin is Origin.PARAMETER]
     if row.scaled and (len(weights) != 1 or result.unfit(weights[0])):
@@ -110,38 +101,29 @@ def with_weight(
         # other factor is a parameter.
         weights = [result.places.index(row.scaled[1])]
     if len(weights) != 1:
-        return _named(row, factors)
-    why = result.unfit(weights[0])
-    if why:
-        return _named(row, factors, why)
+        return _unscaled(row, factors)
+    if why := result.unfit(weights[0]):
+        return _unscaled(row, factors, why)
     scaled = result.places[1 - weights[0]], result.places[weights[0]]
     return dataclasses.replace(row, scaled=scaled, reason=WEIGHT)
 
 
-def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRow:
+def _unscaled(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRow:
     """Return the row of a product that accepts float formats only."""
     parameters = factors.count(Origin.PARAMETER)
-    if Origin.ACTIVATION not in factors and parameters == len(factors):
-        return dataclasses.replace(
-            row, scaled=(), reason=PARAMETERS, unscaled="both of its factors are parameters"
-        )
-    if not parameters and Origin.HELD in factors:
-        return dataclasses.replace(
-            row, scaled=(), reason=HELD, unscaled="the factor that is no activation is no parameter"
-        )
-    if parameters:
-        return dataclasses.replace(row, scaled=(), reason=ODD, unscaled=why)
-    return row
+    reason = ODD
+    if parameters == len(factors):
+        reason, why = PARAMETERS, "both of its factors are parameters"
+    elif not parameters and Origin.HELD not in factors:
+        return row
+    elif not parameters:
+        reason, why = HELD, "the factor that is no activation is no parameter"
+    return dataclasses.replace(row, scaled=(), reason=reason, unscaled=why)
 
 
 @dataclass(frozen=True)
 class OperandState:
-    """State of an operator under a plan.
-
-    Attributes:
-        precision: the compute format; None for an operator without floating-point results.
-        output: the format of its result.
-    """
+    """Compute and result format of an operator under a plan; None without floating-point result."""
 
     precision: Precision | None
     output: Precision | None
@@ -152,21 +134,7 @@ class OperandState:
 
     @functools.cached_property
     def names(self) -> tuple[str | None, str | None]:
-        return (
-            self.precision.name if self.precision else None,
-            self.output.name if self.output else None,
-        )
-
-
-class Asks(Enum):
-    """Requirement of an operator that requires no fixed format of an operand."""
-
-    WRITTEN = "the model's format"
-    BESIDE = (
-        "the model's format, widened if it is a narrow format other than the operator's, because "
-        "torch accepts only one"
-    )
-    GIVEN = "any format"
+        return getattr(self.precision, "name", None), getattr(self.output, "name", None)
 
 
 @dataclass(frozen=True)
@@ -174,9 +142,8 @@ class Operand:
     """A tensor that an operator reads.
 
     Attributes:
-        node: the operand's node, in the model's graph.
         position: position of the argument in the operator's schema.
-        role: the argument's name in the schema, with an index for list items: "input", "mat2",
+        role: the argument's name in the schema, with an index for list items: "input",
             "tensors.1"; "weight" for a product's weight.
         place: the position, or (position, index) for list items.
     """
@@ -192,7 +159,6 @@ class OperandReader:
     """An operator as a reader of its operands.
 
     Attributes:
-        kind, row: from its note.
         operands: one entry per read; empty for an operator with a body, whose operators read.
         converted: positions of the operands that an adjustable operator reads in its precision,
             besides factors.
@@ -210,84 +176,59 @@ class OperandReader:
     @classmethod
     def of(cls, node: fx.Node, note: OperatorInfo, value: Any) -> OperandReader:
         """Return the reader for a node; `value` is its value in the model's dtype."""
-        row = note.row
         converted: tuple[int, ...] = ()
-        if note.kind is Kind.ADJUSTABLE and row is not None:
-            converted = row.converted(tuple(arguments(node).values()))
-        read: tuple[Operand, ...] = ()
-        if not node_metadata.bodies(node):
-            read = operands(node, note)
-        return cls(note.kind, row, read, converted, in_place(node), format_of(value))
-
-    def takes_scaled(self, operand: Operand) -> bool:
-        """Return whether an operand is a factor that may be in a format that is not plain."""
-        return self.row is not None and operand.place in self.row.scaled
-
-    def asks(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | Asks:
-        """Return the format that an operator in `precision` requires of an operand.
-
-        Args:
-            value: the operand's fake value; only its sizes matter.
-        """
-        if not is_float(value):
-            return Asks.GIVEN
-        if self.kind is Kind.ADJUSTABLE and self.row is not None:
-            return self._adjustable(precision, operand)
-        if not self.in_place and self.row is not None and self.row.converts:
-            return Asks.GIVEN
-        if precision is None:
-            return Asks.WRITTEN
-        if self.in_place:
-            return precision
-        if self.kind is Kind.DEPENDENT and not value.dim():
-            # Zero-dimensional tensors do not widen other operands, and are not converted.
-            return Asks.GIVEN
-        if self.kind is not Kind.DEPENDENT and precision is self.made:
-            return Asks.WRITTEN
-        return precision
-
-    def _adjustable(self, precision: Precision | None, operand: Operand) -> Precision | Asks:
-        assert self.row is not None
-        if precision is None or self.row.output_only:
-            return Asks.WRITTEN
-        if not precision.plain and self.takes_scaled(operand):
-            return precision
-        if precision.scaled:
-            return Asks.WRITTEN
-        if operand.position not in self.converted:
-            return Asks.BESIDE
-        if precision.plain:
-            return precision
-        # An operand that is not a factor is not rounded to the grid: it gets the grid's storage
-        # dtype.
-        return precision_of(precision.dtype) or Asks.BESIDE
+        if note.kind is Kind.ADJUSTABLE and note.row is not None:
+            converted = note.row.converted(tuple(arguments(node).values()))
+        read = () if node_metadata.bodies(node) else operands(node, note)
+        return cls(note.kind, note.row, read, converted, in_place(node), format_of(value))
 
     def read_as(
         self, precision: Precision | None, operand: Operand, value: Any
     ) -> Precision | None:
         """Return the format that an operator in `precision` reads an operand in; None for any.
 
-        Args:
-            value: the operand's fake value in the model's dtype.
+        `value` is the operand's fake value in the model's dtype.
         """
-        requested, owned = self.asks(precision, operand, value), format_of(value)
-        if isinstance(requested, Precision):
-            return requested
-        if requested is Asks.BESIDE and owned is not None and owned.bits < 32:
-            assert precision is not None
-            if owned.dtype is not precision.dtype:
-                return promoted(owned, precision)
-        if requested is Asks.GIVEN:
+        owned = format_of(value)
+        if not is_float(value) or owned is None:
             return None
-        return owned
+        if self.kind is Kind.ADJUSTABLE and self.row is not None:
+            return self._adjustable(self.row, precision, operand, owned)
+        if not self.in_place and self.row is not None and self.row.converts:
+            return None
+        if precision is None:
+            return owned
+        if self.in_place:
+            return precision
+        if self.kind is not Kind.DEPENDENT:
+            return owned if precision is self.made else precision
+        # Zero-dimensional tensors do not widen other operands, and are not converted.
+        return precision if value.dim() else None
+
+    def _adjustable(
+        self, row: OperatorRow, precision: Precision | None, operand: Operand, owned: Precision
+    ) -> Precision:
+        if precision is None or row.output_only:
+            return owned
+        if not precision.plain and operand.place in row.scaled:
+            return precision
+        if precision.scaled:
+            return owned
+        if operand.position in self.converted:
+            # An operand that is not a factor is not rounded to the grid: it gets the grid's storage
+            # dtype.
+            stored = precision if precision.plain else precision_of(precision.dtype)
+            if stored is not None:
+                return stored
+        # torch accepts only one narrow format.
+        narrow = owned.bits < 32 and owned.dtype is not precision.dtype
+        return promoted(owned, precision) if narrow else owned
 
 
 def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
     """Return an operator's operands, one entry per read."""
     result: list[Operand] = []
-    weights: tuple[Place, ...] = ()
-    if note is not None and note.row is not None:
-        weights = note.row.scaled[1:]
+    weights = note.row.scaled[1:] if note is not None and note.row is not None else ()
 
     def take(operand: Operand) -> fx.Node:
         if operand.place in weights:
@@ -309,8 +250,7 @@ def _mapped(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions: dict[str, int] = {}
     if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        positions = {argument.name: index for index, argument in enumerate(arguments)}
+        positions = {a.name: index for index, a in enumerate(node.target._schema.arguments)}
     names = dict(enumerate(positions))
 
     def look(value: Any, position: int, role: str, place: Place) -> Any:
@@ -328,12 +268,10 @@ def _mapped(
             }
         return value
 
-    args = tuple(
-        look(value, index, names.get(index, f"argument{index}"), index)
-        for index, value in enumerate(node.args)
-    )
-    kwargs = {}
+    args, kwargs = [], {}
+    for index, value in enumerate(node.args):
+        args.append(look(value, index, names.get(index, f"argument{index}"), index))
     for name, value in node.kwargs.items():
         index = positions.get(name, len(positions))
         kwargs[name] = look(value, index, name, index)
-    return args, kwargs
+    return tuple(args), kwargs

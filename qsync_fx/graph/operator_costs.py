@@ -8,7 +8,7 @@ cast of a result to the operator that computes it, so the sum is the cost of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,30 +57,23 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
         work = Work(0, result + size_in(value, format_of(value)))
         if operand in multiplied:
             # The gradient of a factor is a product of the incoming gradient and the other factors.
-            others = sum(
-                (size for o, size in read.items() if o is not operand and o in multiplied), start=0
-            )
-            work += Work(_gradient_flops(site, forward.flops, len(multiplied)), others)
+            others = sum((read[o] for o in multiplied if o is not operand), start=0)
+            flops = forward.flops
+            if row is not None and row.gradient_flops is not None:
+                # They count the gradients of all factors.
+                every = _counted(site.graph, site.node, row.gradient_flops)
+                flops = every / sympy.Integer(len(multiplied))
+            work += Work(flops, others)
         works[is_parameter(flow, operand)] += work
     if back and not multiplied:
         works[False] += Work(0, sum(saved.values()))
-    recomputed = Work()
-    if site.repeated:
-        recomputed = forward
+    recomputed = forward if site.repeated else Work()
     return Cost(forward, works[False], works[True], recomputed=recomputed, saved=saved)
 
 
 def is_parameter(flow: Flow, operand: Operand) -> bool:
     """Return whether an operand is a parameter of the model, or a view of one."""
     return isinstance(flow.tensor(operand.node).meta.get("val"), torch.nn.Parameter)
-
-
-def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
-    """Return the operations of one factor's gradient, or its share if they are counted together."""
-    row = node_metadata.NOTE[site.node].row
-    if row is None or row.gradient_flops is None:
-        return forward
-    return _counted(site.graph, site.node, row.gradient_flops) / sympy.Integer(factors)
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
@@ -144,21 +137,14 @@ def size_in(value: Any, fmt: Precision | None) -> Size:
     """Return the bytes of a value whose floating-point tensors are in a format."""
     result: Size = 0
     for t in tensors(value):
-        itemsize = t.element_size()
-        if fmt is not None and is_float(t):
-            itemsize = fmt.dtype.itemsize
-        result += expression(t.numel()) * itemsize
+        dtype = fmt.dtype if fmt is not None and is_float(t) else t.dtype
+        result += expression(t.numel()) * dtype.itemsize
     return result
 
 
 @dataclass(frozen=True)
 class FormatSource:
-    """The format of a node's value: the output of an operator, or the model's format.
-
-    Attributes:
-        site: the operator; None if the format is `own` under any plan.
-        own: the format in the model; None for other values than floating-point tensors.
-    """
+    """The format of a node's value: the output of `site`, or without one, `own` under any plan."""
 
     site: OperandSite | None
     own: Precision | None
@@ -170,11 +156,9 @@ class CastSite:
 
     Attributes:
         graph: the graph or body of the reader.
-        reader: the operator; None for an output of the graph.
-        operand: the operand; None for an output of the graph.
+        reader, operand: the operator and its operand; None for an output of the graph.
         used, origin: the node that is read, and the node that a cast converts.
         used_held, origin_held: the formats of their values.
-        value: the value of `used`.
         shared: equal for reads that share one cast per format.
     """
 
@@ -197,91 +181,59 @@ class CastSite:
 
 @dataclass(frozen=True, eq=False)
 class FormatChange:
-    """A change of format by an operator: a conversion in the model, or a cast of its result.
-
-    Attributes:
-        graph, site: the operator and its graph.
-        source: the node whose value changes.
-        held: the format of the source.
-        wanted: whether the model itself requests the change.
-    """
+    """A conversion of `origin` that the model requests, or a cast of an operator's result."""
 
     graph: PrecisionGraph
-    site: OperandSite
-    source: fx.Node
+    reader: OperandSite
+    origin: fx.Node
     held: FormatSource
-    wanted: bool
+    requested: bool
 
 
 def places(flow: Flow) -> list[CastSite | FormatChange]:
-    """Return all reads and changes of format that may need a cast, in execution order.
-
-    They depend on the graph as the model wrote it. The states decide which casts exist (`casts`).
-    """
-    walk = _Walk(flow)
-    walk.graph(flow.graph)
-    return walk.found
+    """Return all reads and changes of format that may need a cast in some state, in order."""
+    return list(_places(flow, flow.graph))
 
 
-class _Walk:
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-        self.found: list[CastSite | FormatChange] = []
+def _places(flow: Flow, graph: PrecisionGraph) -> Iterator[CastSite | FormatChange]:
+    sharing = Sharing(graph, flow.memory(graph))
 
-    def graph(self, graph: PrecisionGraph) -> None:
-        sharing = Sharing(graph, self.flow.memory(graph))
-        for node in graph.nodes:
-            self._visit(graph, node, sharing)
-            sharing.passed(node)
-
-    def _visit(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> None:
-        if node.op == "output":
-            if graph.parent is None:
-                fx.node.map_arg(
-                    node.args, lambda used: self._read(graph, None, None, used, sharing)
-                )
-            return
-        for body in node_metadata.bodies(node):
-            self.graph(body)
-        site = self.flow.by_node.get(node)
-        if site is None:
-            return
-        row = node_metadata.NOTE[node].row
-        if row is not None and row.converts:
-            used = site.operands[0].node
-            self.found.append(FormatChange(graph, site, used, self._held(graph, used), wanted=True))
-            return
-        for operand in site.operands:
-            self._read(graph, site, operand, operand.node, sharing)
-        # An operator that computes in the model's format and outputs another one, such as an
-        # embedding.
-        if row is not None and row.output_only and not in_place(node):
-            source = FormatSource(None, format_of(graph.value(node)))
-            self.found.append(FormatChange(graph, site, node, source, wanted=False))
-
-    def _read(
-        self,
-        graph: PrecisionGraph,
-        site: OperandSite | None,
-        operand: Operand | None,
-        used: fx.Node,
-        sharing: Sharing,
-    ) -> None:
-        origin = sharing.origin(used)
-        live = self._held(graph, used)
-        if live.own is None:
-            return
-        key = graph, origin, sharing.epoch(origin)
-        before = self._held(graph, origin)
-        self.found.append(
-            CastSite(graph, site, operand, used, origin, live, before, graph.value(used), key)
-        )
-
-    def _held(self, graph: PrecisionGraph, node: fx.Node) -> FormatSource:
+    def held(node: fx.Node) -> FormatSource:
         value = graph.value(node)
         if not is_float(value):
             return FormatSource(None, None)
-        return FormatSource(self.flow.by_node.get(self.flow.source(node)), format_of(value))
+        return FormatSource(flow.by_node.get(flow.source(node)), format_of(value))
+
+    def reads(site: OperandSite | None, operand: Operand | None, used: fx.Node) -> list[CastSite]:
+        origin, live, value = sharing.origin(used), held(used), graph.value(used)
+        if live.own is None:
+            return []
+        key = graph, origin, sharing.epoch(origin)
+        return [CastSite(graph, site, operand, used, origin, live, held(origin), value, key)]
+
+    for node in graph.nodes:
+        for body in node_metadata.bodies(node):
+            yield from _places(flow, body)
+        site, row = flow.by_node.get(node), None
+        if site is not None:
+            row = node_metadata.NOTE[node].row
+        if node.op == "output" and graph.parent is None:
+            outputs: list[fx.Node] = []
+            fx.node.map_arg(node.args, outputs.append)
+            for used in outputs:
+                yield from reads(None, None, used)
+        elif site is not None and row is not None and row.converts:
+            used = site.operands[0].node
+            yield FormatChange(graph, site, used, held(used), requested=True)
+        elif site is not None:
+            for operand in site.operands:
+                yield from reads(site, operand, operand.node)
+            # An operator that computes in the model's format and outputs another one, such as an
+            # embedding.
+            if row is not None and row.output_only and not in_place(node):
+                source = FormatSource(None, format_of(graph.value(node)))
+                yield FormatChange(graph, site, node, source, requested=False)
+        sharing.passed(node)
 
 
 States = Mapping[fx.Node, OperandState]
@@ -293,8 +245,6 @@ class CastCost:
 
     Attributes:
         owner: the operator that it is made for; None for a graph input that is returned.
-        source: the node whose value is converted.
-        before, after: the formats.
         cost: cost of the conversion or quantizer, and of its gradient.
         wanted: whether it is an operator of the model, which requests the conversion itself.
     """
@@ -308,17 +258,35 @@ class CastCost:
 
 
 def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) -> list[CastCost]:
-    """Return the casts of a graph in given states, including the model's effective conversions.
-
-    Args:
-        where: the graph's `places`.
-    """
+    """Return the casts at `places` in given states, including the model's effective conversions."""
     result: dict[Any, CastCost] = {}
+
+    def current(live: FormatSource) -> Precision | None:
+        if live.site is None or live.site.node not in states:
+            return live.own
+        return states[live.site.node].output or live.own
+
     for place in where:
+        reader, precision, output = place.reader, None, None
+        if reader is not None:
+            if reader.node not in states:
+                continue
+            precision, output = states[reader.node].precision, states[reader.node].output
+        key: Hashable
         if isinstance(place, CastSite):
-            _read(result, flow, states, place)
-        elif place.site.node in states:
-            _changed(result, flow, states, place)
+            before, after = current(place.origin_held), place.wanted(precision)
+            needed = needs_cast(before, current(place.used_held), after)
+            key, owner, requested = place.shared, reader or place.origin_held.site, False
+        else:
+            before, after, requested = current(place.held), output, place.requested
+            needed = changes_format(before, after, requested)
+            key, owner = (reader, requested), reader
+        if before is None or after is None or not needed or (key, after.name) in result:
+            continue
+        value, node = place.graph.value(place.origin), getattr(owner, "node", None)
+        sizes = size_in(value, before), size_in(value, after)
+        cost = cast_cost(*sizes, after, flow.needs(place.origin))
+        result[key, after.name] = CastCost(node, place.origin, before, after, cost, requested)
     return list(result.values())
 
 
@@ -336,53 +304,10 @@ def needs_cast(before: Precision | None, used: Precision | None, wanted: Precisi
 
 
 def changes_format(before: Precision | None, after: Precision | None, requested: bool) -> bool:
-    """Return whether an operator with result format `after` contains a conversion from `before`.
-
-    Args:
-        requested: whether the model itself requests the conversion.
-    """
+    """Return whether an operator contains a conversion, which the model may have requested."""
     if before is None or after is None or before is after:
         return False
     return requested or before.dtype is not after.dtype
-
-
-def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
-    reader = place.reader
-    if reader is not None and reader.node not in states:
-        return
-    before, used = _cast_format(place.origin_held, states), _cast_format(place.used_held, states)
-    precision = states[reader.node].precision if reader is not None else None
-    wanted = place.wanted(precision)
-    if wanted is None or before is None or not needs_cast(before, used, wanted):
-        return
-    key = place.shared, wanted.name
-    if key not in result:
-        owner = reader or place.origin_held.site
-        cost = _cost(flow, place.graph, place.origin, before, wanted)
-        node = owner.node if owner is not None else None
-        result[key] = CastCost(node, place.origin, before, wanted, cost)
-
-
-def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
-    node = change.site.node
-    before, after = _cast_format(change.held, states), states[node].output
-    if before is None or after is None or not changes_format(before, after, change.wanted):
-        return
-    cost = _cost(flow, change.graph, change.source, before, after)
-    result[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
-
-
-def _cast_format(live: FormatSource, states: States) -> Precision | None:
-    if live.site is None or live.site.node not in states:
-        return live.own
-    return states[live.site.node].output or live.own
-
-
-def _cost(
-    flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision
-) -> Cost:
-    value = graph.value(source)
-    return cast_cost(size_in(value, before), size_in(value, after), after, flow.needs(source))
 
 
 def cast_cost(read: Size, written: Size, after: Precision, differentiated: bool) -> Cost:
@@ -418,12 +343,9 @@ class Costing:
 
     def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
         """Return the cost of each operator by its id, casts included, in the given states."""
-        by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
-        result = {
-            site.id: self.own(site.node, by_node[site.node])
-            for site in self.flow.sites
-            if site.node in by_node
-        }
+        sites = [site for site in self.flow.sites if site.id in states]
+        by_node = {site.node: states[site.id] for site in sites}
+        result = {site.id: self.own(site.node, states[site.id]) for site in sites}
         for cast in casts(self.flow, by_node, self.places):
             if cast.owner is not None:
                 owner = self.flow.by_node[cast.owner].id

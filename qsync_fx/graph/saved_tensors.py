@@ -21,11 +21,13 @@ from qsync_fx.devices.format_support import ANY, capability, default_precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import AliasSets, operands as body_operands, result_of
 from qsync_fx.graph.fx_utils import (
-    FakeRun,
     expression,
+    fake_run,
+    filled,
     format_of,
     function_name,
     is_float,
+    nodes_in,
     storage_of,
     switches_grad,
     tensors,
@@ -36,14 +38,11 @@ from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import OpId
 
 FUSED: Final = torch.ops.aten.scaled_dot_product_attention.default
-_DROPOUT: Final = 4
-"""Index of the dropout probability among the arguments."""
 MOST_TOKENS: Final = 512
 """Maximum number of tokens for attention as products; the geometric mean if lengths differ.
 
-On the CPU in BF16, forward and backward of the compiled products took 0.25 to 0.64 of the fused
-kernel's time up to 512 tokens and as long at 1,024 (`benchmarks/kernels/attention.py`). The
-products save the weights, which the kernel recomputes.
+Up to it the compiled products are faster than the fused kernel, which recomputes the weights
+(`benchmarks/kernels/attention.py`).
 """
 
 
@@ -57,9 +56,8 @@ def as_products(
 ) -> bool:
     """Return whether a call is attention that is computed as products.
 
-    Lowering and the prediction of saved tensors both call this function. It accepts only the
-    measured case: training in BF16 on a CPU with native support for it, compiled by Inductor,
-    without mask and dropout, of static sizes.
+    It accepts only the measured case: training in BF16 on a CPU with native support for it,
+    compiled by Inductor, without mask and dropout, of static sizes.
 
     Args:
         args, kwargs: arguments of the call, with tensors in its compute dtype.
@@ -69,29 +67,19 @@ def as_products(
         return False
     if options.inner_backend != "inductor" or device.type != "cpu" or capability(device) != ANY:
         return False
-    query, key = args[:2]
-    rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
-    if any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")):
+    call = filled(FUSED, args, kwargs)
+    if call["attn_mask"] is not None:
         return False
-    if rest.get("attn_mask") is not None:
+    if call["dropout_p"] or call["is_causal"] or call["enable_gqa"]:
         return False
     # A CPU's default format has 16 bits only if the CPU supports it natively.
     fast = default_precision(device)
     if fast.bits != 16 or any(format_of(t) is not fast or t.dim() != 4 for t in args[:3]):
         return False
-    lengths = query.shape[-2], key.shape[-2]
-    if not all(isinstance(length, int) for length in lengths):
+    queries, keys = args[0].shape[-2], args[1].shape[-2]
+    if not isinstance(queries, int) or not isinstance(keys, int):
         return False
-    return bool(lengths[0] * lengths[1] <= MOST_TOKENS**2)
-
-
-def without_dropout(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of fused attention, without dropout."""
-    drops = args[_DROPOUT : _DROPOUT + 1]
-    rest = {name: value for name, value in kwargs.items() if name != "dropout_p"}
-    return (*args[:_DROPOUT], *(0.0 for _ in drops), *args[_DROPOUT + 1 :]), rest
+    return queries * keys <= MOST_TOKENS**2
 
 
 def products(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -115,13 +103,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class SavedRead:
-    """A tensor operand as an operator reads it.
-
-    Attributes:
-        value: fake tensors with its sizes and strides.
-        dtype: the dtype in which it is read; None for its own dtype.
-        need: whether it needs a gradient.
-    """
+    """A tensor operand, the dtype of its read (None for its own), and whether it has a gradient."""
 
     value: Any
     dtype: torch.dtype | None
@@ -136,7 +118,6 @@ class SavedTensors:
         differentiable: whether the operator's result has a gradient.
         operands: indices of saved operands among the operator's tensor operands.
         results: indices of saved results.
-        extras: other saved tensors.
     """
 
     differentiable: bool = False
@@ -154,13 +135,17 @@ class Autograd:
 
     def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         """Return the tensors that a call of an ATen operator saves for the given reads."""
-        if not any(read.need for read in reads.values()) or not isinstance(
-            node.target, torch._ops.OpOverload
-        ):
+        needed = any(read.need for read in reads.values())
+        if not needed or not isinstance(node.target, torch._ops.OpOverload):
             return SavedTensors()
         places = {used: index for index, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")
-        key = node.target, str(arguments), tuple(map(_outline, reads.values()))
+        outlines = [
+            (t.dtype, *map(str, t.shape), *map(str, t.stride()), read.dtype, read.need)
+            for read in reads.values()
+            for t in tensors(read.value)
+        ]
+        key = node.target, str(arguments), tuple(outlines)
         if key not in self._known:
             self._known[key] = self._ask(node, reads)
         return self._known[key]
@@ -172,45 +157,41 @@ class Autograd:
             visited.append(tensor)
             return tensor
 
-        with FakeRun(
-            self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)
-        ):
+        no_autocast = torch.autocast(self._device.type, enabled=False)
+        with fake_run(self._mode, torch.enable_grad(), no_autocast):
             operands = {used: _stand_in(read.value, read) for used, read in reads.items()}
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
             call: Any = node.target
-            needed = any(read.need for read in reads.values())
-            if as_products(node.target, args, kwargs, needed, self._device, self._options):
+            if as_products(node.target, args, kwargs, True, self._device, self._options):
                 call, args, kwargs = products, (*args[:3], kwargs.get("scale")), {}
-            elif (
-                node.target is FUSED
-                and self._device.type == "cpu"
-                and capability(self._device) != ANY
-            ):
-                # The CPU represents a target GPU, whose fused kernels redraw the dropout mask. The
-                # CPU's fused kernel has no dropout and would be replaced by several kernels.
-                args, kwargs = without_dropout(args, kwargs)
+            elif node.target is FUSED and self._simulates_gpu():
+                # The fused kernels of the GPU redraw the dropout mask. The CPU's fused kernel has
+                # no dropout and would be replaced by several kernels.
+                args, kwargs = (), filled(FUSED, args, kwargs) | {"dropout_p": 0.0}
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - it may save all operands if it cannot run alone
-                return SavedTensors(
-                    True, tuple(index for index, read in enumerate(reads.values()) if read.need)
-                )
-        values = operands.values()
-        places = {storage_of(t): index for index, v in enumerate(values) for t in tensors(v)}
+                needed = (index for index, read in enumerate(reads.values()) if read.need)
+                return SavedTensors(True, tuple(needed))
+        places = {
+            storage_of(t): index
+            for index, value in enumerate(operands.values())
+            for t in tensors(value)
+        }
         made = {storage_of(t): index for index, t in enumerate(tensors(result))}
-        saved = {storage_of(t): Extra(_numel(t), t.dtype) for t in visited}
+        saved = {storage_of(t): t for t in visited}
+        extras = [t for key, t in saved.items() if key not in {*places, *made}]
         return SavedTensors(
             any(t.requires_grad for t in tensors(result)),
             tuple(sorted({places[key] for key in saved if key in places})),
             tuple(sorted({made[key] for key in saved if key in made and key not in places})),
-            tuple(extra for key, extra in saved.items() if key not in {*places, *made}),
+            # A view saves its storage.
+            tuple(Extra(t.untyped_storage().nbytes() // t.itemsize, t.dtype) for t in extras),
         )
 
-
-def _outline(read: SavedRead) -> Hashable:
-    sizes = ((t.dtype, *map(str, t.shape), *map(str, t.stride())) for t in tensors(read.value))
-    return read.dtype, read.need, tuple(sizes)
+    def _simulates_gpu(self) -> bool:
+        return self._device.type == "cpu" and capability(self._device) != ANY
 
 
 def _stand_in(value: Any, read: SavedRead) -> Any:
@@ -227,18 +208,11 @@ def _stand_in(value: Any, read: SavedRead) -> Any:
     return fresh.requires_grad_().view_as(fresh)
 
 
-def _numel(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
 @dataclass(frozen=True)
 class OperandSite:
     """An operator at its position in the graph.
 
     Attributes:
-        node: its node.
-        graph: the graph or body that contains the node.
-        reader: its operands and their formats.
         needs: for each operand, whether a gradient flows back to it.
         repeated: whether activation checkpointing recomputes it.
         order: its index among the operators of the top-level graph.
@@ -253,8 +227,7 @@ class OperandSite:
 
     @property
     def id(self) -> OpId:
-        note = node_metadata.NOTE[self.node]
-        return note.id
+        return node_metadata.NOTE[self.node].id
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -266,8 +239,6 @@ class Flow:
 
     Attributes:
         sites: the operators in execution order, including operators in bodies.
-        by_node: the sites by node.
-        outputs: nodes whose values the graph returns.
         sizes: readable names for symbolic sizes: "batch" for the first dimension of the first input
             with a symbolic one, "sequence" for the second of token ids, else the input's name and
             the dimension.
@@ -277,9 +248,8 @@ class Flow:
         self.graph = graph
         self.sites: list[OperandSite] = []
         self.outputs: list[fx.Node] = []
-        self._autograd = Autograd(
-            graph.context.fake_mode, graph.context.device, graph.context.options
-        )
+        context = graph.context
+        self._autograd = Autograd(context.fake_mode, context.device, context.options)
         self._needs: dict[fx.Node, bool] = {}
         self._same: dict[fx.Node, fx.Node] = {}
         self._roots: dict[fx.Node, fx.Node] = {}
@@ -320,32 +290,27 @@ class Flow:
         for operand, need in zip(site.operands, site.needs, strict=True):
             value = graph.value(operand.node)
             fmt = site.reader.read_as(state.precision, operand, value)
-            before = reads.get(operand.node)
-            need = need or (before is not None and before.need)
-            dtype = fmt.dtype if fmt is not None else None
-            reads[operand.node] = SavedRead(value, dtype, need)
+            need = need or (operand.node in reads and reads[operand.node].need)
+            reads[operand.node] = SavedRead(value, getattr(fmt, "dtype", None), need)
         ordered = {used: reads[used] for used in site.node.all_input_nodes}
         return self._autograd.kept(site.node, ordered)
 
     def _walk(self, graph: PrecisionGraph, repeated: bool) -> None:
-        recording = graph.context.training
+        recording = training = graph.context.training
         before_inference: dict[Any, bool] = {}
         for node in graph.nodes:
             if switches_grad(node):
-                first = node.args[0]
-                name = function_name(node)
-                if name == "_enter_inference_mode":
-                    before_inference[node] = recording
-                    recording = not first and graph.context.training
-                elif name == "_exit_inference_mode":
-                    recording = before_inference[first]
-                else:
-                    recording = bool(first) and graph.context.training
+                match function_name(node):
+                    case "_enter_inference_mode":
+                        before_inference[node] = recording
+                        recording = training and not node.args[0]
+                    case "_exit_inference_mode":
+                        recording = before_inference[node.args[0]]
+                    case _:
+                        recording = training and bool(node.args[0])
             elif node.op in ("placeholder", "get_attr"):
-                value = graph.value(node)
-                self._needs.setdefault(
-                    node, isinstance(value, torch.Tensor) and value.requires_grad and recording
-                )
+                requires_grad = getattr(graph.value(node), "requires_grad", False)
+                self._needs.setdefault(node, requires_grad and recording)
             elif node.op == "output":
                 if graph.parent is None:
                     fx.node.map_arg(node.args, self.outputs.append)
@@ -358,24 +323,23 @@ class Flow:
             for placeholder, used in body_operands(node, body):
                 if isinstance(used, fx.Node):
                     self._same[placeholder] = used
-                    self._needs[placeholder] = self._needs.get(used, False)
+                    self._needs[placeholder] = self.needs(used)
                     places[placeholder] = self._memory[graph].of(used)
             self._memory[body] = AliasSets(body, places)
             self._walk(body, repeated=True)
-        inner = result_of(node)
-        if inner is not None:
-            self._same[node] = inner
-        elif node.target is py_operator.getitem or node_metadata.has_purpose(
-            node, node_metadata.Purpose.AUTOCAST
-        ):
-            fx.node.map_arg(node.args[0], lambda used: self._same.__setitem__(node, used))
-        if node in self._same:
-            self._needs[node] = self._needs.get(self._same[node], False) and recording
+        same = result_of(node)
+        autocast = node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST)
+        if same is None and (autocast or node.target is py_operator.getitem):
+            same = next(iter(nodes_in(node.args[0])), None)
+        if same is not None:
+            self._same[node] = same
+            self._needs[node] = self.needs(same) and recording
             return
         note = node_metadata.NOTE.get(node)
         read = operands(node, note)
         needs = tuple(
-            recording and self._needs.get(o.node, False) and is_float_all(graph.value(o.node))
+            # Only floating-point tensors may have a gradient.
+            recording and self.needs(o.node) and any(map(is_float, tensors(graph.value(o.node))))
             for o in read
         )
         if note is None or node_metadata.bodies(node):
@@ -384,16 +348,11 @@ class Flow:
             reader = OperandReader.of(node, note, graph.value(node))
             site = OperandSite(node, graph, reader, needs, repeated, len(self.sites))
             self.sites.append(site)
-            saved = self.kept(site, OperandState(None, None))
-            self._needs[node] = saved.differentiable
-        self._alias(graph, node)
-
-    def _alias(self, graph: PrecisionGraph, node: fx.Node) -> None:
-        mine = {storage_of(t) for t in tensors(graph.value(node))}
-        for used in node.all_input_nodes:
-            if mine & {storage_of(t) for t in tensors(graph.value(used))}:
+            self._needs[node] = self.kept(site, OperandState(None, None)).differentiable
+        storages = {storage_of(t) for t in tensors(graph.value(node))}
+        for used in reversed(node.all_input_nodes):
+            if storages & {storage_of(t) for t in tensors(graph.value(used))}:
                 self._roots[node] = used
-                return
 
 
 def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
@@ -415,8 +374,3 @@ def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
             used.add(name)
             result[symbol] = sympy.Symbol(name, **symbol.assumptions0)
     return result
-
-
-def is_float_all(value: Any) -> bool:
-    """Return whether a value contains a floating-point tensor, which may have a gradient."""
-    return any(is_float(t) for t in tensors(value))

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 from qsync_fx.diagnostics.explain_model import explain
 from qsync_fx.diagnostics.explanation import Explanation
-from qsync_fx.diagnostics.replay_passes import WRITTEN
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import describe
@@ -108,9 +107,7 @@ def observed(
             where="; ".join(explanation.breaks) or type(module).__name__,
             do="remove the graph break; qsync_fx.explain says more",
         )
-    written = [
-        op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()
-    ]
+    written = [op for part in explanation.graphs for op in part.written.operators()]
     result = fingerprint(module, written, Options.parse(options))
     return ObservedStep(explanation, model_of(module, explanation, options), result, seconds, loss)
 

@@ -79,8 +79,7 @@ def kind(value: object) -> str:
             return "an object"
         case list() | tuple():
             return "a list"
-        case _:
-            return f"a value of type {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"
 
 
 def shown_value(value: object) -> str:
@@ -122,19 +121,18 @@ def decoded(text: str | bytes) -> str:
         raise Malformed(" is not valid UTF-8", f"byte {error.start}", do) from None
 
 
-def written_twice(tree: object) -> Malformed | None:
-    """Return an error for the first object with a repeated key; None if there is none."""
+def check_repeated_keys(tree: object) -> None:
+    """Raise `Malformed` for an object with a repeated key."""
     todo: list[tuple[str, object]] = [("", tree)]
     while todo:
         where, value = todo.pop()
         if isinstance(value, Object):
             if value.twice is not None:
                 message = f"the key {shown(value.twice)} occurs twice"
-                return Malformed(message, where.removeprefix("."), "remove one of them")
+                raise Malformed(message, where.removeprefix("."), "remove one of them")
             todo += [(where + step(key), part) for key, part in value.items()]
         elif isinstance(value, list):
             todo += [(where + step(index), part) for index, part in enumerate(value)]
-    return None
 
 
 def step(key: str | int) -> str:

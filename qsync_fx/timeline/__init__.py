@@ -1,5 +1,5 @@
 """Predicted timeline of a training step: when each device computes, sends and waits.
 
 `replay_plans.replay` builds a `timeline.Timeline` from plans, profiles and a cluster; start there.
-`device_profiles` loads the profiles, and `codec_costs` compares gradient codecs.
+`replay_plans.paying` compares gradient codecs, and `device_profiles` loads the profiles.
 """

@@ -1,8 +1,7 @@
 """Profiles of a cluster's devices: given, from files, or predicted from the device catalog.
 
 Invariant: each device class has a profile with a known model; a missing one is an error that names
-it. A batch size that contradicts the profile is only a warning, because a profile does not record
-which dimension is the batch.
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.devices.device_catalog import get
@@ -28,28 +27,22 @@ from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.serialization.schema import Path
 
-_LEADING: Final = 2
-"""Leading dimensions that may be the batch: the first, or the second after a sequence length."""
-_SOME: Final = 8
-"""Most sizes in the warning."""
-
 
 def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> None:
     """Warn about device classes whose profile has another batch size than the cluster's file.
 
-    Args:
-        graphs: model of the profile by device class.
+    It is no error, because a profile does not record which dimension is the batch.
     """
     for name, device in fleet.devices.items():
-        leading = _leading_sizes(graphs[name])
-        if (
-            device.batch is None
-            or not leading
-            or str(device.batch) in leading
-            or not all(map(str.isdigit, leading))
-        ):
+        if device.batch is None:
             continue
-        existing = ", ".join(sorted(leading, key=int)[:_SOME])
+        # The batch is the first of several dimensions, or the second after a sequence length.
+        shapes = (re.search(r"\[(.+)\]", operator.shape) for operator in graphs[name].operators)
+        sizes = (shape.group(1).split(", ") for shape in shapes if shape is not None)
+        leading = {size for each in sizes if len(each) > 1 for size in each[:2]}
+        if not leading or str(device.batch) in leading or not all(map(str.isdigit, leading)):
+            continue
+        existing = ", ".join(sorted(leading, key=int)[:8])
         warnings.warn(
             f"devices.{name}: the cluster has batch = {device.batch}, but no tensor in the profile "
             f"has this batch size (leading sizes: {existing}). Predicted times and memory are for "
@@ -59,25 +52,13 @@ def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -
         )
 
 
-def _leading_sizes(graph: ModelGraph) -> set[str]:
-    """Return the leading sizes of operator outputs with two or more dimensions, as text.
-
-    Symbolic sizes are symbols.
-    """
-    result = (re.search(r"\[(.+)\]", operator.shape) for operator in graph.operators)
-    sizes = (item.group(1).split(", ") for item in result if item is not None)
-    return {size for each in sizes if len(each) > 1 for size in each[:_LEADING]}
-
-
 class Profiled(Protocol):
     """Measured profile of a model on a device, or a substitute."""
 
     @property
-    def graph(self) -> ModelGraph:
-        """Model of the profile."""
+    def graph(self) -> ModelGraph: ...
 
-    def times(self) -> Times:
-        """Return the durations of its operators."""
+    def times(self) -> Times: ...
 
 
 DeviceInputs = Profiled | DeviceTimes
@@ -98,7 +79,6 @@ def load_device_profiles(
     Args:
         profile: profile of the device, or of each device class by name; profiles that the cluster's
             file names may be omitted.
-        cluster: devices and links, or the path of its TOML file; not needed for one device.
         plans: number of plans.
         any_machine: whether the file of a single unnamed device may be of another machine. Profiles
             of a cluster may always be.
@@ -108,9 +88,9 @@ def load_device_profiles(
     """
     fleet = read_cluster(cluster)
     profiles = {name: _read(value) for name, value in by_name(profile).items()}
-    if fleet is None and not any_machine and isinstance(profile, str | os.PathLike):
-        _check_here(profile, profiles[ALONE])
     if fleet is None:
+        if not any_machine and isinstance(profile, str | os.PathLike):
+            _check_here(profile, profiles[ALONE])
         fleet = _alone(profiles, plans)
     profiles = for_all(profiles, fleet)
     profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
@@ -139,14 +119,7 @@ def for_all(value: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
 
 
 def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
-    """Return the memory outside both passes according to the profile.
-
-    Args:
-        sends: whether gradients are sent.
-
-    Returns:
-        The memory; None if the profile has no optimizer memory.
-    """
+    """Return the memory outside both passes; None if the profile has no optimizer memory."""
     optimizer = getattr(profile, "optimizer_memory", None)
     if optimizer is None:
         return None
@@ -175,11 +148,8 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
 def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
     """Return the non-default conditions of each profile's measurement, as text by device class."""
     models = {name: getattr(profile, "model", None) for name, profile in profiles.items()}
-    return {
-        name: model.conditions
-        for name, model in models.items()
-        if model is not None and model.conditions
-    }
+    texts = {name: getattr(model, "conditions", "") for name, model in models.items()}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _read(value: Given) -> DeviceInputs:
@@ -206,9 +176,9 @@ def _check_here(path: Path, profile: DeviceInputs) -> None:
 def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
     if len(profiles) == 1 and plans == 1:
         ((name, profile),) = profiles.items()
-        # The device of a model may be the path of a catalog file.
-        owned = pathlib.PurePath(graph_of(name, profile).device).stem
-        return Cluster({owned if name == ALONE else name: ClusterDevice()})
+        if name == ALONE:  # the device of a model may be the path of a catalog file
+            name = pathlib.PurePath(graph_of(name, profile).device).stem
+        return Cluster({name: ClusterDevice()})
     if not profiles:
         raise ProfileError(
             "there is no profile with the durations of operators",
@@ -231,35 +201,26 @@ def of_files(fleet: Cluster, value: Mapping[str, DeviceInputs]) -> dict[str, Dev
 
 def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Return the profiles, with predictions for devices of the catalog that have none."""
-    missing = {name: item.device for name, item in fleet.devices.items() if name not in profiles}
     predicted = {
-        name: _predicted(name, called, profiles)
-        for name, called in missing.items()
-        if called is not None
+        name: _predicted(name, item.device, profiles)
+        for name, item in fleet.devices.items()
+        if name not in profiles and item.device is not None
     }
     return {**profiles, **predicted}
 
 
 def _predicted(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> DeviceInputs:
-    """Return a predicted profile of a catalog device.
-
-    A profile that was predicted for the same device has priority, so that equal devices get equal
-    times. Otherwise the model of another profile is used, if it runs in the same formats on this
-    device.
-    """
+    """Return a predicted profile of a catalog device, from one for it or for equal formats."""
     if not profiles:
-        raise ProfileError(
-            f"the model that {shown(name)} trains is unknown",
-            where="profiles",
-            do="pass a profile of one class of devices, or DeviceTimes",
-        )
+        message = f"the model that {shown(name)} trains is unknown"
+        do = "pass a profile of one class of devices, or DeviceTimes"
+        raise ProfileError(message, where="profiles", do=do)
     device = get(called)
     graphs = {value: graph_of(value, profile) for value, profile in profiles.items()}
     fitting = [profiles[value] for value, graph in graphs.items() if explained_for(graph, device)]
     if fitting:
-        return next((item for item in fitting if _is_of(item, device)), None) or _made(
-            fitting[0], device
-        )
+        same = (profile for profile in fitting if _is_of(profile, device))
+        return next(same, None) or _made(fitting[0], device)
     existing = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
     file = f"{device}.json"
     raise ProfileError(
@@ -273,10 +234,7 @@ def _predicted(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> 
 
 
 def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:
-    """Return whether a profile was predicted for a device.
-
-    `explained_for` distinguishes GPUs of the same name; the caller checks it.
-    """
+    """Return whether a profile was predicted for a device, or a GPU of the same name."""
     if isinstance(profile, DeviceTimes):
         return profile.device is device
     machine = getattr(profile, "machine", None)
@@ -287,11 +245,10 @@ def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
     """Return predicted times of a profile's model on a device, with the profile's memory data."""
     if isinstance(profile, DeviceTimes):
         return profile.on(device)
-    memory, moved = getattr(profile, "optimizer_memory", None), float(ADAMW)
+    memory = getattr(profile, "optimizer_memory", None)
+    moved = float(ADAMW) if memory is None else moved_bytes(memory)
     if getattr(profile, "optimizer", None) == "":
         moved = 0.0
-    elif memory is not None:
-        moved = moved_bytes(memory)
     loss = getattr(profile, "loss_memory", None)
     return DeviceTimes(device, profile.graph, moved, memory, loss_memory=loss)
 
@@ -307,32 +264,25 @@ def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
 
 
 def _copies(profile: DeviceInputs) -> float | None:
-    """Return the seconds per byte to copy gradients.
-
-    It is measured in training steps, or else the FP32 encode time of codecs, whose benchmark has
-    the gradients in a cache.
-    """
-    measured = (
-        item.copies for item in getattr(profile, "collectives", ()) if item.copies is not None
-    )
-    plain = (1 / item.encode for item in getattr(profile, "codecs", ()) if item.codec == PLAIN.name)
-    return next(measured, next(plain, None))
+    """Return the seconds per byte to copy gradients: as measured, else of the FP32 codec."""
+    for collective in getattr(profile, "collectives", ()):
+        if collective.copies is not None:
+            return float(collective.copies)
+    # The benchmark of codecs has the gradients in a cache.
+    encode = (item.encode for item in getattr(profile, "codecs", ()) if item.codec == PLAIN.name)
+    return next((1 / rate for rate in encode), None)
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Return the cluster with measured links and slowdown of a profile, if it defines no links."""
-    unknown = fleet.network is None and all(
-        device.bandwidth is None for device in fleet.devices.values()
-    )
-    result = {
+    bandwidths = [device.bandwidth for device in fleet.devices.values()]
+    defined = fleet.network is not None or any(value is not None for value in bandwidths)
+    results = {
         name: next(iter(getattr(profile, "collectives", ())), None)
         for name, profile in profiles.items()
     }
-    if (
-        (measured := next(filter(None, result.values()), None)) is None
-        or not unknown
-        or fleet.ranks == 1
-    ):
+    measured = next(filter(None, results.values()), None)
+    if measured is None or defined or fleet.ranks == 1:
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
     network = Network(
@@ -340,7 +290,7 @@ def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     )
     devices = {}
     for name, device in fleet.devices.items():
-        slowdown = device.slowdown * getattr(result[name], "slowdown", 1.0)
+        slowdown = device.slowdown * getattr(results[name], "slowdown", 1.0)
         delay = device.delay + measured.buffers
         devices[name] = replace(device, slowdown=slowdown, delay=delay)
     return replace(fleet, devices=devices, network=network)

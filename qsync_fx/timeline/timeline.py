@@ -1,7 +1,7 @@
 """Timeline of a replayed step, its text, and its export for Perfetto and Chrome.
 
-The export (`save`) has the JSON of the Trace Event Format: a process for each device class, with a
-track for computation and one for communication. Forward, backward, casts, other, waiting, sending
+The export has the JSON of the Trace Event Format: a process for each device class, with a track for
+computation and one for communication. Forward, backward, casts, other, waiting, sending
 and optimizer of a device add up to the step, except for launch overhead and slowdown by overlap.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -35,7 +35,6 @@ class OperatorSeconds:
     Attributes:
         device: device class.
         operator: its id; "" for time outside operators.
-        forward, backward: seconds of the operator itself.
         casts: seconds of the casts and quantizers of its inputs, and of their backward.
         other: seconds of the framework.
     """
@@ -54,12 +53,9 @@ class OperatorSeconds:
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """Piece of a device's track.
+    """Piece of a device's track, from `begin` to `end` in seconds.
 
-    Attributes:
-        name: its label.
-        kind: "forward", "backward", "cast", "outside", "optimizer", "waiting" or "sending".
-        begin, end: seconds.
+    `kind` is "forward", "backward", "cast", "outside", "optimizer", "waiting" or "sending".
     """
 
     name: str
@@ -74,12 +70,10 @@ class Timeline:
 
     Attributes:
         played: replayed step.
-        peak_bytes: peak memory by device class, predicted by `qsync_fx.predictor.memory` from model
-            and plan alone, without measured corrections (docs/memory.md has the accuracy); empty
-            if unknown.
+        peak_bytes: peak memory by device class, predicted from model and plan alone, without
+            measured corrections (docs/memory.md has the accuracy); empty if unknown.
         conditions: by device class, non-default conditions of the profile's measurement, in words:
-            backend options, and modules in evaluation mode. Times are valid under these conditions
-            only.
+            backend options, and modules in evaluation mode. Times are valid under these conditions.
     """
 
     played: SimulatedStep
@@ -127,33 +121,31 @@ class Timeline:
     @cached_property
     def computing(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """Pieces of each class's computation track in order, waiting included."""
-        return {
-            name: tuple(self._computing(index, name))
-            for index, name in enumerate(self.played.devices)
-        }
+        names = enumerate(self.played.devices)
+        return {name: tuple(self._computing(index, name)) for index, name in names}
 
     @cached_property
     def communicating(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """Pieces of each class's communication track in order, waiting included."""
-        return {
-            name: tuple(self._communicating(index))
-            for index, name in enumerate(self.played.devices)
-        }
+        names = enumerate(self.played.devices)
+        return {name: tuple(self._communicating(index)) for index, name in names}
 
     def save_perfetto(self, path: Path) -> None:
         """Write a trace for ui.perfetto.dev or chrome://tracing; raise `ProfileError` on error."""
-        save(self, path)
+        try:
+            write_text(pathlib.Path(path), json.dumps(trace(self), allow_nan=False) + "\n")
+        except QSyncError as error:
+            message = f"the timeline cannot be saved: {error.what}"
+            raise ProfileError(message, where=error.where, do=error.do) from error
 
     def __repr__(self) -> str:
         """Return a one-line summary for notebooks and debuggers."""
-
-        devices = ", ".join(
-            f"{device.count} {name}" for name, device in self.played.cluster.devices.items()
-        )
-        return f"Timeline({duration(self.seconds)} per step on {devices})"
+        devices = self.played.cluster.devices.items()
+        counts = ", ".join(f"{device.count} {name}" for name, device in devices)
+        return f"Timeline({duration(self.seconds)} per step on {counts})"
 
     def __str__(self) -> str:
-        return timeline_text(self)
+        return plain(timeline_table(self))
 
     def _standing(self, kind: str) -> Mapping[str, float]:
         return {
@@ -161,54 +153,39 @@ class Timeline:
             for name, pieces in self.computing.items()
         }
 
-    def _computing(self, index: int, name: str) -> list[TimelinePiece]:
+    def _computing(self, index: int, name: str) -> Iterator[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
-        begin, end = (
-            step.moments(index, clock).tolist()
-            for clock in (alone.ends - alone.seconds, alone.ends)
-        )
-        pieces = [
-            TimelinePiece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
-            for entry, since, until in zip(alone.entries, begin, end, strict=True)
-        ]
+        begin = step.moments(index, alone.ends - alone.seconds).tolist()
+        end = step.moments(index, alone.ends).tolist()
+        for entry, since, until in zip(alone.entries, begin, end, strict=True):
+            label = entry.operator or _WITHOUT[entry.part]
+            yield TimelinePiece(label, str(entry.part), since, until)
         last = float(step.computed[index])
-        for bucket, sent, arrived in zip(
-            self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True
-        ):
+        transfers = zip(step.sent.tolist(), step.arrived.tolist(), strict=True)
+        for bucket, (sent, arrived) in zip(self.played.buckets, transfers, strict=True):
             if sent > last:
-                pieces.append(TimelinePiece("waiting for other devices", "waiting", last, sent))
-            if arrived > max(sent, last):
-                pieces.append(
-                    TimelinePiece(
-                        f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived
-                    )
-                )
+                yield TimelinePiece(_OTHERS, "waiting", last, sent)
+            start = max(sent, last)
+            if arrived > start:
+                yield TimelinePiece(f"waiting for {_name(bucket)}", "sending", start, arrived)
             last = max(last, arrived)
-        copied = self.played.returned(name)
-        if copied:
-            pieces.append(
-                TimelinePiece("copy of gradients from buckets", "outside", last, last + copied)
-            )
-        return [
-            *pieces,
-            TimelinePiece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer),
-        ]
+        copied = last + self.played.returned(name)
+        if copied > last:
+            yield TimelinePiece("copy of gradients from buckets", "outside", last, copied)
+        yield TimelinePiece("optimizer", "optimizer", copied, copied + alone.optimizer)
 
-    def _communicating(self, index: int) -> list[TimelinePiece]:
-        step, pieces, last = self.played.step, [], 0.0
-        moments = zip(
-            step.ready[index].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True
-        )
-        for bucket, (ready, sent, arrived) in zip(self.played.buckets, moments, strict=True):
+    def _communicating(self, index: int) -> Iterator[TimelinePiece]:
+        step, last = self.played.step, 0.0
+        moments = zip(step.ready[index], step.sent, step.arrived, strict=True)
+        for bucket, times in zip(self.played.buckets, moments, strict=True):
+            ready, sent, arrived = map(float, times)
             if sent > max(ready, last):
-                pieces.append(
-                    TimelinePiece("waiting for other devices", "waiting", max(ready, last), sent)
-                )
-            pieces.append(TimelinePiece(_name(bucket), "sending", sent, arrived))
+                yield TimelinePiece(_OTHERS, "waiting", max(ready, last), sent)
+            yield TimelinePiece(_name(bucket), "sending", sent, arrived)
             last = arrived
-        return pieces
 
 
+_OTHERS: Final = "waiting for other devices"
 _WITHOUT = {
     Part.FORWARD: "forward",
     Part.BACKWARD: "backward",
@@ -226,15 +203,10 @@ SHOWN = 15
 """Default number of operators in the table."""
 
 
-def timeline_text(timeline: Timeline, width: int | None = None) -> str:
-    """Return the timeline as plain text, fitted to `width` if given."""
-    return plain(timeline_table(timeline), width)
-
-
 def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
     """Return the timeline for a rich console, with the `shown` longest operators."""
     operators = timeline.by_operator()
-    parts: list[RenderableType] = [
+    parts = [
         Text(_head(timeline)),
         _devices(timeline, operators),
         _operators(timeline, operators[:shown]),
@@ -253,16 +225,13 @@ def _head(timeline: Timeline) -> str:
         parts.append(f"{timeline.throughput:.4g} samples per second")
     buckets = timeline.played.buckets
     if buckets:
-        parts.append(
-            f"{short(sum(bucket.nbytes for bucket in buckets), 'B')} of gradients in "
-            f"{many(len(buckets), 'bucket')}"
-        )
+        nbytes = short(sum(bucket.nbytes for bucket in buckets), "B")
+        parts.append(f"{nbytes} of gradients in {many(len(buckets), 'bucket')}")
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
-        sent = "sent"
-        if timeline.played.cluster.nodes.ranks > 1:
-            sent = "sent between nodes"
+        several = timeline.played.cluster.nodes.ranks > 1
+        sent = "sent between nodes" if several else "sent"
         nbytes = short(sum(bucket.travelling for bucket in buckets), "B")
         parts.append(f"{sent} as {nbytes} ({kinds})")
     return ", ".join(parts)
@@ -291,9 +260,10 @@ def _peak(timeline: Timeline, name: str) -> str:
     memory = cluster.bytes_of(name, cluster.devices[name].memory or 0)
     if peak is None:
         return "?"
+    text = short(peak, "B")
     if memory is None:
-        return short(peak, "B")
-    text = f"{short(peak, 'B')} of {short(memory, 'B')}"
+        return text
+    text += f" of {short(memory, 'B')}"
     return f"{text}, exceeded" if peak > memory else text
 
 
@@ -304,7 +274,7 @@ def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Rend
         labels.append("devices")
     table = table_of([*labels, *columns], right=columns)
     for item in operators:
-        share = item.seconds / timeline.seconds if timeline.seconds else 0.0
+        share = item.seconds / (timeline.seconds or 1.0)
         times = (item.forward + item.other, item.backward, item.casts)
         cells = [Text(item.operator or "(outside operators)"), Text(item.device)][: len(labels)]
         table.add_row(*cells, *map(duration, times), f"{share:.1%}")
@@ -323,74 +293,29 @@ _COLORS = {
 """Reserved color names of the format; Perfetto picks a color by slice name for unknown ones."""
 
 
-def save(timeline: Timeline, path: Path) -> None:
-    """Write the timeline as a trace; raise `ProfileError` on failure."""
-    try:
-        write_text(pathlib.Path(path), json.dumps(trace(timeline), allow_nan=False) + "\n")
-    except QSyncError as error:
-        raise ProfileError(
-            f"the timeline cannot be saved: {error.what}", where=error.where, do=error.do
-        ) from error
-
-
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline as an object of the Trace Event Format; times are microseconds."""
     events: list[dict[str, Any]] = []
+
+    def label(kind: str, pid: int, tid: int, **args: Any) -> None:
+        events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
+
     # Tools for Linux treat process 0 as the idle process.
-    for index, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
+    for pid, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
         title = f"{name} ({device.count} devices)" if device.count > 1 else name
-        events.append(_metadata("process_name", index, 0, name=title))
-        events.append(_metadata("process_sort_index", index, 0, sort_index=index))
-        tracks = {
-            "computation": timeline.computing[name],
-            "communication": timeline.communicating[name],
-        }
-        for tid, (track, pieces) in enumerate(tracks.items(), start=1):
-            events.append(_metadata("thread_name", index, tid, name=track))
-            events.append(_metadata("thread_sort_index", index, tid, sort_index=tid))
-            events += [_slice(piece, index, tid) for piece in pieces]
-        events += _arrows(timeline, name, index)
+        label("process_name", pid, 0, name=title)
+        label("process_sort_index", pid, 0, sort_index=pid)
+        tracks = timeline.computing[name], timeline.communicating[name]
+        for tid, pieces in enumerate(tracks, start=1):
+            label("thread_name", pid, tid, name=("computation", "communication")[tid - 1])
+            label("thread_sort_index", pid, tid, sort_index=tid)
+            for piece in pieces:
+                begin, length = piece.begin * 1e6, (piece.end - piece.begin) * 1e6
+                where = {"pid": pid, "tid": tid, "ts": begin, "dur": length}
+                kinds = {"cat": piece.kind, "cname": _COLORS[piece.kind]}
+                events.append({"ph": "X", "name": piece.name, **kinds, **where})
     return {
         "displayTimeUnit": "ms",
         "otherData": {"seconds": timeline.seconds},
         "traceEvents": events,
     }
-
-
-def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-
-
-def _slice(piece: TimelinePiece, pid: int, tid: int) -> dict[str, Any]:
-    begin, end = piece.begin * 1e6, piece.end * 1e6
-    return {
-        "ph": "X",
-        "name": piece.name,
-        "cat": piece.kind,
-        "pid": pid,
-        "tid": tid,
-        "ts": begin,
-        "dur": end - begin,
-        "cname": _COLORS[piece.kind],
-    }
-
-
-def _arrows(timeline: Timeline, name: str, pid: int) -> list[dict[str, Any]]:
-    step, pieces = timeline.played.step, timeline.computing[name]
-    events: list[dict[str, Any]] = []
-    for number, (ready, sent) in enumerate(
-        zip(step.ready[pid - 1].tolist(), step.sent.tolist(), strict=True)
-    ):
-        # An arrow binds to the slice that encloses its time, but a bucket is ready when a slice
-        # ends.
-        made_by = max(
-            (piece for piece in pieces if piece.begin < ready),
-            key=lambda piece: piece.begin,
-            default=None,
-        )
-        if made_by is None:
-            continue
-        same = {"cat": "ready", "name": "ready", "id": f"{name} {number}", "pid": pid}
-        events.append({"ph": "s", **same, "tid": 1, "ts": (made_by.begin + made_by.end) / 2 * 1e6})
-        events.append({"ph": "f", "bp": "e", **same, "tid": 2, "ts": sent * 1e6})
-    return events

@@ -59,7 +59,7 @@ def test_typo_is_reported_in_evaluation(how: str) -> None:
 
     assert told(call) == [], "other graphs of the model may still show it"
     (text,) = told(call, times=3)
-    assert "the operator second/lineer (bf16) names nothing that a plan decides on" in text
+    assert "the operator second/lineer (bf16) matches no operator that a plan decides on" in text
     assert "nearest: second/linear" in text
 
 

@@ -25,7 +25,6 @@ from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
-from qsync_fx.graph.cost_dag import precision_dag
 from tests.support import tiers
 from tests.support.models.small_models import (
     Convolutional,
@@ -100,16 +99,8 @@ def test_explain_shows_the_graph_of_an_absent_device(target: str) -> None:
     assert "INT8" in text or "int8" in text
     again = explanation.replanned(qsync_fx.Plan.uniform("int8"))
     assert again.graph("lower") == text
-    states = [
-        state
-        for _, data in precision_dag(explanation.graphs[0].graph).nodes(data=True)
-        for state in data.get("states", ())
-    ]
-    assert (
-        not states
-        or ("bf16" not in {str(state.output) for state in states if str(state.precision) == "int8"})
-        is old
-    )
+    outputs = {str(op.output) for op in explanation.adjustable if str(op.precision) == "int8"}
+    assert "bf16" not in outputs or not old
 
 
 def test_compilation_for_an_absent_device_is_an_error() -> None:

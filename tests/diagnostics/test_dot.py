@@ -1,4 +1,4 @@
-"""The picture of a model is its precision DAG."""
+"""The picture of a model has its operators, and an edge for each tensor between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.graph.cost_dag import precision_dag
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 
 class Branches(nn.Module):
@@ -24,14 +24,18 @@ class Branches(nn.Module):
         return nn.functional.linear(y, self.vector) + h.sum(-1)
 
 
-def test_edges_equal_the_dag(tmp_path: Path) -> None:
+def test_edges_are_the_reads_of_operators(tmp_path: Path) -> None:
     explanation = qsync_fx.explain(Branches(), torch.randn(2, 8), options={"precision": "int8"})
     explanation.save_dot(tmp_path / "net.dot")
     text = (tmp_path / "net.dot").read_text()
 
-    dag = precision_dag(explanation.graphs[0].graph)
-    operators = {name for name, data in dag.nodes(data=True) if data["type"] == "operator"}
-    wanted = sorted((a, b) for a, b in dag.edges() if a in operators and b in operators)
+    graph = build_model_graph(explanation)
+    wanted = sorted(
+        (graph.operators[source].id, operator.id)
+        for operator in graph.operators
+        for read in operator.reads
+        if (source := graph.values[read.value].operator) is not None
+    )
     found = sorted(re.findall(r'"g0\.([^"]+)" -> "g0\.([^"]+)"', text))
     assert found == wanted
     assert ("first/linear", "/relu@first") in found
@@ -41,14 +45,10 @@ def test_edges_equal_the_dag(tmp_path: Path) -> None:
     )
 
 
-def test_states_exclude_formats_without_a_lowering() -> None:
+def test_model_graph_excludes_formats_without_a_lowering() -> None:
     explanation = qsync_fx.explain(Branches(), torch.randn(2, 8), options={"precision": "int8"})
-    precisions = {
-        name: data["precisions"]
-        for name, data in precision_dag(explanation.graphs[0].graph).nodes(data=True)
-        if data["type"] == "operator" and data["kind"] == "adjustable"
-    }
+    states = {op.id: set(op.costs) for op in build_model_graph(explanation).operators}
     refused = next(op for op in explanation.operators if op.note.instead)
     assert "a vector" in refused.reason
-    assert "int8" not in precisions[str(refused.id)]
-    assert "int8" in precisions["first/linear"]
+    assert "int8" not in {precision for precision, _ in states[str(refused.id)]}
+    assert "int8" in {precision for precision, _ in states["first/linear"]}

@@ -27,12 +27,12 @@ def _fresh() -> None:
 WRONG = [
     (
         {"patterns": [("first/lienar", "int8")]},
-        "the pattern 'first/lienar' (int8) names nothing",
+        "the pattern 'first/lienar' (int8) matches no operator",
         "first/linear",
     ),
     (
         {"operators": {"second/linear#1": "int8"}},
-        "the operator second/linear#1 (int8) names nothing",
+        "the operator second/linear#1 (int8) matches no operator",
         "second/linear",
     ),
 ]
@@ -44,7 +44,7 @@ def test_rules_without_effect_are_known_after_a_step(
 ) -> None:
     model, plan = Breaking(), Plan("bf16", **wrong)
     (text,) = step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16)))
-    assert text.startswith("the plan is not applied: 1 entry of the plan decides on nothing")
+    assert text.startswith("the plan is not applied: no operator matches 1 entry of the plan")
     assert told in text
     assert f"nearest: {near}" in text
     assert told in str(qsync_fx.plan_coverage(model))

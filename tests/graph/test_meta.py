@@ -18,9 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.cost_dag import charges, computes
 from qsync_fx.graph.fx_utils import tensors
-from qsync_fx.graph.node_metadata import Part
+from qsync_fx.graph.node_metadata import Part, charges, computes
 from tests.support import tiers
 from tests.test_architecture import SOURCES
 

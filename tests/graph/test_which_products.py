@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.graph.cost_dag import precision_dag
+from qsync_fx.graph.node_metadata import PATH
 from tests.support import tiers
 from tests.support.computing.weight_products import adjustable
 
@@ -130,8 +130,8 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     plan = qsync_fx.Plan(operators={"inner/einsum": "int8"})
     found = qsync_fx.explain(net, x, options={"plan": plan})
     assert [each[:2] for each in adjustable(found)] == [("inner/einsum", "int8")]
-    dag = precision_dag(found.graphs[0].graph)
-    roles = {source: data["role"] for source, _, data in dag.in_edges("inner/einsum", data=True)}
+    (site,) = found.graphs[0].costing.flow.sites
+    roles = {PATH.get(operand.node): operand.role for operand in site.operands}
     assert roles["inner.w"] == "weight" and set(roles.values()) == {"weight", "tensors.1"}
     (operator,) = found.operators
     cost = operator.note.cost

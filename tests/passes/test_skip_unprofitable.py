@@ -144,7 +144,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     assert "the native module's path has no unit for int8" in layers["large"][1]
     assert "so its convolutions run in bf16" in layers["wide"][1]
     assert (
-        "7 operators are in a format that is not faster here, such as large/linear (the native "
+        "in a format that is not faster here: 7 operators, such as large/linear (the native "
         "module's path has no unit" in text
     )
     # Without a unit for BF16 what is wider is FP32, which oneDNN's unit is faster than.
@@ -158,10 +158,10 @@ def test_unprofitable_operators_are_reported_without_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = (
-        "5 operators are in a format that is not faster here, such as thin/conv2d (3 channels "
+        "in a format that is not faster here: 5 operators, such as thin/conv2d (3 channels "
         "are too few for int8 to pay, from "
-        f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" leaves what is so in '
-        "a wider one"
+        f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" uses a wider format '
+        "instead"
     )
     with counting_as(True, True, True, monkeypatch):
         asked = explained(precision="int8")
@@ -186,8 +186,8 @@ def test_unprofitable_operators_are_reported_without_the_option(
             )
         )
     assert (
-        "1 operator is in a format that is not faster here: middle/linear (512 x 16 x 1024 is too "
-        "small for int8 to pay);" in one
+        "in a format that is not faster here: 1 operator, such as middle/linear (512 x 16 x 1024 "
+        "is too small for int8 to pay);" in one
     )
     model = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():

@@ -33,7 +33,7 @@ from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, beside_com
 from qsync_fx.predictor.times import Parameter, Times
 from qsync_fx.profiler.links.link_measurement import coding_speeds
 from qsync_fx.profiler.profile import CodecSpeed
-from qsync_fx.timeline.codec_costs import best, paying, rates
+from qsync_fx.timeline.replay_plans import best, paying, rates
 from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network,
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel
 from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
-from qsync_fx.timeline.codec_costs import paying
+from qsync_fx.timeline.replay_plans import paying
 
 RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9)})
 SIZES = st.lists(st.floats(0, 1e9), min_size=1, max_size=5)

@@ -208,9 +208,7 @@ def test_it_prints() -> None:
 
 
 def test_perfetto_file_has_the_required_fields(tmp_path: Path) -> None:
-    """Trace Event Format: complete events with microseconds, metadata that names tracks, arrows
-    that begin and end within slices.
-    """
+    """Trace Event Format: complete events with microseconds, and metadata that names tracks."""
     path, fleet = tmp_path / "timeline.json", timeline()
     fleet.save_perfetto(path)
     trace = json.loads(path.read_text())
@@ -240,15 +238,6 @@ def test_perfetto_file_has_the_required_fields(tmp_path: Path) -> None:
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
     waited = sum(event["dur"] for event in tracks[1, 1] if event["cat"] == "waiting")
     assert waited == pytest.approx(fleet.waiting["fast"] * 1e6)
-    arrows: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] in "sf":
-            arrows.setdefault(event["id"], []).append(event)
-            slices = tracks[event["pid"], event["tid"]]
-            assert any(one["ts"] - 1e-6 <= event["ts"] < one["ts"] + one["dur"] for one in slices)
-    assert len(arrows) == 8 and all(
-        [one["ph"] for one in pair] == ["s", "f"] for pair in arrows.values()
-    )
 
 
 def test_unwritable_perfetto_path_is_an_error(tmp_path: Path) -> None:

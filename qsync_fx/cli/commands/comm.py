@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qsync_fx.communication.codec_cost_model import Rates
     from qsync_fx.predictor.replayer.cluster import Cluster
     from qsync_fx.profiler.profile import Profile
-    from qsync_fx.timeline.codec_costs import Paying
+    from qsync_fx.timeline.replay_plans import Paying
 
 
 _PREDICT_ABOUT = f"""\
@@ -99,7 +99,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan.plan import Plan
     from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
     from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
-    from qsync_fx.timeline.codec_costs import paying, rates
+    from qsync_fx.timeline.replay_plans import paying, rates
 
     for name in arguments.codec:
         if name not in CODECS[1:]:
@@ -248,7 +248,7 @@ def _show(
     from rich.text import Text
 
     from qsync_fx.formatting import duration, short
-    from qsync_fx.timeline.codec_costs import best
+    from qsync_fx.timeline.replay_plans import best
 
     network = fleet.network
     assert network is not None and network.bandwidth is not None
@@ -329,7 +329,7 @@ def _below(until: float | None) -> str:
 def _as_json(
     profile: Profile, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]
 ) -> dict[str, Any]:
-    from qsync_fx.timeline.codec_costs import best
+    from qsync_fx.timeline.replay_plans import best
 
     def row(item: Paying) -> dict[str, Any]:
         return {

@@ -84,7 +84,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _show(explanation: Explanation, kind: str | None) -> None:
-    from qsync_fx.diagnostics.explanation_table import explanation_table
+    from qsync_fx.diagnostics.explanation import explanation_table
     from qsync_fx.ops import Kind
 
     output.show(explanation_table(explanation, Kind(kind) if kind else None, output.width()))

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from qsync_fx.diagnostics.explanation import Explained
-from qsync_fx.diagnostics.replay_passes import ReplayedPlan
+from qsync_fx.diagnostics.explanation import Explained, ReplayedPlan
 from qsync_fx.plan import Plan
 from qsync_fx.profiler.sensitivity.gradient_step import (
     Gradients,

@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from qsync_fx.devices.format_support import row_on
-from qsync_fx.diagnostics.explanation import Explained
-from qsync_fx.diagnostics.replay_passes import ReplayedPlan
+from qsync_fx.diagnostics.explanation import Explained, ReplayedPlan
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.fx_utils import arguments, is_float

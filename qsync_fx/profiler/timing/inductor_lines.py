@@ -23,9 +23,8 @@ from typing import Any
 from torch import fx
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.graph.cost_dag import charges
 from qsync_fx.graph.fx_utils import format_of, tensors
-from qsync_fx.graph.node_metadata import CostAttribution
+from qsync_fx.graph.node_metadata import CostAttribution, charges
 from qsync_fx.serialization.schema import Schema
 
 
