@@ -24,8 +24,7 @@ from qsync_fx.module_paths import joined
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.printer import Snapshots, Timing
-from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.validation import check_plan
+from qsync_fx.plan.plan import Plan, check_plan
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from qsync_fx.graph.operator_costs import Costing
 from qsync_fx.ops.spec import Kind
 from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.plan import Plan
-from qsync_fx.plan.validation import check_plan
+from qsync_fx.plan.plan import Plan, check_plan
 from qsync_fx.serialization.atomic_files import write_text
 
 
