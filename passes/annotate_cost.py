@@ -1,9 +1,7 @@
-"""Operator costs as expressions of the graph's symbolic sizes.
+"""Operator costs as expressions of the graph's symbolic sizes, valid for every batch size.
 
-Invariant: costs follow from shapes and formats alone, so they are valid for every batch size that
-the graph is compiled for. Each cast of the lowered graph is charged to one operator, and the sum
-over the operators is the cost of the graph. Fusion and rematerialization in the inner compiler are
-not modeled.
+Invariant: each cast of the lowered graph is charged to one operator, and the sum over the operators
+is the cost of the graph, without fusion and rematerialization in the inner compiler.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Cascade: dependent operators get the promoted precision of their inputs.
 
 Invariant: afterwards every operator with floating-point output has a precision and an output
-precision, and the precision of every dependent operator is the promotion of its inputs' output
-precisions (QSync, section IV-B and footnote 1). The pass iterates to a fixed point;
-graph/cascade_rules.py has the rules.
+precision (QSync, section IV-B and footnote 1). graph/cascade_rules.py has the rules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pass protocol, and the decorator for passes of users.
 
 Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its
-fields are its options; its class has a scope and the name that users write. It stores no state
-between graphs.
+fields are its options. It stores no state between graphs.
 """
 
 from __future__ import annotations

@@ -185,12 +185,6 @@ CALLER: Final = Key[fx.Node]("qsync_called_by")
 Written by normalize, read by `alias_analysis.readers`.
 """
 
-REPLACED: Final = Key[dict[fx.Node, Any]]("qsync_replaced")
-"""The new modules of a higher-order operator's bodies.
-
-Written by normalize, consumed by retrace, which installs them.
-"""
-
 OPAQUE: Final = Key[str]("qsync_opaque")
 """Reason why a node stays as Dynamo wrote it.
 
@@ -221,7 +215,7 @@ PATH: Final = Key[str]("qsync_input")
 Written by normalize, read by the DAG.
 """
 
-OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
+OURS: Final = (NOTE, CAST, BODIES, CALLER, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
 def bodies(node: fx.Node) -> tuple[Any, ...]:
