@@ -34,10 +34,7 @@ def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost
 
 
 def _moved(operator: Operator) -> Cost:
-    """Return the cost of an operator that a pass inserted: the bytes it accesses, and its FLOPs.
-
-    The cost of a higher-order operator is zero: the operators of its body are charged themselves.
-    """
+    """Return the cost of an inserted operator; zero for one whose body is charged itself."""
     node, graph = operator.node, operator.graph
     if node_metadata.bodies(node):
         return Cost()

@@ -88,7 +88,8 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
         return
     joins = _Joins()
     joins.sweep(graph)
-    # Groups stay narrow because of a product that is large enough, an operator with a requested
+    # An FP32 result promotes what it is combined with, so operators with joined results are decided
+    # as a group. Groups stay narrow because of a product that is large enough, an operator with a requested
     # precision, or an operator without a weight that reads from a narrow group.
     paying: dict[fx.Node, str] = {}
     for node, reads in joins.narrow.items():
@@ -128,10 +129,8 @@ def _precision(operator: Operator) -> Precision:
 class _Joins:
     """Groups of 16-bit results that operators join by promotion, such as an addition.
 
-    Attributes:
-        narrow: the nodes that produce 16-bit values themselves, in topological order: adjustable
-            operators, each with the producers of the narrow values it reads, and values that are
-            narrow in the model.
+    `narrow` has the nodes that produce 16-bit values themselves, in topological order, each with
+    the producers of the narrow values that it reads.
     """
 
     narrow: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)

@@ -219,12 +219,7 @@ _SWITCH: Final = "QSYNC_CACHED_PLAN"
 def candidates(
     place: SourcePlace, options: Options, device: torch.device
 ) -> ApplyCachedPlan | None:
-    """Return the pass that applies the cached plans of a model.
-
-    Returns:
-        None if the user gave a plan or precision, also by autocast, if cached plans are disabled,
-        or if there are none.
-    """
+    """Return the pass for a model's cached plans; None if the user chose formats."""
     root = place.root
     if root is None or not options.is_default or not options.cached_plan:
         return None

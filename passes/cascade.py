@@ -80,11 +80,7 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
 
 
 def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precision | None:
-    """Return an operator's output format.
-
-    It is the output format of its precision, but FP32 for a scaled operator if all its readers
-    compute in FP32 (QSync, footnote 3).
-    """
+    """Return an operator's output format (QSync, footnote 3)."""
     assert note.precision is not None, f"{note.id} was not assigned"
     owned = format_of(graph.value(node))
     if owned is None:

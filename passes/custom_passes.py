@@ -42,10 +42,8 @@ from qsync_fx.plan.operator_id import Numbering
 class GraphSnapshot:
     """Snapshot of a graph and of the bodies of its higher-order operators.
 
-    Attributes:
-        nodes: every node in order, with its target, args, kwargs and the id of its value.
-        values: the values of the nodes, by id.
-        notes: the `OperatorInfo` of each operator.
+    `nodes` has the target, args, kwargs and id of the value of every node, `values` the values by
+    id.
     """
 
     nodes: dict[fx.Node, tuple[Any, ...]]
@@ -180,11 +178,7 @@ def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None 
 
 
 def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Sequence[str]) -> None:
-    """Integrate the nodes that the pass `by` inserted, after the passes named in `passed`.
-
-    Raises:
-        PassError: an operator does not accept its arguments, or a call cannot be traced.
-    """
+    """Integrate the nodes that the pass `by` inserted; raise `PassError` on untraceable ones."""
     parts = list(graph.walk())
     if Normalize.name not in passed:
         for part in parts:
@@ -249,11 +243,7 @@ def _identify(
 
 
 def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
-    """Return the operator whose module and source line a new node inherits.
-
-    It is an operator of the module that the pass sets, else the nearest operator that the node
-    reads, else the nearest one that reads the node.
-    """
+    """Return the operator whose module and line a new node inherits."""
     if stack := node.meta.get("nn_module_stack"):
         for operator in graph.own_operators():
             other = operator.node.meta.get("nn_module_stack")

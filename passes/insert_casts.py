@@ -42,13 +42,7 @@ from qsync_fx.rounding import RandomStreams, Rounding
 
 @dataclass(frozen=True)
 class InsertCasts:
-    """Pass that inserts casts, shared between readers.
-
-    Attributes:
-        rounding: for formats rounded by `qsync::` operators.
-        scaling: "tensor" or "channel".
-        lowerings: lowerings by row name; they define the dimensions of per-channel scales.
-    """
+    """Pass that inserts casts, shared between readers; `scaling` is "tensor" or "channel"."""
 
     name: ClassVar[str] = "insert_casts"
     scope: ClassVar[Scope] = Scope.MODEL
@@ -64,12 +58,8 @@ class InsertCasts:
 class _Casts:
     """The casts of one graph, or of one body of a graph.
 
-    Attributes:
-        own: original dtypes of floating-point values, restored for fixed operators and graph
-            outputs.
-        values: the values before any cast was inserted.
-        sharing: memory and grad-mode state at the node that casts are made for.
-        streams: source of one stream per rounding, shared by a graph and its bodies.
+    `own` and `values` are the dtypes and values before any cast, `sharing` is the state of memory
+    and grad mode at the node that casts are made for, and `streams` has one stream per rounding.
     """
 
     def __init__(self, graph: PrecisionGraph, options: InsertCasts, outer: _Casts | None) -> None:

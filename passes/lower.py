@@ -25,12 +25,7 @@ from qsync_fx.rounding import Rounding
 
 @dataclass(frozen=True)
 class Lower:
-    """Pass that replaces adjustable operators by their lowered form.
-
-    Attributes:
-        lowerings: the lowering of each operator, by row name.
-        rounding: rounding of incoming gradients.
-    """
+    """Pass that replaces adjustable operators by their lowered form."""
 
     name: ClassVar[str] = "lower"
     scope: ClassVar[Scope] = Scope.BODY
@@ -84,11 +79,7 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
 def replace(
     graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
 ) -> None:
-    """Replace an operator by its lowered form, which reads a bias unrounded in its FP32 epilogue.
-
-    Args:
-        saved: operands whose casts stay.
-    """
+    """Replace an operator by its lowered form; bypass casts of its bias, unless `saved`."""
     old = operator.node
     for used in new.all_input_nodes:
         # The output of a RESULT cast is another operator's result, which is narrow by decision.

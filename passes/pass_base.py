@@ -42,11 +42,7 @@ def scope(step: Pass) -> Scope:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A user's pass: a function on a `PrecisionGraph`, and its position in the pipeline.
-
-    Passes with equal fields are equal, so compiled code is reused as long as the passes are the
-    same.
-    """
+    """A user's pass; passes with equal fields are equal, so compiled code is reused."""
 
     scope: ClassVar[Scope] = Scope.MODEL
 

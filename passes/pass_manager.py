@@ -73,11 +73,7 @@ class LeftOut:
 
 
 def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
-    """Return the passes of a fallback run, with the names of `passes`.
-
-    If a pass of `_RUN` has failed, no pass runs: the graph stays as Dynamo wrote it, without
-    operators.
-    """
+    """Return the passes of a fallback run; none runs if a pass of `_RUN` has failed."""
     run = [step for step in passes if isinstance(step, _RUN)]
     if any(step.name == error.step for step in run):
         return tuple(LeftOut(step.name) for step in passes)

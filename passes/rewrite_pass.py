@@ -172,7 +172,11 @@ def rewrite(
 
 
 def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
-    """Return the node of a user's tensor; attach the tensor to the graph if it has none."""
+    """Return the node of a user's tensor; attach the tensor to the graph if it has none.
+
+    Each tensor occurs once, as an input or as a parameter or buffer of the module, which AOTAutograd
+    makes an input: a step reads its current value, and gradients and writes reach it.
+    """
     if graph.parent is not None:
         return handed_in(graph, attached(graph.parent, tensor), "attached")
     module, fake = graph.module, _fake(graph, tensor)
@@ -237,12 +241,7 @@ def inlined(
     values: Sequence[fx.Node],
     origin: Mapping[str, Any],
 ) -> dict[fx.Node, fx.Node]:
-    """Copy traced code to the graph's insertion point; return the new node of each traced one.
-
-    Args:
-        values: the inputs, one node for each value that the code was traced with.
-        origin: metadata of each new node besides its value.
-    """
+    """Copy traced code, with the inputs `values`, to the insertion point; return the new nodes."""
     inputs = [*values, *(attached(graph, tensor) for tensor in traced.tensors)]
     local = dict(zip(traced.inputs, inputs, strict=True))
     for node in traced.module.graph.nodes:
@@ -264,11 +263,8 @@ def put(
 ) -> dict[fx.Node, fx.Node]:
     """Replace a site by the computation of `function`; return the new node of each old result.
 
-    The new nodes run at the position of the site's last node.
-
     Raises:
-        PassError: the function cannot be traced, or its outputs differ from the site's outputs in
-            number, shape or dtype.
+        PassError: the function cannot be traced, or its outputs differ from the site's outputs.
     """
     graph, wanted = match.graph, inspect.signature(function).parameters
     arguments = {key: value for key, value in match.arguments.items() if key in wanted}

@@ -184,11 +184,7 @@ _SIZE = 8
 class Pattern:
     """A function whose computation a rewrite finds.
 
-    Attributes:
-        function: the function in plain torch.
-        tensors: names of the tensor arguments.
-        literals: names and defaults of the other arguments.
-        example: tensors that the function accepts; None to try several ranks.
+    `tensors` has the names of the tensor arguments, `literals` names and defaults of the others.
     """
 
     function: Callable[..., Any]
@@ -267,13 +263,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class PatternShape:
-    """One graph of a pattern.
-
-    Attributes:
-        traced: the graph.
-        literals: for each argument with a default, the positions where it occurs: nodes and names
-            of their arguments.
-    """
+    """One graph of a pattern, and the nodes and arguments that have each default in `literals`."""
 
     traced: TracedPattern
     literals: Mapping[str, tuple[tuple[fx.Node, str], ...]]

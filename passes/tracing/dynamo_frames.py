@@ -177,10 +177,7 @@ def place(options: Options) -> SourcePlace:
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
-    """Guard a submodule's code against reuse for another module, whose plan may differ.
-
-    Returns:
-        whether the guard was needed.
+    """Guard a submodule's code against reuse for another module; return whether it was needed.
 
     Raises:
         PlanError: the model has more such submodules than Dynamo's recompile limit.
@@ -251,14 +248,10 @@ def translator() -> Any:
 
 @dataclass
 class Calls:
-    """The calls on Python's stack around the compiled frame.
+    """The calls on Python's stack around the compiled frame, and its caller.
 
-    Attributes:
-        caller: the caller of the frame.
-        inside: the modules that are being called between torch.compile and the frame, innermost
-            first.
-        compiled: the argument of torch.compile.
-        outside: the modules that are being called around `compiled`, innermost first.
+    `inside` has the modules that are being called between torch.compile and the frame, `outside`
+    those around the argument of torch.compile, `compiled`, both innermost first.
     """
 
     caller: FrameType | None = None

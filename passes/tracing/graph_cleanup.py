@@ -44,11 +44,7 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute the self-attention of `nn.MultiheadAttention`.
-
-    Args:
-        mask_type: 0: mask [L, L]; 1: key padding mask; 2: mask [N, heads, L, L].
-    """
+    """Compute `nn.MultiheadAttention`; mask types: 0 [L, L], 1 key padding, 2 [N, heads, L, L]."""
     masks: dict[str, Any] = {"key_padding_mask": None, "attn_mask": None}
     if mask is not None and mask_type == 1:
         masks["key_padding_mask"] = mask
@@ -70,11 +66,7 @@ def _encoder_layer(
     ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `nn.TransformerEncoderLayer`, operator by operator as in training.
-
-    In evaluation the module calls a single fused operator. The unfused form gives a plan the same
-    meaning in both modes.
-    """
+    """Compute `nn.TransformerEncoderLayer` as in training: plans mean the same in both modes."""
 
     def attend(x: Tensor) -> Tensor:
         with _inside("self_attn"):

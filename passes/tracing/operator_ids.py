@@ -167,10 +167,7 @@ def _module_path(node: fx.Node, current: SourcePlace) -> str:
 
 
 def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
-    """Record the paths of parameters and buffers in the model, and rename inputs accordingly.
-
-    `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
-    """
+    """Record the paths of parameters and buffers in the model, and rename inputs accordingly."""
     for node in graph.nodes:
         source = getattr(node, "_dynamo_source", None)
         if node.op != "placeholder" or source is None:

@@ -40,12 +40,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Modes:
-    """Grad mode and autocast state of a node, as the preceding switches in the graph set them.
-
-    Attributes:
-        grad: whether gradients are recorded.
-        autocast: (device type, enabled, dtype) for each device type.
-    """
+    """Grad mode and (device type, enabled, dtype) of autocast, as earlier switches set them."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -206,10 +201,7 @@ def current(value: Any) -> Any:
 
 
 class _Builder:
-    """Builder of the new graph.
-
-    `values` maps each old node to its fake value, `mapped` to its nodes in the new graph.
-    """
+    """Builder of the new graph; `values` and `mapped` are the values and new nodes of old ones."""
 
     def __init__(self, module: fx.GraphModule, keep_bodies: KeepBodies) -> None:
         self.module, self.keep_bodies = module, keep_bodies

@@ -232,10 +232,7 @@ def einsum_flops(args: Sequence[Any], output: Any) -> Any:
 
 
 def _einsum_labels(args: Sequence[Any]) -> tuple[list[list[str]], list[str]]:
-    """Return one label per dimension of each operand and of the result.
-
-    Labels of an ellipsis are numbered from its end: ".2", ".1".
-    """
+    """Return one label per dimension of operands and result; ".2", ".1" for an ellipsis."""
     inputs, arrow, result = args[0].replace(" ", "").partition("->")
     terms = []
     for term, operand in zip(inputs.split(","), args[1], strict=True):
@@ -263,11 +260,7 @@ _GROUPED: Final = {
 
 
 def grouped_product(args: Sequence[Any]) -> Contraction:
-    """Return the contraction of a grouped product, such as experts.
-
-    A 2-D factor concatenates the rows or columns of the groups; a 3-D factor has a matrix per
-    group.
-    """
+    """Return the contraction of a grouped product; a 2-D factor concatenates the groups."""
     first, second, _, bias = (*args, None, None)[:4]
     factors, result, group = _GROUPED[first.dim(), second.dim()]
     return contraction(factors, result, (first, second), bias=bias, group=group)
@@ -287,10 +280,7 @@ ODD = (
 
 
 def chain(args: tuple[Any, ...], output: Any) -> Any:
-    """Return the FLOPs of a product of several matrices from left to right.
-
-    This is an upper bound: torch picks the cheapest order.
-    """
+    """Return the FLOPs of several matrices from left to right; torch picks the cheapest order."""
     first, *rest = args[0]
     # The first operand may be a row vector, the last a column vector.
     rows, inner, total = math.prod(first.shape[:-1]), first.shape[-1], 0
@@ -403,10 +393,9 @@ ATTENTION_REASON = (
 
 
 def attention(args: tuple[Any, ...], output: Any) -> Any:
-    """Return the FLOPs of the two products of attention.
+    """Return the FLOPs of both products of query [.., L, E], key [.., S, E] and value [.., S, V].
 
-    Shapes: query [..., Lq, E], key [..., Lk, E], value [..., Lk, Ev]. A causal mask does not halve
-    them: kernels skip different parts, and torch counts the full product too.
+    A causal mask does not halve them: torch counts the full product too.
     """
     query, key, value = args[:3]
     return 2 * math.prod(output.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])

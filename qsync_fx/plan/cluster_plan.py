@@ -49,10 +49,7 @@ _IN_A_ROW: Final = " in a row"
 
 
 def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
-    """Return the note for nodes of `ranks` ranks.
-
-    `in_a_row`: a node is a run of consecutive ranks; host names are ignored.
-    """
+    """Return the note for nodes of `ranks` ranks; `in_a_row`: of consecutive ranks."""
     return {BETWEEN_NODES: f"{ranks} ranks{_IN_A_ROW * in_a_row}"}
 
 
@@ -348,11 +345,7 @@ def named_class() -> str | None:
 
 
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
-    """Return the plan for this process.
-
-    Args:
-        plan: a plan, returned unchanged, or a cluster plan.
-        device_class: class of the part; None to determine it from environment, rank and device.
+    """Return the plan for this process: of a cluster plan, its class.
 
     Raises:
         PlanError: the class is unknown or ambiguous, or `plan` has no classes.

@@ -122,12 +122,9 @@ _PATTERNS_FORMAT = 'write [["encoder.layer.*.output", "bf16"], ...]; the last ma
 
 @dataclass(frozen=True)
 class Choice:
-    """Precision that a plan assigns to one operator.
+    """Precision that a plan assigns to one operator, and the reason for reports.
 
-    Attributes:
-        precision: the planned precision.
-        reason: text for reports: 'plan: pattern "encoder.layer.*.output"'.
-        explicit: whether an operator or pattern entry assigns it, not the default.
+    `explicit`: whether an operator or pattern entry assigns it, not the default.
     """
 
     precision: Precision
