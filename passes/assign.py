@@ -89,15 +89,17 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
     joins = _Joins()
     joins.sweep(graph)
     # An FP32 result promotes what it is combined with, so operators with joined results are decided
-    # as a group. Groups stay narrow because of a product that is large enough, an operator with a requested
-    # precision, or an operator without a weight that reads from a narrow group.
+    # as a group. A group stays narrow because of a product that is large enough, an operator with a
+    # requested precision, or an operator without a weight that reads from a narrow group.
     paying: dict[fx.Node, str] = {}
     for node, reads in joins.narrow.items():
         before = next((paying[root] for root in map(joins.root, reads) if root in paying), None)
         op = default.get(node)
         if op is None or (op.row is not None and op.row.scaled and node not in small):
-            note = node_metadata.NOTE.get(node)
-            paying.setdefault(joins.root(node), str(note.id) if note else node.name)
+            name = node.name
+            if node in node_metadata.NOTE:
+                name = str(node_metadata.NOTE[node].id)
+            paying.setdefault(joins.root(node), name)
         elif before is not None and node not in small:
             paying.setdefault(joins.root(node), before)
     wide = {joins.root(node) for node in small} - paying.keys()

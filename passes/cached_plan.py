@@ -86,9 +86,9 @@ def _output_shapes(operators: Iterable[Operator]) -> dict[str, str]:
 
 
 def _size(size: int | torch.SymInt) -> str:
-    if isinstance(size, torch.SymInt) and not size.node.has_hint():
-        return "?"
-    return str(size.node.hint) if isinstance(size, torch.SymInt) else str(size)
+    if isinstance(size, torch.SymInt):
+        return str(size.node.hint) if size.node.has_hint() else "?"
+    return str(size)
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -174,8 +174,8 @@ def rewrite(
 def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     """Return the node of a user's tensor; attach the tensor to the graph if it has none.
 
-    Each tensor occurs once, as an input or as a parameter or buffer of the module, which AOTAutograd
-    makes an input: a step reads its current value, and gradients and writes reach it.
+    Each tensor occurs once, as an input, or as a parameter or buffer of the module, which
+    AOTAutograd makes an input: a step reads its current value, and gradients and writes reach it.
     """
     if graph.parent is not None:
         return handed_in(graph, attached(graph.parent, tensor), "attached")

@@ -312,8 +312,9 @@ def same(item: Any, other: Any) -> bool:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+    if code := getattr(function, "__code__", None):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return repr(function)
 
 
 @contextlib.contextmanager

@@ -295,7 +295,9 @@ class HoldsPlan(Protocol):
 
 def given_plan(value: object) -> object:
     """Return the plan of a value that contains one, and any other value unchanged."""
-    return value.as_plan() if isinstance(value, HoldsPlan) else value
+    if isinstance(value, HoldsPlan):
+        return value.as_plan()
+    return value
 
 
 def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
@@ -330,7 +332,9 @@ CLASS_VARIABLE: Final = "QSYNC_DEVICE_CLASS"
 
 def this_process() -> LocalPlan:
     """Return rank, world size and device name of this process."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     if distributed.is_available() and distributed.is_initialized():
         return LocalPlan(distributed.get_rank(), distributed.get_world_size(), device)
     rank, world = environment.launcher_number("RANK"), environment.launcher_number("WORLD_SIZE")

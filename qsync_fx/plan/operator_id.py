@@ -76,7 +76,9 @@ def _module_expression(pattern: str) -> str:
         return _path(module, pattern, full=bool(slash))
     if after:
         return _path(after, pattern, full=True)
-    return r"\Z" if index else ""
+    if index:
+        return r"\Z"
+    return ""
 
 
 def alternatives(pattern: str) -> list[str]:

@@ -162,7 +162,9 @@ class Plan:
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         set_field = object.__setattr__
-        set_field(self, "default", None if default is None else _precision(default, "default"))
+        if default is not None:
+            default = _precision(default, "default")
+        set_field(self, "default", default)
         set_field(self, "patterns", _patterns(patterns))
         set_field(self, "operators", MappingProxyType(_operators(operators)))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
@@ -259,7 +261,9 @@ class Plan:
         if self.patterns or self.operators:
             counts = f"patterns={len(self.patterns)} operators={len(self.operators)}"
             return f"<Plan default={default!r} {counts}>"
-        return f"Plan.uniform({default!r})" if default else "Plan()"
+        if default:
+            return f"Plan.uniform({default!r})"
+        return "Plan()"
 
     def __str__(self) -> str:
         counts = Counter(chosen.name for chosen in self.operators.values())
@@ -387,7 +391,9 @@ def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
     def is_idle(pattern: str) -> bool:
         return not any(map(pattern_regex(pattern).match, texts))
 
-    return [pattern] if is_idle(pattern) else list(filter(is_idle, alternatives(pattern)))
+    if is_idle(pattern):
+        return [pattern]
+    return list(filter(is_idle, alternatives(pattern)))
 
 
 def check_plan(
