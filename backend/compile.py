@@ -45,7 +45,7 @@ from qsync_fx.graph.graph import Context, PrecisionGraph, copied_module
 from qsync_fx.options import Options, active_plan
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.cached_plan import (
-    Candidates,
+    ApplyCachedPlan,
     candidates,
     note_default_plan,
     warn_of_stale_profile,
@@ -73,7 +73,7 @@ def rewrite(
     options: Options,
     instruments: Sequence[Instrument] = (),
     observed: Iterable[OpId] = (),
-    unasked: Candidates | None = None,
+    unasked: ApplyCachedPlan | None = None,
 ) -> PrecisionGraph:
     """Run the pipeline on a Dynamo graph, while Dynamo compiles.
 
@@ -91,9 +91,8 @@ def rewrite(
     with targeted(options.target, device), _unhooked():
         context = context_for(module, inputs, options, observed)
         fakes = _fake(inputs, context.fake_mode)
-        stale: list[str] = []
         passes = with_cached_plan(
-            pipeline(options, operators.lowerings(), context.training), unasked, stale.append
+            pipeline(options, operators.lowerings(), context.training), unasked
         )
         if not instruments and not options.passes:
             # Compilation does not use operator costs, and computing them takes longer than a pass.
@@ -108,7 +107,7 @@ def rewrite(
         attend_by_products(graph)
         lay_out_masks(graph)
         verify_strides(graph, "attention")
-    for why in stale[:1]:
+    for why in unasked.stale if unasked else ():
         warn_of_stale_profile(why, place(options), options)
     return graph
 
@@ -172,7 +171,7 @@ class CompilationSession:
         compiled = self.compile_module(graph, fast_dropout, cache_key)
         return self.check_runs(compiled, graph)
 
-    def restrict_reuse(self) -> Candidates | None:
+    def restrict_reuse(self) -> ApplyCachedPlan | None:
         """Guard the code against reuse for other modules, if their plans may differ.
 
         Returns:
@@ -197,7 +196,7 @@ class CompilationSession:
         if self.options.target is not None:
             check_target(self.options.target, self.device)
 
-    def run_passes(self, cached_plans: Candidates | None) -> PrecisionGraph:
+    def run_passes(self, cached_plans: ApplyCachedPlan | None) -> PrecisionGraph:
         """Return the lowered graph."""
         return rewrite(
             self.module,

@@ -1,9 +1,7 @@
-"""Operator costs as expressions of the graph's symbolic sizes.
+"""Operator costs as expressions of the graph's symbolic sizes, valid for every batch size.
 
-Invariant: costs follow from shapes and formats alone, so they are valid for every batch size that
-the graph is compiled for. Each cast of the lowered graph is charged to one operator, and the sum
-over the operators is the cost of the graph. Fusion and rematerialization in the inner compiler are
-not modeled.
+Invariant: each cast of the lowered graph is charged to one operator, and the sum over the operators
+is the cost of the graph, without fusion and rematerialization in the inner compiler.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost
 
 
 def _moved(operator: Operator) -> Cost:
-    """Return the cost of an operator that a pass inserted: the bytes it accesses, and its FLOPs.
-
-    The cost of a higher-order operator is zero: the operators of its body are charged themselves.
-    """
+    """Return the cost of an inserted operator; zero for one whose body is charged itself."""
     node, graph = operator.node, operator.graph
     if node_metadata.bodies(node):
         return Cost()

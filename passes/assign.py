@@ -1,23 +1,17 @@
-"""Assignment of the plan's precisions to adjustable operators.
+"""Assignment of the plan's precisions, or of the device's default, to adjustable operators.
 
-Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's
-choice, restricted by the capabilities of the operator and the device. An explicit choice for the
-operator overrides the model's autocast region, a default does not. Operators that get the device's
-default run in FP32 if that is as fast (`give_way`).
-
-The lowering decides whether one product is too small (`Lowering.slower`). An FP32 result promotes
-every tensor that it is combined with, so operators with joined results are widened together, and
-only if none of them is faster in 16 bits. An operator without a weight (norm, attention) stays
-narrow if it reads a narrow result that stays; otherwise it is widened if a neighbor is widened and
-no neighbor stays narrow.
+Invariant: afterwards each adjustable operator has a precision and the reason for it. An explicit
+choice for the operator overrides the model's autocast region, a default does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
+import networkx as nx
+from networkx.utils import UnionFind
 from torch import fx
 
 from qsync_fx.devices import row_on
@@ -29,7 +23,7 @@ from qsync_fx.graph.cascade_rules import handed_on, rule_of
 from qsync_fx.graph.fx_utils import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
-from qsync_fx.plan.validation import check_plan
+from qsync_fx.plan.plan import check_plan
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,13 @@ class Assign:
     scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        _check(graph)
+        context = graph.context
+        ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
+        # Unused entries of the plan may belong to graphs that are compiled later. An evaluation
+        # graph may lack operators of training, and a graph without adjustable operators is not a
+        # model.
+        complete = context.complete and context.training and bool(ids)
+        check_plan(context.plan, ids, complete, context.seen, context.modules)
         unasked: list[Operator] = []
         for operator in graph.operators():
             if operator.kind is not Kind.ADJUSTABLE or operator.note.pinned:
@@ -48,45 +48,31 @@ class Assign:
         give_way(graph, unasked)
 
 
-def _check(graph: PrecisionGraph) -> None:
-    """Raise if the plan was certainly made for another model.
-
-    Entries that this graph does not use may belong to graphs that are compiled later.
-    """
-    context = graph.context
-    ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
-    # An evaluation graph may lack operators of training, and a graph without adjustable operators
-    # is not a model.
-    complete = context.complete and context.training and bool(ids)
-    check_plan(context.plan, ids, complete, context.seen, context.modules)
-
-
 def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     """Assign the operator's precision; return whether it is the device's default."""
-    choice = graph.context.plan.precision_for(operator.id)
+    choice, context = graph.context.plan.precision_for(operator.id), graph.context
     owned = format_of(graph.value(operator.node)) or FP32
-    explicit = choice is not None and choice.explicit
-    skip_unprofitable = graph.context.options.skip_unprofitable and not explicit
     region = operator.note.autocast
     if choice is None:
         operator.decide(owned, "the plan does not name it: it stays as the model wrote it")
-    elif region == "off" and not explicit:
+    elif region == "off" and not choice.explicit:
         reason = "the model disables autocast here, and the plan does not name the operator"
         operator.decide(owned, reason)
-    elif isinstance(region, Precision) and graph.context.automatic:
+    elif isinstance(region, Precision) and context.automatic:
         operator.decide(region, "the model's autocast region")
     elif (
-        not explicit
-        and region is None
-        and stays(owned, row_on(graph.context.device, choice.precision), graph.context.automatic)
+        region is None
+        and not choice.explicit
+        and stays(owned, row_on(context.device, choice.precision), context.automatic)
     ):
         operator.decide(owned, f"its format in the model is {owned}, which no default changes")
-    elif graph.context.automatic:
+    elif context.automatic:
         reason = "no precision was requested, and this is the default of the device"
         operator.decide(choice.precision, reason)
         return True
     else:
-        operator.decide(choice.precision, choice.reason, skip_unprofitable=skip_unprofitable)
+        skip = context.options.skip_unprofitable and not choice.explicit
+        operator.decide(choice.precision, choice.reason, skip_unprofitable=skip)
     return False
 
 
@@ -102,21 +88,32 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
         return
     joins = _Joins()
     joins.sweep(graph)
-    # Groups stay narrow because of a product that is large enough, an operator with a requested
-    # precision, or an operator without a weight that reads from a narrow group.
+    # An FP32 result promotes what it is combined with, so operators with joined results are decided
+    # as a group. A group stays narrow because of a product that is large enough, an operator with a
+    # requested precision, or an operator without a weight that reads from a narrow group.
     paying: dict[fx.Node, str] = {}
     for node, reads in joins.narrow.items():
         before = next((paying[root] for root in map(joins.root, reads) if root in paying), None)
-        note = node_metadata.NOTE.get(node)
-        if node not in default or (_weighted(default[node]) and node not in small):
-            paying.setdefault(joins.root(node), node.name if note is None else str(note.id))
+        op = default.get(node)
+        if op is None or (op.row is not None and op.row.scaled and node not in small):
+            name = node.name
+            if node in node_metadata.NOTE:
+                name = str(node_metadata.NOTE[node].id)
+            paying.setdefault(joins.root(node), name)
         elif before is not None and node not in small:
             paying.setdefault(joins.root(node), before)
-    gone = {joins.root(node) for node in small} - paying.keys()
-    _spread(gone, paying.keys(), joins)
+    wide = {joins.root(node) for node in small} - paying.keys()
+    groups = nx.Graph(
+        (joins.root(read), joins.root(node))
+        for node, reads in joins.narrow.items()
+        for read in reads
+    )
+    narrow = paying.keys() & groups
+    others = groups.subgraph({*groups} - narrow.union(*map(groups.neighbors, narrow)) | wide)
+    wide.update(*(nx.node_connected_component(others, root) for root in wide & others.nodes))
     for node, op in default.items():
         root, fmt = joins.root(node), _precision(op)
-        if root in gone:
+        if root in wide:
             why = small.get(node, f"its neighbours are too small for {fmt} to be faster")
             but = f"{why}, so it runs in {FP32}"
             op.update(precision=FP32, instead=but, reason=f"{op.note.reason}; {but}")
@@ -125,54 +122,28 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
             op.update(reason=f"{op.note.reason}; {small[node]}, but {neighbours}, so it stays")
 
 
-def _weighted(operator: Operator) -> bool:
-    return operator.row is not None and bool(operator.row.scaled)
-
-
 def _precision(operator: Operator) -> Precision:
     assert operator.precision is not None, "it was assigned"
     return operator.precision
 
 
-def _spread(gone: set[fx.Node], staying: Iterable[fx.Node], joins: _Joins) -> None:
-    """Add to `gone` the groups next to it, transitively, except neighbors of groups that stay."""
-    staying = set(staying)
-    neighbours: dict[fx.Node, set[fx.Node]] = {}
-    for node, reads in joins.narrow.items():
-        for read in reads:
-            a, b = joins.root(read), joins.root(node)
-            neighbours.setdefault(a, set()).add(b)
-            neighbours.setdefault(b, set()).add(a)
-    reached = list(gone)
-    while reached:
-        for root in neighbours.get(reached.pop(), ()):
-            if root not in gone and root not in staying and not neighbours[root] & staying:
-                gone.add(root)
-                reached.append(root)
-
-
 @dataclass
 class _Joins:
-    """Union-find over 16-bit results that operators join by promotion, such as an addition.
+    """Groups of 16-bit results that operators join by promotion, such as an addition.
 
-    Attributes:
-        narrow: the nodes that produce 16-bit values themselves, in topological order: adjustable
-            operators, each with the producers of the narrow values it reads, and values that are
-            narrow in the model.
+    `narrow` has the nodes that produce 16-bit values themselves, in topological order, each with
+    the producers of the narrow values that it reads.
     """
 
     narrow: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     _formats: dict[fx.Node, Precision | None] = field(default_factory=dict)
     _sources: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """A 16-bit producer for each narrow node that derives from it."""
-    _roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _groups: UnionFind = field(default_factory=UnionFind)
 
     def root(self, node: fx.Node) -> fx.Node:
         """Return the representative of the group that a narrow producer belongs to."""
-        while (above := self._roots.get(node, node)) is not node:
-            self._roots[node] = self._roots.get(above, above)
-            node = above
-        return node
+        return cast(fx.Node, self._groups[node])
 
     def sweep(self, graph: PrecisionGraph) -> None:
         """Propagate formats as the cascade does, given the assigned precisions."""
@@ -184,17 +155,18 @@ class _Joins:
                 self.sweep(body)
             if node.op == "placeholder" and node in self._formats:
                 continue
-            if node not in node_metadata.NOTE:
+            note = node_metadata.NOTE.get(node)
+            if note is None:
                 source = handed_on(graph, node, graph.context.automatic)
                 if source is not None and source in self._formats:
                     self._hand_on(node, source)
                 else:
                     self._begin(node, format_of(graph.value(node)))
-            elif (note := node_metadata.NOTE[node]).kind is Kind.ADJUSTABLE:
+            elif note.kind is Kind.ADJUSTABLE:
                 self._begin(node, format_of(graph.value(node)) and note.precision)
                 if node in self.narrow:
-                    operands_read = (used for used in node.all_input_nodes if used in self._sources)
-                    self.narrow[node] = [self._sources[used] for used in operands_read]
+                    sources = map(self._sources.get, node.all_input_nodes)
+                    self.narrow[node] = [source for source in sources if source is not None]
             else:
                 self._follow(graph, node)
 
@@ -219,5 +191,4 @@ class _Joins:
             return
         self._formats[node], self._sources[node] = fmt, sources[0]
         if rule.promotes:
-            for other in sources[1:]:
-                self._roots[self.root(other)] = self.root(sources[0])
+            self._groups.union(*sources)

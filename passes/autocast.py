@@ -1,25 +1,24 @@
 """Replacement of the model's autocast regions by explicit casts.
 
 Invariant: the graph computes the same values as under autocast. Regions remain only around
-operators that stay as Dynamo wrote them. Each operator records its region for the pass `assign`. A
-graph that is called under autocast starts with a node that disables autocast, so that no cast
-happens twice.
+operators that stay as Dynamo wrote them. Each operator records its region for `assign`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from qsync_fx.autocast_policy import Policy, policy
+from qsync_fx.autocast_policy import Policy, policy as policy_of
 from qsync_fx.formats import precision_of
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.fx_utils import format_of, is_float
+from qsync_fx.graph.node_metadata import CastInfo, Part, Purpose
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
 
@@ -41,9 +40,13 @@ class Autocast:
                 stack.pop()
             elif node in node_metadata.NOTE and (region := stack[-1]) is not None:
                 _apply(graph, node, region)
-        _remove_regions(graph)
+        for node in reversed(graph.nodes):
+            is_switch = node.target in (_enter_autocast, _exit_autocast)
+            if is_switch and node not in node_metadata.KEPT:
+                graph.graph.erase_node(node)
         if graph.context.ambient is not None and graph.parent is None:
-            _switch_off(graph)
+            first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+            _enclose(graph, first, graph.nodes[-1].prev, None, False, None)
         graph.module.recompile()
 
 
@@ -71,30 +74,22 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         if not node_metadata.bodies(node):
             _wrap(graph, node, region)
         return
-    subject = policy(node.target, graph.context.device.type)
+    subject = policy_of(node.target, graph.context.device.type)
     if subject == "inside":
         if operator.kind is not Kind.ADJUSTABLE:
             _wrap(graph, node, region)
     elif subject is not None:
-        wanted = _wanted(graph, node, subject, dtype)
+        dtypes = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
+        wanted = dtype
+        if subject == "fp32" or (subject != "lower" and torch.float32 in dtypes):
+            wanted = torch.float32
         node.args, node.kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted, subject)
         )
 
 
-def _wanted(
-    graph: PrecisionGraph, node: fx.Node, description: Policy, dtype: torch.dtype
-) -> torch.dtype:
-    if description == "lower":
-        return dtype
-    if description == "fp32":
-        return torch.float32
-    dtypes = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
-    return torch.float32 if torch.float32 in dtypes else dtype
-
-
 def _cast(
-    graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, description: Policy
+    graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, policy: Policy
 ) -> fx.Node:
     value = graph.value(used)
     # Autocast converts Float8 tensors of the model too.
@@ -103,39 +98,23 @@ def _cast(
         return used
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
-    owner, fmt = node_metadata.NOTE[node].id, precision_of(wanted)
-    node_metadata.CAST[cast] = node_metadata.CastInfo(
-        node_metadata.Part.CONVERT, owner, fmt, None, node_metadata.Purpose.AUTOCAST, description
-    )
+    owner, fmt, purpose = node_metadata.NOTE[node].id, precision_of(wanted), Purpose.AUTOCAST
+    node_metadata.CAST[cast] = CastInfo(Part.CONVERT, owner, fmt, None, purpose, policy)
     graph.propagate(cast)
     return cast
 
 
 def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     """Leave an opaque node in its original autocast region."""
-    with graph.graph.inserting_before(node):
-        enter = graph.graph.call_function(
-            _enter_autocast, (graph.context.device.type, region[1], region[0], True)
-        )
-    with graph.graph.inserting_after(node):
-        leave = graph.graph.call_function(_exit_autocast, (enter,))
-    node_metadata.KEPT[enter] = node_metadata.KEPT[leave] = True
+    _enclose(graph, node, node, region[1], region[0], True)
     node_metadata.REGION[node] = region
 
 
-def _remove_regions(graph: PrecisionGraph) -> None:
-    for node in reversed(graph.nodes):
-        if node.target in (_enter_autocast, _exit_autocast) and node not in node_metadata.KEPT:
-            graph.graph.erase_node(node)
-
-
-def _switch_off(graph: PrecisionGraph) -> None:
-    nodes = graph.nodes
-    first = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
+def _enclose(graph: PrecisionGraph, first: fx.Node, last: fx.Node, *settings: Any) -> None:
+    """Insert an autocast region (dtype, enabled, cached) around consecutive nodes."""
     with graph.graph.inserting_before(first):
-        off = graph.graph.call_function(
-            _enter_autocast, (graph.context.device.type, None, False, None)
-        )
-    with graph.graph.inserting_before(nodes[-1]):
-        leave = graph.graph.call_function(_exit_autocast, (off,))
-    node_metadata.KEPT[off] = node_metadata.KEPT[leave] = True
+        arguments = (graph.context.device.type, *settings)
+        enter = graph.graph.call_function(_enter_autocast, arguments)
+    with graph.graph.inserting_after(last):
+        leave = graph.graph.call_function(_exit_autocast, (enter,))
+    node_metadata.KEPT[enter] = node_metadata.KEPT[leave] = True

@@ -1,35 +1,30 @@
 """Cached plans: the default plan of a model that is compiled without plan or precision.
 
-`caches()/profiles/STRUCTURE` contains the profiles of models with one structure, by machine, batch
-and mode, each with a file *.plan.json of the plan that `qsync_fx.cache_plan` found from it.
-
-Invariant: a cached plan is used only if machine, model, mode, options and batch sizes match;
-otherwise the reason is reported. Graphs of other sizes, such as an epoch's last batch, use the plan
-of the model's earlier graphs. No code here measures or searches; unreadable files are ignored.
+`caches()/profiles/STRUCTURE` contains the profiles of models with one structure, each with a file
+*.plan.json of the plan that `qsync_fx.cache_plan` found from it. Unreadable files are ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from qsync_fx import environment
 from qsync_fx.coverage.compilation_log import log_of
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import PlanError, PlanWarning, ProfileError
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.graph.fx_utils import describe
+from qsync_fx.graph.fx_utils import describe, tensors
 from qsync_fx.graph.graph import Operator
 from qsync_fx.module_paths import joined, paths
 from qsync_fx.options import Options
@@ -64,40 +59,36 @@ class Fingerprint:
 
 def fingerprint(root: nn.Module, operators: Iterable[Operator], options: Options) -> Fingerprint:
     """Return the fingerprint of a model with these operators, before precisions are decided."""
-    tensors = dict(_tensors(root))
+    owned = {
+        joined(path, name): tensor
+        for path, module in paths(root)
+        for name, tensor in {**module._parameters, **module._buffers}.items()
+        if tensor is not None
+    }
     kind = type(root)
     return Fingerprint(
-        _digest([f"{kind.__module__}.{kind.__qualname__}", *tensors]),
-        _digest(describe(tensor) for tensor in tensors.values()),
+        _digest([f"{kind.__module__}.{kind.__qualname__}", *owned]),
+        _digest(map(describe, owned.values())),
         options.non_default_options,
         [path for path, module in paths(root) if not module.training],
-        sizes_of(operators),
+        _output_shapes(operators),
     )
 
 
-def sizes_of(operators: Iterable[Operator]) -> dict[str, str]:
-    """Return the output shapes of operators, by their ids."""
-    return {str(operator.id): _sizes(operator.graph.value(operator.node)) for operator in operators}
+def _output_shapes(operators: Iterable[Operator]) -> dict[str, str]:
+    """Return output shapes such as "4x16 1" by operator id, symbolic sizes by their hints."""
+    result = {}
+    for operator in operators:
+        outputs = tensors(operator.graph.value(operator.node))
+        shapes = ("x".join(map(_size, output.shape)) or "1" for output in outputs)
+        result[str(operator.id)] = " ".join(shapes)
+    return result
 
 
-def _sizes(value: Any) -> str:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return " ".join("x".join(map(_number, tensor.shape)) or "1" for tensor in tensors)
-
-
-def _number(size: int | torch.SymInt) -> str:
-    """Return a size, or the hint of a symbolic size: its value in the compiled batch."""
+def _size(size: int | torch.SymInt) -> str:
     if isinstance(size, torch.SymInt):
         return str(size.node.hint) if size.node.has_hint() else "?"
     return str(size)
-
-
-def _tensors(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for path, module in paths(root):
-        live: Mapping[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
-        yield from (
-            (joined(path, name), tensor) for name, tensor in live.items() if tensor is not None
-        )
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -141,111 +132,105 @@ def folder(structure: str) -> Path:
     return caches() / "profiles" / structure
 
 
-def _cached(structure: str) -> list[tuple[Path, CachedPlan]]:
-    """Return the cached plans for models with a structure, the latest first."""
+def _cached(structure: str) -> Iterator[tuple[Path, CachedPlan]]:
+    """Yield the readable cached plans for models with a structure, the latest first."""
     try:
-        files = [(path, path.stat()) for path in folder(structure).glob(f"*{SUFFIX}")]
+        files = {path: path.stat().st_mtime_ns for path in folder(structure).glob(f"*{SUFFIX}")}
     except OSError:  # another process has removed a file, or the folder is not readable
-        return []
-    latest = sorted(files, key=lambda file: -file[1].st_mtime_ns)
-    read = ((path, _read(path, state.st_mtime_ns, state.st_size)) for path, state in latest)
-    return [(path, item) for path, item in read if item is not None]
-
-
-@functools.lru_cache(maxsize=64)
-def _read(path: Path, _written: int, _bytes: int) -> CachedPlan | None:
-    try:
-        return CACHED_PLAN_FILE.load(path)
-    except PlanError:
-        return None
+        return
+    for path in sorted(files, key=lambda path: -files[path]):
+        with contextlib.suppress(PlanError):
+            yield path, CACHED_PLAN_FILE.load(path)
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """Cached plans that a model may use.
+class ApplyCachedPlan:
+    """Pass that sets the plan of a cached profile in the context of each graph.
+
+    It runs as soon as the operators are known, because they identify the model, and before any
+    precision is decided. The graph itself does not change.
 
     Attributes:
         model: fingerprint of the model, without operators.
-        kept: plans of models with the same structure, with their files.
+        cached: plans of models with the same structure, with their files.
         before: plan of earlier graphs of the model; None without one.
+        stale: receives the mismatch of the latest cached plan if no plan matches.
     """
 
+    name: ClassVar[str] = "cached_plan"
+    scope: ClassVar[Scope] = Scope.MODEL
+
     model: Fingerprint
-    kept: tuple[tuple[Path, CachedPlan], ...]
+    cached: tuple[tuple[Path, CachedPlan], ...]
     before: Plan | None
+    stale: list[str] = field(default_factory=list, compare=False)
 
-    def plan(self, operators: Mapping[str, str], complete: bool) -> Plan | None:
-        """Return the plan for a graph; None if no plan matches.
+    def __call__(self, graph: PrecisionGraph) -> None:
+        plan = self.before
+        if graph.context.training:
+            plan = self._matching(graph) or plan
+        if plan is None:
+            return
+        options = dataclasses.replace(graph.context.options, plan=plan)
+        for part in graph.walk():
+            part.context = dataclasses.replace(part.context, plan=plan, options=options)
 
-        Args:
-            operators: output shapes of the graph's operators, by id.
-            complete: whether the graph is the full model.
-        """
-        for path, result in self.kept:
-            if next(self._differing(result, operators, complete), None) is None:
-                return _plan(path, result)
-        return self.before
+    def _matching(self, graph: PrecisionGraph) -> Plan | None:
+        shapes, mismatches = _output_shapes(graph.operators()), []
+        for path, cached in self.cached:
+            why = self._mismatch(cached, shapes, graph.context.complete)
+            if not why:
+                return _plan(path, cached)
+            mismatches.append(why)
+        if self.before is None:
+            self.stale.extend(mismatches[:1])
+        return None
 
-    def why_not(self, operators: Mapping[str, str], complete: bool) -> str:
-        """Return the first mismatch of the latest cached plan, as text; "" without cached plans."""
-        for _, item in self.kept:
-            for mismatch in self._differing(item, operators, complete):
-                return mismatch
-        return ""
-
-    def _differing(
-        self, result: CachedPlan, operators: Mapping[str, str], complete: bool
-    ) -> Iterator[str]:
+    def _mismatch(self, cached: CachedPlan, shapes: Mapping[str, str], complete: bool) -> str:
+        """Return why a cached plan is for another model, batch or machine, or ""."""
         try:
-            result.machine.check(here_for(result.machine))
+            cached.machine.check(here_for(cached.machine))
         except ProfileError as error:
-            yield error.what
-        existing, current = result.model, self.model
-        if existing.tensors != current.tensors:
-            yield "its model has tensors of other sizes or dtypes"
-        if existing.options != current.options:
-            yield (
-                f"it was measured with other options: {existing.options or 'none'}, "
-                f"here {current.options or 'none'}"
-            )
-        if existing.evaluated != current.evaluated:
-            yield "it was measured with other modules in evaluation mode"
-        strange = operators.keys() - existing.operators.keys() or (
-            complete and existing.operators.keys() - operators.keys()
-        )
+            return error.what
+        measured, current = cached.model, self.model
+        if measured.tensors != current.tensors:
+            return "its model has tensors of other sizes or dtypes"
+        if measured.options != current.options:
+            options = f"{measured.options or 'none'}, here {current.options or 'none'}"
+            return f"it was measured with other options: {options}"
+        if measured.evaluated != current.evaluated:
+            return "it was measured with other modules in evaluation mode"
+        strange = shapes.keys() - measured.operators.keys()
+        if complete:
+            strange |= measured.operators.keys() - shapes.keys()
         if strange:
-            yield f"its model has other operators: {min(strange)}"
-        for name, sizes in operators.items():
-            if existing.operators.get(name, sizes) != sizes:
-                yield (
-                    f"it was measured with another batch size: the output of {name} is "
-                    f"{existing.operators[name]}, here {sizes}"
-                )
-                break
+            return f"its model has other operators: {min(strange)}"
+        for name, shape in shapes.items():
+            if measured.operators[name] != shape:
+                output = f"the output of {name} is {measured.operators[name]}, here {shape}"
+                return f"it was measured with another batch size: {output}"
+        return ""
 
 
 _SWITCH: Final = "QSYNC_CACHED_PLAN"
 """Environment variable that disables cached plans if it is 0."""
 
 
-def candidates(current: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
-    """Return the cached plans that a graph may use.
-
-    Returns:
-        None if the user gave a plan or precision, also by autocast, if cached plans are disabled,
-        or if there are none.
-    """
-    root = current.root
+def candidates(
+    place: SourcePlace, options: Options, device: torch.device
+) -> ApplyCachedPlan | None:
+    """Return the pass for a model's cached plans; None if the user chose formats."""
+    root = place.root
     if root is None or not options.is_default or not options.cached_plan:
         return None
     if not environment.switch(_SWITCH):
         return None
     before, model = log_of(options).unasked.get(root), fingerprint(root, (), options)
-    result = Candidates(model, tuple(_cached(model.structure)), before)
-    if not result.kept and before is None:
-        return None
+    cached = tuple(_cached(model.structure))
     # Unsupported devices, for which torch may lack autocast, are reported elsewhere.
-    return None if torch.is_autocast_enabled(device.type) else result
+    if (not cached and before is None) or torch.is_autocast_enabled(device.type):
+        return None
+    return ApplyCachedPlan(model, cached, before)
 
 
 def _plan(path: Path, result: CachedPlan) -> Plan:
@@ -257,46 +242,12 @@ def _plan(path: Path, result: CachedPlan) -> Plan:
     return Plan(result.within, operators=result.operators, notes={CACHED: text})
 
 
-@dataclass(frozen=True)
-class ApplyCachedPlan:
-    """Pass that sets the plan of a cached profile in the context of each graph.
-
-    It runs as soon as the operators are known, because they identify the model, and before any
-    precision is decided. The graph itself does not change.
-
-    Attributes:
-        candidates: plans of cached profiles.
-        tell: receives the reason why no candidate was used.
-    """
-
-    name: ClassVar[str] = "cached_plan"
-    scope: ClassVar[Scope] = Scope.MODEL
-
-    candidates: Candidates
-    tell: Callable[[str], None] = field(compare=False)
-
-    def __call__(self, graph: PrecisionGraph) -> None:
-        context, plan = graph.context, self.candidates.before
-        if context.training:
-            operators = sizes_of(graph.operators())
-            plan = self.candidates.plan(operators, context.complete)
-            if plan is None and (why := self.candidates.why_not(operators, context.complete)):
-                self.tell(why)
-        if plan is None:
-            return
-        options = dataclasses.replace(context.options, plan=plan)
-        for part in graph.walk():
-            part.context = dataclasses.replace(part.context, plan=plan, options=options)
-
-
-def with_cached_plan(
-    passes: Sequence[Pass], result: Candidates | None, tell: Callable[[str], None]
-) -> tuple[Pass, ...]:
-    """Return the passes, with `ApplyCachedPlan` before `Assign` if there are candidates."""
-    if result is None:
+def with_cached_plan(passes: Sequence[Pass], cached: ApplyCachedPlan | None) -> tuple[Pass, ...]:
+    """Return the passes, with `cached` before `Assign` unless it is None."""
+    if cached is None:
         return tuple(passes)
     index = next(index for index, step in enumerate(passes) if isinstance(step, Assign))
-    return (*passes[:index], ApplyCachedPlan(result, tell), *passes[index:])
+    return (*passes[:index], cached, *passes[index:])
 
 
 def note_default_plan(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:

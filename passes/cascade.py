@@ -1,9 +1,7 @@
 """Cascade: dependent operators get the promoted precision of their inputs.
 
 Invariant: afterwards every operator with floating-point output has a precision and an output
-precision, and the precision of every dependent operator is the promotion of its inputs' output
-precisions (QSync, section IV-B and footnote 1). The pass iterates to a fixed point;
-graph/cascade_rules.py has the rules.
+precision (QSync, section IV-B and footnote 1). graph/cascade_rules.py has the rules.
 """
 
 from __future__ import annotations
@@ -82,11 +80,7 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
 
 
 def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precision | None:
-    """Return an operator's output format.
-
-    It is the output format of its precision, but FP32 for a scaled operator if all its readers
-    compute in FP32 (QSync, footnote 3).
-    """
+    """Return an operator's output format (QSync, footnote 3)."""
     assert note.precision is not None, f"{note.id} was not assigned"
     owned = format_of(graph.value(node))
     if owned is None:

@@ -1,8 +1,7 @@
 """Classification of operators as adjustable, dependent or fixed.
 
-Invariant: every operator has a kind and a reason, and the row of a product with a weight identifies
-the weight. An operator that is not in the operator table is fixed, FP32 in and FP32 out, and
-counted in `graph.unknown`.
+Invariant: every operator has a kind and a reason, and the row of a product with a weight names the
+weight. An operator without a row is fixed, and counted in `graph.unknown`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Classify:
 
 
 def classify(operator: Operator, origins: Origins | None = None) -> None:
-    """Set one operator's kind and the reason; `origins` are those of the graph, if computed."""
+    """Set one operator's kind and the reason; `origins` avoids computing the graph's again."""
     graph, node, row = operator.graph, operator.node, operator.row
     if opaque := node_metadata.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)
@@ -44,13 +43,11 @@ def classify(operator: Operator, origins: Origins | None = None) -> None:
     elif row is None:
         name = target_name(node)
         graph.unknown[name] = graph.unknown.get(name, 0) + 1
-        operator.update(
-            kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out"
-        )
+        reason = f"{name} is not in the operator table: FP32 in, FP32 out"
+        operator.update(kind=Kind.FIXED, reason=reason)
     elif row.kind is Kind.ADJUSTABLE and in_place(node):
-        operator.update(
-            kind=Kind.FIXED, reason="it writes in place, into a tensor whose dtype does not change"
-        )
+        reason = "it writes in place, into a tensor whose dtype does not change"
+        operator.update(kind=Kind.FIXED, reason=reason)
     else:
         row = with_weight(graph, node, row, origins or Origins(graph))
         operator.update(kind=row.kind, reason=row.reason, row=row)

@@ -1,23 +1,16 @@
 """Integration of the changes that a user's pass makes to a graph.
 
-The runner compares snapshots before and after the pass. Structural damage raises an error that
-names the pass. A new call of a torch function, method or module is traced to ATen operators. Each
-new operator gets an id, a kind, a reason and a source line, as if it had been there when the
-earlier passes ran; decisions that are final by then (the plan, inserted casts) appear in its
-reason.
-
-Invariant: afterwards all passes and verifier rules can read the graph. A pass that only calls
-`Operator.assign` cannot break a rule; a later violation is a bug of qsync_fx.
+Invariant: afterwards all passes and verifier rules can read the graph, as if new operators had been
+there when the earlier passes ran. Structural damage raises an error that names the pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator as py_operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -37,39 +30,34 @@ from qsync_fx.passes.classify import Classify, classify
 from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.normalize import Normalize
-from qsync_fx.passes.rewriting.apply_rewrite import OF_THE_MODEL, adopted, inlined
-from qsync_fx.passes.rewriting.pattern import TracedPattern, Untraceable, trace_call
-from qsync_fx.passes.tracing.operator_ids import identify_new, mark
-from qsync_fx.passes.tracing.retrace import modes, restored
-from qsync_fx.plan.operator_id import Numbering, OpId
+from qsync_fx.passes.rewrite_pass import OF_THE_MODEL, adopted, inlined
+from qsync_fx.passes.rewrite_pattern import Untraceable, trace_call
+from qsync_fx.passes.tracing.operator_ids import identify_new
+from qsync_fx.passes.tracing.retrace import modes, tracing
+from qsync_fx.plan.operator_id import Numbering
 
 
 @dataclass(frozen=True)
 class GraphSnapshot:
     """Snapshot of a graph and of the bodies of its higher-order operators.
 
-    Attributes:
-        nodes: every node in order, with its target, args, kwargs and the id of its value.
-        values: the values of the nodes.
-        notes: the `OperatorInfo` of each operator.
+    `nodes` has the target, args, kwargs and id of the value of every node, `values` the values by
+    id.
     """
 
     nodes: dict[fx.Node, tuple[Any, ...]]
-    values: tuple[Any, ...]
+    values: dict[int, Any]
     notes: dict[fx.Node, OperatorInfo]
 
-    def holds(self, value: Any) -> bool:
-        """Return whether a value belonged to a node of the snapshot."""
-        return any(entry is value for entry in self.values)
-
-
-def look(graph: PrecisionGraph) -> GraphSnapshot:
-    nodes = [node for part in graph.walk() for node in part.nodes]
-    return GraphSnapshot(
-        {node: (node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in nodes},
-        tuple(node.meta.get("val") for node in nodes),
-        {node: node_metadata.NOTE[node] for node in nodes if node in node_metadata.NOTE},
-    )
+    @classmethod
+    def of(cls, graph: PrecisionGraph) -> GraphSnapshot:
+        nodes = [node for part in graph.walk() for node in part.nodes]
+        values = {node: node.meta.get("val") for node in nodes}
+        return cls(
+            {node: (node.target, node.args, node.kwargs, id(values[node])) for node in nodes},
+            {id(value): value for value in values.values()},
+            {node: node_metadata.NOTE[node] for node in nodes if node in node_metadata.NOTE},
+        )
 
 
 def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
@@ -97,13 +85,18 @@ def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
         return False
     if before.notes.keys() != after.notes.keys():
         return False
-    return all(_decided(note, after.notes[node]) for node, note in before.notes.items())
-
-
-def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
-    decision = {name: getattr(before, name) for name in ("planned", "precision", "reason")}
-    undone = dataclasses.replace(after, pinned=before.pinned, **decision)
-    return after == before or (after.pinned and undone == before)
+    for node, old in before.notes.items():
+        new = after.notes[node]
+        undone = dataclasses.replace(
+            new,
+            pinned=old.pinned,
+            planned=old.planned,
+            precision=old.precision,
+            reason=old.reason,
+        )
+        if new != old and not (new.pinned and undone == old):
+            return False
+    return True
 
 
 def spell(graph: PrecisionGraph, node: fx.Node) -> None:
@@ -119,45 +112,27 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
     if node.op == "call_function" and not any(isinstance(value, torch.Tensor) for value in values):
         return  # unpacks a result, or computes a size
     inputs = {"args": node.args, "kwargs": node.kwargs}
-    traced, several = _traced(graph, node, inputs)
+    called: Any = _attribute(graph, node) if node.op == "call_module" else node.target
+
+    def call(args: Any, kwargs: Any) -> Any:
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return called(*args, **kwargs)
+
+    try:
+        with tracing(graph, modes(graph)[node]):
+            traced = trace_call(call, fx.node.map_arg(inputs, graph.value), recorded=True)
+    except Untraceable as error:
+        message = f"{target_name(node)} cannot be traced: {error}"
+        do = "call torch operators, or functions and modules that compute only with tensors"
+        raise PassError(message, where=f"node %{node.name}", do=do) from error.__cause__
     leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node))
     symbolic = (torch.Tensor, torch.SymInt, torch.SymFloat)
     read = [leaf for leaf in leaves if isinstance(graph.value(leaf), symbolic)]
     origin = {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta}
     with graph.graph.inserting_before(node):
         local = inlined(graph, traced, read, origin)
-    _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
-
-
-def _traced(
-    graph: PrecisionGraph, node: fx.Node, value: dict[str, Any]
-) -> tuple[TracedPattern, bool]:
-    called, several = _called(graph, node), False
-
-    def run(args: Any, kwargs: Any) -> Any:
-        nonlocal several
-        returned = called(*args, **kwargs)
-        several = isinstance(returned, (tuple, list))
-        return returned
-
-    assert graph.context.fake_mode is not None
-    in_force = modes(graph)[node]
-    with restored(), graph.context.fake_mode:
-        in_force.apply()
-        try:
-            return trace_call(run, fx.node.map_arg(value, graph.value), recorded=True), several
-        except Untraceable as error:
-            message = f"{target_name(node)} cannot be traced: {error}"
-            do = "call torch operators, or functions and modules that compute only with tensors"
-            raise PassError(message, where=f"node %{node.name}", do=do) from error.__cause__
-
-
-def _called(graph: PrecisionGraph, node: fx.Node) -> Any:
-    if node.op == "call_module":
-        return _attribute(graph, node)
-    if node.op == "call_method":
-        return lambda first, *args, **kwargs: getattr(first, str(node.target))(*args, **kwargs)
-    return node.target
+    _replace(graph, node, [local[output] for output in traced.outputs], traced.several)
 
 
 def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
@@ -172,10 +147,8 @@ def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
         ) from error
 
 
-def _replace(
-    graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...], several: bool
-) -> None:
-    results: Any = outputs if several else outputs[0]
+def _replace(graph: PrecisionGraph, node: fx.Node, outputs: list[fx.Node], several: bool) -> None:
+    results: Any = tuple(outputs) if several else outputs[0]
     for user in list(node.users):
         if several and user.target is py_operator.getitem and isinstance(user.args[1], int):
             user.replace_all_uses_with(outputs[user.args[1]])
@@ -192,7 +165,8 @@ def _replace(
 
 def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None = None) -> None:
     """Set the value of a new node; raise `PassError` if its arguments or tensor are invalid."""
-    if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
+    old = {} if before is None else before.values
+    if "val" in node.meta and id(node.meta["val"]) not in old:
         return
     if node.op == "get_attr":
         live = _attribute(graph, node)
@@ -203,16 +177,12 @@ def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None 
 
 
 def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Sequence[str]) -> None:
-    """Integrate the nodes that the pass `by` inserted, after the passes named in `passed`.
-
-    Raises:
-        PassError: an operator does not accept its arguments, or a call cannot be traced.
-    """
+    """Integrate the nodes that the pass `by` inserted; raise `PassError` on untraceable ones."""
     parts = list(graph.walk())
     if Normalize.name not in passed:
         for part in parts:
             for node in _new(part, before):
-                mark(node, by)
+                node_metadata.mark_as_put_in(node, by)  # retracing preserves the mark
         return
     for part in parts:
         try:
@@ -257,9 +227,11 @@ def _identify(
     for node in _new(graph, before):
         if node in node_metadata.NOTE and id(node_metadata.NOTE[node]) not in copied_from:
             continue  # a rewrite has identified it
-        origin = copied_from.get(id(node_metadata.NOTE.get(node)))
+        old = copied_from.get(id(node_metadata.NOTE.get(node)))
         del node_metadata.NOTE[node]
-        old = origin if origin in free else _place_of(node, instead, before)
+        if old not in free:  # it may replace a node, or compute a part of such a replacement
+            heir = _nearest(node, lambda n: [u for u in n.users if u not in before.nodes], instead)
+            old = heir and instead[heir]
         near, note = old if old in before.notes else _neighbour(graph, node), None
         if near is not None:
             note = node_metadata.NOTE[near]
@@ -269,39 +241,28 @@ def _identify(
         identify_new(graph, [node], by, "inserted", note, instead_of)
 
 
-def _place_of(
-    node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot
-) -> fx.Node | None:
-    """Return the removed node that a new node, or a new node computed from it, replaces."""
-    todo = [node]
-    for index in todo:
-        if index in instead:
-            return instead[index]
-        todo += [user for user in index.users if user not in before.nodes and user not in todo]
-    return None
-
-
 def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
-    """Return the operator whose module and source line a new node inherits.
-
-    It is an operator of the module that the pass sets, else the nearest operator that the node
-    reads, else the nearest one that reads the node.
-    """
+    """Return the operator whose module and line a new node inherits."""
     if stack := node.meta.get("nn_module_stack"):
         for operator in graph.own_operators():
             other = operator.node.meta.get("nn_module_stack")
             if other and list(other)[-1] == list(stack)[-1]:
                 return operator.node
-    nearest_read = _nearest(node, lambda other: other.all_input_nodes)
-    return nearest_read or _nearest(node, lambda other: other.users)
+    nearest_read = _nearest(node, lambda other: other.all_input_nodes, node_metadata.NOTE)
+    return nearest_read or _nearest(node, lambda other: other.users, node_metadata.NOTE)
 
 
-def _nearest(node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
+def _nearest(
+    node: fx.Node,
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Container[fx.Node],
+) -> fx.Node | None:
+    """Return the first node of a breadth-first search that is in `wanted`."""
     todo = [node]
-    for index in todo:
-        if index is not node and index in node_metadata.NOTE:
-            return index
-        todo += [other for other in neighbours(index) if other not in todo]
+    for item in todo:
+        if item in wanted:
+            return item
+        todo += [other for other in neighbours(item) if other not in todo]
     return None
 
 
@@ -332,66 +293,66 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
             operator.update(kind=Kind.FIXED, autocast=None, reason=why)
 
 
-_ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        "module": (fx.GraphModule,),
-        "inputs": (list,),
-        "outputs": (list,),
-        "context": (Context,),
-        "unknown": (dict,),
-        "written": (PrecisionGraph, type(None)),
-        "numbers": (Numbering,),
-        "rewritten": (dict,),
-    }
-)
-"""Expected types of a `PrecisionGraph`'s attributes."""
-
-_KEYS: Mapping[str, type] = MappingProxyType(
-    {
-        node_metadata.NOTE.name: OperatorInfo,
-        node_metadata.CAST.name: node_metadata.CastInfo,
-        node_metadata.BODIES.name: tuple,
-        "custom": dict,
-    }
-)
-"""Expected types of metadata that later passes read; "custom" is torch's key."""
-
-_FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        "id": (OpId,),
-        "kind": (Kind,),
-        "reason": (str,),
-        "precision": (Precision, type(None)),
-        "output": (Precision, type(None)),
-    }
-)
-"""Expected types of an operator's decisions."""
-
-_REPAIRS: Mapping[str, str] = MappingProxyType(
-    {"module": "change graph.module in place, or set another torch.fx.GraphModule"}
-)
-_LEAVE = "leave the metadata of nodes in place; Operator.assign changes precisions"
+_ATTRIBUTES: Final = {
+    "module": fx.GraphModule,
+    "inputs": list,
+    "outputs": list,
+    "context": Context,
+    "numbers": Numbering,
+}
+_METADATA: Final = {
+    node_metadata.NOTE.name: OperatorInfo,
+    node_metadata.CAST.name: node_metadata.CastInfo,
+    node_metadata.BODIES.name: tuple,
+    "custom": dict,  # torch's key
+}
+_DECISIONS: Final = {
+    "kind": Kind,
+    "reason": str,
+    "precision": Precision | None,
+    "output": Precision | None,
+}
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
-
-
-class Damage(NamedTuple):
-    """Damage to a graph.
-
-    Attributes:
-        node: the damaged node; None for damage to the graph as such.
-        problem: a sentence without a full stop.
-        repair: advice for the author of the pass.
-    """
-
-    node: fx.Node | None
-    problem: str
-    repair: str
 
 
 def refuse_damage(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
     """Raise `PassError` if the pass `by` has corrupted the structure of a graph or its bodies."""
-    for damage in _damage(graph, before):
-        _refuse(damage, by)
+    for name, expected in _ATTRIBUTES.items():
+        value = getattr(graph, name, None)
+        if not isinstance(value, expected):
+            do = "change graph.module in place, or set another torch.fx.GraphModule"
+            problem = f"graph.{name} is {type(value).__name__}, not {expected.__name__}"
+            raise _corrupted(by, problem, do)
+    for node in graph.nodes:
+        if problem := _damage(node, before):
+            do = "leave the metadata of nodes in place; Operator.assign changes precisions"
+            raise _corrupted(by, problem, do, node)
+    operations = [node.op for node in graph.nodes]
+    if operations.count("output") != 1 or operations[-1] != "output" or not graph.nodes[-1].args:
+        do = "keep the output node, and set its args to (values,) to return other values"
+        raise _corrupted(by, "it does not end with its only output node", do)
+    for node in graph.nodes:
+        for body in node_metadata.bodies(node):
+            refuse_damage(body, before, by)
+
+
+def _damage(node: fx.Node, before: GraphSnapshot) -> str:
+    """Return the damage to a node and its metadata, or ""."""
+    meta = getattr(node, "meta", None)
+    if not isinstance(meta, dict):
+        return f"its meta is {type(meta).__name__}, not dict"
+    for key, expected in _METADATA.items():
+        if not isinstance(meta.get(key), expected | None):
+            return f"its meta[{key!r}] is {type(meta[key]).__name__}, not {expected.__name__}"
+    note = node_metadata.NOTE.get(node)
+    if note is None and node in before.notes and node.target == before.nodes[node][0]:
+        return f"the metadata of {before.notes[node].id} is gone"
+    for name, types in _DECISIONS.items():
+        if note is not None and not isinstance(value := getattr(note, name), types):
+            return f"the {name} of {note.id} cannot be {value!r}"
+    if node.op not in _OPERATIONS or callable(node.target) != (node.op == "call_function"):
+        return f"{node.op} of {node.target!r} is not an operation of torch.fx"
+    return ""
 
 
 def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
@@ -405,77 +366,11 @@ def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
                 try:
                     part.computed(node)
                 except PassError as error:
-                    repair = error.do or "set the arguments of its schema"
-                    _refuse(Damage(node, error.what, repair), by)
+                    raise _corrupted(by, error.what, error.do, node) from error
 
 
-def _refuse(damage: Damage, by: str) -> None:
+def _corrupted(by: str, problem: str, do: str | None, node: fx.Node | None = None) -> PassError:
     where = f"pass {by!r}"
-    if damage.node is not None:
-        where += f", node %{damage.node.name}"
-    message = f"pass {by!r} has corrupted the graph: {damage.problem}"
-    raise PassError(message, where=where, do=damage.repair)
-
-
-def _damage(graph: PrecisionGraph, before: GraphSnapshot) -> Iterator[Damage]:
-    yield from _damage_to_attributes(graph)
-    for node in graph.nodes:
-        yield from _damage_to_node(node, before)
-    yield from _damage_to_output(graph.nodes)
-    for node in graph.nodes:
-        for body in node_metadata.bodies(node):
-            yield from _damage(body, before)
-
-
-def _damage_to_attributes(graph: PrecisionGraph) -> Iterator[Damage]:
-    for name, types in _ATTRIBUTES.items():
-        value = getattr(graph, name, None)
-        if not isinstance(value, types):
-            problem = f"graph.{name} is {type(value).__name__}, not {types[0].__name__}"
-            yield Damage(None, problem, _REPAIRS.get(name, f"do not set graph.{name}"))
-    fx_graph = getattr(graph.module, "graph", None)
-    if not isinstance(fx_graph, fx.Graph):
-        problem = f"graph.module.graph is {type(fx_graph).__name__}, not Graph"
-        yield Damage(None, problem, "set a torch.fx.Graph")
-
-
-def _damage_to_node(node: fx.Node, before: GraphSnapshot) -> Iterator[Damage]:
-    facts = getattr(node, "meta", None)
-    if not isinstance(facts, dict):
-        yield Damage(node, f"its meta is {type(facts).__name__}, not dict", _LEAVE)
-        return
-    for key, expected in _KEYS.items():
-        if key in facts and not isinstance(facts[key], expected):
-            problem = f"its meta[{key!r}] is {type(facts[key]).__name__}, not {expected.__name__}"
-            yield Damage(node, problem, _LEAVE)
-    if (note := node_metadata.NOTE.get(node)) is not None:
-        for field, types in _FIELDS.items():
-            value = getattr(note, field)
-            if not isinstance(value, types):
-                problem = f"the {field} of {note.id} is {value!r}, not a {types[0].__name__}"
-                yield Damage(node, problem, _LEAVE)
-    lost = node in before.notes and node not in node_metadata.NOTE
-    if lost and node.target == before.nodes[node][0]:
-        yield Damage(node, f"the metadata of {before.notes[node].id} is gone", _LEAVE)
-    target, name = node.target, type(node.target).__name__
-    if node.op not in _OPERATIONS:
-        repair = f"use one of: {', '.join(_OPERATIONS)}"
-        yield Damage(node, f"{node.op!r} is not an operation of torch.fx", repair)
-    elif node.op == "call_function" and not callable(target):
-        yield Damage(node, f"its target is {name}, not a function", "set a function of torch")
-    elif node.op != "call_function" and not isinstance(target, str):
-        yield Damage(node, f"the target of {node.op} is {name}, not str", "set a name")
-
-
-def _damage_to_output(nodes: list[fx.Node]) -> Iterator[Damage]:
-    outputs = [node for node in nodes if node.op == "output"]
-    keep = "keep the output node, and set its args to return other values"
-    if not outputs:
-        yield Damage(None, "it has no output node", keep)
-    elif len(outputs) > 1:
-        yield Damage(outputs[1], f"it has {len(outputs)} output nodes", keep)
-    elif nodes[-1] is not outputs[0]:
-        yield Damage(nodes[-1], "it follows the output node", "insert it before the output node")
-    elif len(outputs[0].args) != 1:
-        problem = f"the output node has {len(outputs[0].args)} arguments, not 1"
-        yield Damage(outputs[0], problem, "set its args to (values,)")
+    if node is not None:
+        where += f", node %{node.name}"
+    return PassError(f"pass {by!r} has corrupted the graph: {problem}", where=where, do=do)

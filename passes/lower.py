@@ -1,10 +1,7 @@
 """Lowering of adjustable operators to `qsync::` operators, forward and backward as a pair.
 
-Only formats without native torch operators need it: on operands converted to a plain format,
-torch's own operator computes in that format, forward and backward.
-
-Invariant: every assigned precision occurs in the lowered graph. Operators that cannot run in the
-planned precision got another one before (`Lowering.refuses`).
+Only formats without native torch operators need it. Invariant: every assigned precision occurs in
+the lowered graph; operators that cannot run in it got another one before.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.fx_utils import argument_at, arguments
 from qsync_fx.graph.node_metadata import Part, Purpose
 from qsync_fx.ops import Kind
-from qsync_fx.passes.casting import drop_unread_casts
+from qsync_fx.passes.insert_casts import drop_unread_casts
 from qsync_fx.passes.lowering_registry import Lowering, Operands
 from qsync_fx.passes.pass_base import Scope
 from qsync_fx.rounding import Rounding
@@ -27,12 +24,7 @@ from qsync_fx.rounding import Rounding
 
 @dataclass(frozen=True)
 class Lower:
-    """Pass that replaces adjustable operators by their lowered form.
-
-    Attributes:
-        lowerings: the lowering of each operator, by row name.
-        rounding: "stochastic", "nearest" or "floor", for incoming gradients.
-    """
+    """Pass that replaces adjustable operators by their lowered form."""
 
     name: ClassVar[str] = "lower"
     scope: ClassVar[Scope] = Scope.BODY
@@ -51,28 +43,19 @@ class Lower:
         fmt = operator.precision
         if operator.kind is not Kind.ADJUSTABLE or fmt is None:
             return
-        if fmt.plain:
-            self._guard(graph, operator)
-            return
-        assert operator.row is not None
-        with graph.graph.inserting_before(operator.node):
-            new = self.lowerings[operator.row.name].emit(operator.node, self._operands(operator))
-        replace(graph, operator, new)
-        self._tell(graph, Operator(graph, new))
-
-    def _guard(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
         lowering = self.lowerings.get(operator.row.name)
-        if lowering is None or not graph.context.training:
+        if fmt.plain:
+            if lowering is not None and graph.context.training:
+                with graph.graph.inserting_before(operator.node):
+                    for new in lowering.plain(operator.node):
+                        graph.propagate(new)
             return
+        assert lowering is not None
         with graph.graph.inserting_before(operator.node):
-            for new in lowering.plain(operator.node):
-                graph.propagate(new)
-
-    def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
-        assert operator.row is not None
-        lowering = self.lowerings[operator.row.name]
-        operator.update(computed=lowering.computed(operator.node, graph.context.device))
+            new = lowering.emit(operator.node, self._operands(operator))
+        replace(graph, operator, new)
+        Operator(graph, new).update(computed=lowering.computed(new, graph.context.device))
 
     def _operands(self, operator: Operator) -> Operands:
         row, note = operator.row, operator.note
@@ -95,23 +78,15 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
 def replace(
     graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
 ) -> None:
-    """Replace an operator by its lowered form, and bypass casts of a bias except `saved` ones."""
+    """Replace an operator by its lowered form; bypass casts of its bias, unless `saved`."""
     old = operator.node
-    _unround_others(new, saved)
+    for used in new.all_input_nodes:
+        # The output of a RESULT cast is another operator's result, which is narrow by decision.
+        is_result = node_metadata.has_purpose(used, Purpose.RESULT)
+        if node_metadata.is_part(used, Part.CONVERT) and not is_result and used not in saved:
+            new.args = tuple(used.args[0] if item is used else item for item in new.args)
     node_metadata.take_over(new, old)
     graph.propagate(new)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     new._rename(f"{old.name}_{operator.precision}")
-
-
-def _unround_others(new: fx.Node, saved: tuple[fx.Node, ...]) -> None:
-    """Bypass narrowing casts of a bias: the FP32 epilogue reads it unrounded."""
-
-    for used in new.all_input_nodes:
-        # The output of a RESULT cast is another operator's result, which is narrow by decision.
-        if node_metadata.has_purpose(used, Purpose.RESULT) or used in saved:
-            continue
-        if node_metadata.is_part(used, Part.CONVERT):
-            source = used.args[0]
-            new.args = tuple(source if argument is used else argument for argument in new.args)

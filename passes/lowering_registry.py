@@ -36,8 +36,6 @@ class Operands:
         seed: the node of the graph's seed, int64.
         stream: random stream of this operator, unique in the graph; 0 <= stream < 2**29.
         fmt: the name of the format.
-        rounding: "stochastic", "nearest" or "floor".
-        out_dtype: dtype of the operator's output.
     """
 
     operands: tuple[
@@ -50,26 +48,6 @@ class Operands:
     out_dtype: torch.dtype
 
 
-def _as_it_is(node: fx.Node) -> list[fx.Node]:
-    return []
-
-
-def _none(node: fx.Node, role: Role) -> list[int]:
-    return []
-
-
-def _never(node: fx.Node) -> str | None:
-    return None
-
-
-def _as_fast(node: fx.Node, fmt: Precision, context: Context) -> str | None:
-    return None
-
-
-def _by_torch(node: fx.Node, device: torch.device) -> object | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Lowering:
     """Lowering of one operator.
@@ -77,30 +55,27 @@ class Lowering:
     Attributes:
         name: name of its row in `qsync_fx.ops`.
         emit: called with a node, insertion point before it; creates and returns the lowered node.
-        keep: called with the node and a role; returns the operand's dimensions with one scale per
-            index under per-channel scaling, `[]` for a single scale.
-        refuses: called with a node when its precision is decided and values have the model's
-            dtypes; returns the reason why the operator cannot be lowered, or None.
-        computed: called with the lowered node and the device; returns a description of the
-            implementation that computes the products, None if that is always torch.
+        keep: returns the operand's dimensions with one scale per index under per-channel scaling.
+        refuses: called when values have the model's dtypes; returns why the operator cannot be
+            lowered, or None.
+        computed: called with the lowered node; returns a description of the implementation that
+            computes the products, None if that is always torch.
         plain: called in training with a node in a plain format, insertion point before it; corrects
-            operands or target of the node if torch's gradients would be wrong. Returns the nodes
-            that it created, in order.
-        separate: called like `keep`; returns the dimensions whose indices are separate matrices,
-            such as experts. Each has its own scale under per-tensor scaling.
-        slower: called with a node, a format of fewer than 32 bits and the graph's context; returns
-            the reason why the next wider format (the row's `elsewhere` for a scaled format, else
-            FP32) is as fast, or None.
+            the node if torch's gradients would be wrong. Returns the nodes that it created.
+        separate: returns the operand's dimensions whose indices are separate matrices, such as
+            experts. Each has its own scale under per-tensor scaling.
+        slower: called with a format of fewer than 32 bits; returns why the next wider format (the
+            row's `elsewhere` for a scaled format, else FP32) is as fast, or None.
     """
 
     name: str
     emit: Callable[[fx.Node, Operands], fx.Node]
     keep: Callable[[fx.Node, Role], list[int]]
-    refuses: Callable[[fx.Node], str | None] = _never
-    computed: Callable[[fx.Node, torch.device], object | None] = _by_torch
-    plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
-    separate: Callable[[fx.Node, Role], list[int]] = _none
-    slower: Callable[[fx.Node, Precision, Context], str | None] = _as_fast
+    refuses: Callable[[fx.Node], str | None] = lambda node: None
+    computed: Callable[[fx.Node, torch.device], object | None] = lambda node, device: None
+    plain: Callable[[fx.Node], list[fx.Node]] = lambda node: []
+    separate: Callable[[fx.Node, Role], list[int]] = lambda node, role: []
+    slower: Callable[[fx.Node, Precision, Context], str | None] = lambda node, fmt, context: None
 
 
 def dimensions(node: fx.Node) -> int:

@@ -1,14 +1,14 @@
 """Normalization to pre-dispatch ATen: one canonical operator per function, above autograd.
 
-Invariant: loss and gradients equal those of Dynamo's graph bitwise. Afterwards each value is in
-`meta["val"]`, each operator has its id, and higher-order operators remain, with normalized bodies.
-Code that cannot be retraced stays as Dynamo wrote it and does not fail the compilation.
+Invariant: the graph computes the same loss and gradients bitwise; each value is in `meta["val"]`,
+and each operator has its id. Code that cannot be retraced stays as Dynamo wrote it.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -31,30 +31,22 @@ class Normalize:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         current = place(graph.context.options)
-        with restored():  # retracing executes the switches of modes
-            if graph.context.fake_mode is None:
-                _normalize(graph, current)
-            else:
-                with graph.context.fake_mode:
-                    _normalize(graph, current)
+        with restored(), graph.context.fake_mode or nullcontext():  # retracing switches modes
+            _normalize(graph, current)
         numbers = graph.numbers = numbering(current)
         identify(graph, numbers, current)
         remember_break(current, numbers)
 
 
 def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
-    def keep(node: fx.Node, module: fx.GraphModule) -> None:
-        bodies, replaced = [], {}
+    def keep(node: fx.Node, module: fx.GraphModule) -> dict[str, fx.GraphModule]:
+        bodies, replaced = [], dict[str, fx.GraphModule]()
         for used in node.all_input_nodes:
-            body = _attribute(module, used)
-            if not isinstance(body, fx.GraphModule):
+            body = getattr(module, str(used.target), None)
+            if used.op != "get_attr" or not isinstance(body, fx.GraphModule):
                 continue
-            noted = [
-                p.meta.get("example_value", p.meta.get("val"))
-                for p in body.graph.nodes
-                if p.op == "placeholder"
-            ]
-            values = [current(value) for value in noted]
+            inputs = (p.meta for p in body.graph.nodes if p.op == "placeholder")
+            values = [current(meta.get("example_value", meta.get("val"))) for meta in inputs]
             inner = PrecisionGraph(body, values, graph.context, parent=graph)
             if any(value is None for value in values):
                 continue
@@ -64,16 +56,15 @@ def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
             except PassError:
                 raise  # the untraceable node comes from a user's pass
             except Exception as error:  # noqa: BLE001 - the body stays as Dynamo wrote it
-                node_metadata.OPAQUE[node] = (
-                    f"its body stays as Dynamo wrote it ({type(error).__name__})"
-                )
+                kind = type(error).__name__
+                node_metadata.OPAQUE[node] = f"its body stays as Dynamo wrote it ({kind})"
                 continue
-            replaced[used] = inner.module
+            replaced[str(used.target)] = inner.module
             if str(node.target) in _REWRITTEN:
                 node_metadata.CALLER[inner.nodes[-1]] = node
                 bodies.append(inner)
         node_metadata.BODIES[node] = tuple(bodies)
-        node_metadata.REPLACED[node] = replaced
+        return replaced
 
     graph.module, failures = rebuild(graph.module, graph.inputs, keep)
     for failure in failures:
@@ -82,7 +73,3 @@ def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
     without_idle_conversions(graph)
     name_inputs(graph.graph, local)
     graph.module.recompile()
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(module, str(node.target), None) if node.op == "get_attr" else None

@@ -1,8 +1,7 @@
 """The pass protocol, and the decorator for passes of users.
 
 Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its
-fields are its options; its class has a scope and the name that users write. It stores no state
-between graphs.
+fields are its options. It stores no state between graphs.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ def scope(step: Pass) -> Scope:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A user's pass: a function on a `PrecisionGraph`, and its position in the pipeline.
-
-    Passes with equal fields are equal, so compiled code is reused as long as the passes are the
-    same.
-    """
+    """A user's pass; passes with equal fields are equal, so compiled code is reused."""
 
     scope: ClassVar[Scope] = Scope.MODEL
 

@@ -1,12 +1,7 @@
 """The pass pipeline: the order of passes, the positions of custom passes, and the runner.
 
-Invariant: `run` calls every pass, with instruments around it and the verifier after it. An error
-names the custom pass that failed or broke a rule.
-
-If a pass of qsync_fx breaks a rule, the graph falls back: it computes the unmodified model,
-autocast regions included. A warning names the rule and the operator, and the reason of each
-operator that follows the plan records the fallback. QSYNC_VERIFY=raise turns the warning into an
-error, as in the tests of qsync_fx.
+Invariant: `run` calls every pass, with instruments around it and the verifier after it. If a pass
+of qsync_fx breaks a rule, the graph falls back: it computes the unmodified model.
 """
 
 from __future__ import annotations
@@ -33,7 +28,13 @@ from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.autocast import Autocast
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify
-from qsync_fx.passes.custom_passes import look, only_decided, refuse_calls, refuse_damage, take_in
+from qsync_fx.passes.custom_passes import (
+    GraphSnapshot,
+    only_decided,
+    refuse_calls,
+    refuse_damage,
+    take_in,
+)
 from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering_registry import Lowering
@@ -47,19 +48,13 @@ from qsync_fx.passes.tracing.retrace import restored
 from qsync_fx.passes.verifier import verify
 
 VERIFY = "QSYNC_VERIFY"
-_CHOICES = ("fall_back", "raise")
 _RUN = (Normalize, Autocast, Classify, Assign)
 """Passes that do not change the model's numerics and identify its operators."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Placeholder for a pass that does not run.
-
-    Attributes:
-        because: added to the reason of every operator whose precision a plan decides, directly or
-            through its inputs; "" adds no reason.
-    """
+    """Placeholder for a pass that does not run; it may add a reason to operators of a plan."""
 
     scope: ClassVar[Scope] = Scope.BODY
 
@@ -70,31 +65,22 @@ class LeftOut:
         if not self.because:
             return
         for operator in graph.own_operators():
-            owned = format_of(graph.value(operator.node))
-            reasons = [operator.reason] if operator.reason else []
+            owned, reasons = format_of(graph.value(operator.node)), [operator.reason]
             if operator.kind is not Kind.FIXED:
                 reasons.append(self.because)
-            operator.update(precision=owned, output=owned, reason="; ".join(reasons))
-
-
-def wanted() -> bool:
-    """Return whether graphs fall back after a bug; raise `OptionError` for a bad QSYNC_VERIFY."""
-    return environment.choice(VERIFY, _CHOICES) == "fall_back"
+            reason = "; ".join(filter(None, reasons))
+            operator.update(precision=owned, output=owned, reason=reason)
 
 
 def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
-    """Return the passes of a fallback run, with the names of `passes`.
-
-    If a pass of `_RUN` has failed, no pass runs: the graph stays as Dynamo wrote it, without
-    operators.
-    """
-    run = [isinstance(step, _RUN) for step in passes]
-    if any(step.name == error.step and runs for step, runs in zip(passes, run, strict=True)):
+    """Return the passes of a fallback run; none runs if a pass of `_RUN` has failed."""
+    run = [step for step in passes if isinstance(step, _RUN)]
+    if any(step.name == error.step for step in run):
         return tuple(LeftOut(step.name) for step in passes)
-    last = max((index for index, runs in enumerate(run) if runs), default=-1)
-    result = [step if runs else LeftOut(step.name) for step, runs in zip(passes, run, strict=True)]
     because = f"the graph fell back to the formats of the model: {error.what}"
-    result[last + 1] = LeftOut(passes[last + 1].name, because)
+    after_last = passes.index(run[-1]) + 1
+    result = [step if step in run else LeftOut(step.name) for step in passes]
+    result[after_last] = LeftOut(passes[after_last].name, because)
     return tuple(result)
 
 
@@ -106,10 +92,8 @@ def warn(error: PassError, current: SourcePlace) -> None:
         f"with the model or with the graph: {VERIFY}=raise turns this warning into an error, "
         "whose attribute `graph` contains the graph as text."
     )
-    if (code := current.code) is not None:
-        warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
-    else:
-        warnings.warn(text, UserWarning, stacklevel=2)
+    code = current.code or warn.__code__
+    warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def pipeline(
@@ -124,7 +108,7 @@ def pipeline(
         OptionError: a pass is not installed, or its `after` or `before` names an unknown pass.
     """
     rounding = options.rounding
-    if rounding == "stochastic" and not training:
+    if not training and rounding == "stochastic":
         rounding = "nearest"
     passes: list[Pass] = [
         Normalize(),
@@ -138,44 +122,39 @@ def pipeline(
     ]
     if training and options.gradient_rounding == "stochastic":
         passes.append(StochasticGradients(lowerings))
-    for custom in _customs(options):
+    for custom in map(_custom, options.passes):
         passes.insert(_place(custom, passes), custom)
     return tuple(passes)
 
 
-def _customs(options: Options) -> Iterator[Pass]:
-    for inputs in options.passes:
-        if isinstance(inputs, str):
-            yield _installed(inputs)
-        elif _is_pass(inputs):
-            yield inputs
-        else:
-            raise OptionError(
-                f"{inputs!r} is not a pass",
-                where='option "passes"',
-                do="decorate the function with @qsync_fx.graph_pass",
-            )
+def _custom(value: object) -> Pass:
+    if isinstance(value, str):
+        return _installed(value)
+    if _is_pass(value):
+        return value
+    raise OptionError(
+        f"{value!r} is not a pass",
+        where='option "passes"',
+        do="decorate the function with @qsync_fx.graph_pass",
+    )
 
 
 def _is_pass(value: object) -> TypeGuard[Pass]:
-    # A pass class also satisfies the protocol, but calling it creates a pass and leaves the graph
-    # unchanged.
+    # Calling a pass class, which also satisfies the protocol, would only create a pass.
     return isinstance(value, Pass) and not isinstance(value, type)
 
 
 @functools.cache
 def _installed(name: str) -> Pass:
-    entries = entry_points(group="qsync_fx.passes")
-    if name not in entries.names:
-        message, do = f"no installed package offers a pass {name!r}", "install one that does"
-        do = nearest(name, entries.names) if entries else f"{do}, or give the pass itself"
-        raise OptionError(message, where='option "passes"', do=do)
-    entry, *others = entries.select(name=name)
-    if others:
-        where = ", ".join(map(package, (entry, *others)))
-        message = f"several installed packages offer a pass {name!r}"
-        do = "uninstall all but one of them, or give the pass itself"
+    entries = entry_points(group="qsync_fx.passes").select(name=name)
+    if len(entries) != 1:
+        message = f"{len(entries) or 'no'} installed packages offer a pass {name!r}"
+        where = ", ".join(map(package, entries)) or 'option "passes"'
+        do = "install one package that offers it, or give the pass itself"
+        if not entries and (names := entry_points(group="qsync_fx.passes").names):
+            do = nearest(name, names)
         raise OptionError(message, where=where, do=do)
+    (entry,) = entries
     result = load(entry)
     if not _is_pass(result):
         raise unfit(entry, result, "a function decorated with @qsync_fx.graph_pass")
@@ -187,8 +166,7 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
     names = [step.name for step in passes]
     anchor = after or before or "assign"
     if anchor not in names:
-        position = "after" if after else "before"
-        message = f"pass {custom.name!r} wants to run {position} {anchor!r}, which is no pass"
+        message = f"pass {custom.name!r} wants to run next to {anchor!r}, which is no pass"
         raise OptionError(message, where='option "passes"', do=nearest(anchor, names))
     index = names.index(anchor)
     if before and not after:
@@ -212,8 +190,10 @@ def run_or_fall_back(
     Raises:
         PassError: a user's pass failed, broke a rule of the verifier, or may have caused the
             failure of a later pass.
+        OptionError: QSYNC_VERIFY has an unknown value.
     """
-    may_fall_back, number_again = wanted(), numbering_now()
+    may_fall_back = environment.choice(VERIFY, ("fall_back", "raise")) == "fall_back"
+    number_again = numbering_now()
     graph = make()
     try:
         return run(graph, passes, instruments)
@@ -240,43 +220,33 @@ def run(
     Raises:
         PassError: a pass failed, or broke a rule of the verifier.
     """
+    passed, changed = after, tuple[str, ...]()
     with graph.context.there():
-        _run(graph, passes, instruments, verified, after)
+        for step in passes:
+            before = None if _is_ours(step) else GraphSnapshot.of(graph)
+            for instrument in instruments:
+                instrument.before(step.name, graph)
+            try:
+                _call(step, graph)
+                with _readable(step.name):
+                    if before is not None:
+                        refuse_damage(graph, before, step.name)
+                        take_in(graph, before, step.name, passed)
+                    for instrument in instruments:
+                        instrument.after(step.name, graph)
+                    passed = (*passed, step.name)
+                    if verified:
+                        verify(graph, passed)
+                    if before is not None:
+                        refuse_calls(graph, before, step.name)
+                        if not only_decided(before, GraphSnapshot.of(graph)):
+                            changed = (*changed, step.name)
+            except PassError as error:
+                _blame(error, step, changed)
+                raise
+            for instrument in instruments:
+                instrument.verified(step.name, graph)
     return graph
-
-
-def _run(
-    graph: PrecisionGraph,
-    passes: Sequence[Pass],
-    instruments: Sequence[Instrument],
-    verified: bool,
-    passed: tuple[str, ...],
-) -> None:
-    changed: tuple[str, ...] = ()
-    for step in passes:
-        before = None if _is_ours(step) else look(graph)
-        for instrument in instruments:
-            instrument.before(step.name, graph)
-        try:
-            _call(step, graph)
-            with _readable(step.name):
-                if before is not None:
-                    refuse_damage(graph, before, step.name)
-                    take_in(graph, before, step.name, passed)
-                for instrument in instruments:
-                    instrument.after(step.name, graph)
-                passed = (*passed, step.name)
-                if verified:
-                    verify(graph, passed)
-                if before is not None:
-                    refuse_calls(graph, before, step.name)
-                    if not only_decided(before, look(graph)):
-                        changed = (*changed, step.name)
-        except PassError as error:
-            _blame(error, step, changed)
-            raise
-        for instrument in instruments:
-            instrument.verified(step.name, graph)
 
 
 @contextlib.contextmanager
@@ -296,20 +266,19 @@ def _readable(name: str) -> Iterator[None]:
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
     """Attribute an error to its pass, or to custom passes that changed the graph before it."""
-    error.step, text = step.name, ""
-    if error.graph:
-        text = "; the error's attribute `graph` has the text of the graph after it"
-    if not _is_ours(step):
-        error.do = f"{error.do or f'correct the pass {step.name!r}'}{text}"
-    elif changed:
+    error.step = step.name
+    error.ours = _is_ours(step) and not changed
+    if error.ours:
+        error.do = "this is a bug in qsync_fx; please report it"
+    elif _is_ours(step):
         names = " and ".join(map(repr, changed))
         error.do = (
             f"look at {names} first, which changed the graph before {step.name!r} ran; if the "
-            f"error is the same without, it is a bug in qsync_fx: please report it{text}"
+            "error is the same without, it is a bug in qsync_fx: please report it"
         )
-    else:
-        error.ours = True
-        error.do = f"this is a bug in qsync_fx; please report it{text}"
+    error.do = error.do or f"correct the pass {step.name!r}"
+    if error.graph:
+        error.do += "; the error's attribute `graph` has the text of the graph after it"
 
 
 def _is_ours(step: Pass) -> bool:
@@ -322,26 +291,19 @@ def _call(step: Pass, graph: PrecisionGraph) -> None:
     try:
         with modes:
             for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
-                _apply(step, step.name, part)
+                result: object = step(part)  # type: ignore[func-returns-value]
+                if result is not None:
+                    raise PassError(
+                        f"pass {step.name!r} returned {type(result).__name__}, not None",
+                        where=f"pass {step.name!r}",
+                        do="change graph.graph in place, or set graph.module, and return nothing",
+                    )
     except QSyncError as error:
         error.where = error.where or _line(step, error)
         raise
     except Exception as error:
-        raise PassError(
-            f"pass {step.name!r} failed: {type(error).__name__}: {error}",
-            where=_line(step, error),
-        ) from error
-
-
-def _apply(step: Callable[[PrecisionGraph], object], name: str, graph: PrecisionGraph) -> None:
-    result = step(graph)
-    if result is not None:
-        message = f"pass {name!r} returned {type(result).__name__}, which is discarded"
-        raise PassError(
-            f"{message}: passes change the graph in place",
-            where=f"pass {name!r}",
-            do="change the nodes of graph.graph, or set graph.module, and return None",
-        )
+        message = f"pass {step.name!r} failed: {type(error).__name__}: {error}"
+        raise PassError(message, where=_line(step, error)) from error
 
 
 def _line(step: Pass, error: Exception) -> str:

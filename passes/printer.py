@@ -1,8 +1,6 @@
 """Text form of a graph, and the instruments of the pass manager: timing, snapshots, diffs.
 
-Invariant: equal graphs have equal text. Each line has a node's name, its type and its call, and for
-an operator its id, kind and format. Instruments observe the pipeline without changing it, and
-passes do not depend on them.
+Invariant: equal graphs have equal text. Instruments observe the pipeline without changing it.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import difflib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -46,42 +44,46 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     name = target_name(node).removesuffix(".default")
     line = f"{head} = {name}({', '.join(arguments)})"
-    note = node_metadata.NOTE.get(node)
-    if note is None:
-        return line
-    line += f"  # {note.id} {note.kind}"
-    if note.precision:
-        line += f" {note.precision}"
-    if note.output is not None and note.output is not note.precision:
-        line += f"->{note.output}"
+    if note := node_metadata.NOTE.get(node):
+        line += f"  # {note.id} {note.kind}"
+        if note.precision:
+            line += f" {note.precision}"
+        if note.output not in (None, note.precision):
+            line += f"->{note.output}"
     return line
 
 
 def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(_argument(item) for item in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_argument(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+    match value:
+        case fx.Node():
+            return f"%{value.name}"
+        case list():
+            return f"[{', '.join(map(_argument, value))}]"
+        case tuple():
+            return f"({', '.join(map(_argument, value))})"
+        case dict():
+            items = (f"{key}: {_argument(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
     return repr(value)
 
 
-class Instrument(Protocol):
+class Instrument:
     """Observer that is called before and after every pass, and after its verification."""
 
-    def before(self, name: str, graph: PrecisionGraph) -> None: ...
+    def before(self, name: str, graph: PrecisionGraph) -> None:
+        pass
 
-    def after(self, name: str, graph: PrecisionGraph) -> None: ...
+    def after(self, name: str, graph: PrecisionGraph) -> None:
+        pass
 
-    def verified(self, name: str, graph: PrecisionGraph) -> None: ...
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
+        pass
 
 
 @dataclass
-class Timing:
+class Timing(Instrument):
     """Seconds that each pass took, by name, without verification."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -93,22 +95,13 @@ class Timing:
     def after(self, name: str, graph: PrecisionGraph) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._started
 
-    def verified(self, name: str, graph: PrecisionGraph) -> None:
-        pass
-
 
 @dataclass
-class Snapshots:
+class Snapshots(Instrument):
     """The graph after every pass, as text and as a copy, whose `module` can be run."""
 
     texts: dict[str, str] = field(default_factory=dict)
     graphs: dict[str, PrecisionGraph] = field(default_factory=dict)
-
-    def before(self, name: str, graph: PrecisionGraph) -> None:
-        pass
-
-    def after(self, name: str, graph: PrecisionGraph) -> None:
-        pass
 
     def verified(self, name: str, graph: PrecisionGraph) -> None:
         self.texts[name] = graph_text(graph)

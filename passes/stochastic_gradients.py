@@ -1,12 +1,7 @@
 """Stochastic rounding of 16-bit gradients: the option "gradient_rounding".
 
-Torch rounds BF16 and FP16 results to nearest, deterministically, so averaging does not remove the
-error. This pass lowers products with 16-bit gradients, in plain formats too, to operators that
-compute gradients in FP32 and round once, stochastically. Inserted conversions round the gradient
-that flows back through them in the same way.
-
-Invariant: the forward pass is unchanged. The reason of an operator that cannot be rewritten says
-that its gradients are rounded to nearest. Costs were annotated before and do not include this pass.
+Torch rounds BF16 and FP16 results to nearest, so averaging does not remove the error. This pass
+leaves the forward pass unchanged, and costs, which were annotated before, do not include it.
 """
 
 from __future__ import annotations
@@ -21,11 +16,10 @@ from torch import fx
 
 from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
-from qsync_fx.graph.alias_analysis import handed_in
 from qsync_fx.graph.fx_utils import argument_at, arguments, is_float
 from qsync_fx.graph.node_metadata import Part
 from qsync_fx.ops import Kind
-from qsync_fx.passes.casting import drawn, drop_unread_casts
+from qsync_fx.passes.insert_casts import drop_unread_casts, seed_node
 from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering_registry import Lowering, Operands
 from qsync_fx.passes.pass_base import Scope
@@ -34,11 +28,7 @@ from qsync_fx.rounding import GRADIENTS, RESULT, RandomStreams
 
 @dataclass(frozen=True)
 class StochasticGradients:
-    """Pass that makes products and inserted casts round gradients stochastically.
-
-    Attributes:
-        lowerings: the lowering of each operator, by row name.
-    """
+    """Pass that makes products and inserted casts round gradients stochastically."""
 
     name: ClassVar[str] = "stochastic_gradients"
     scope: ClassVar[Scope] = Scope.MODEL
@@ -46,26 +36,19 @@ class StochasticGradients:
     lowerings: Mapping[str, Lowering]
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        _Rewriter(graph, self.lowerings).run()
+        _Rewriter(graph, self.lowerings, RandomStreams(GRADIENTS, RESULT)).run()
 
 
+@dataclass(frozen=True)
 class _Rewriter:
-    def __init__(
-        self,
-        graph: PrecisionGraph,
-        lowerings: Mapping[str, Lowering],
-        outer: tuple[_Rewriter, fx.Node] | None = None,
-    ) -> None:
-        self.graph, self.lowerings, self.outer = graph, lowerings, outer
-        self.streams: RandomStreams = RandomStreams(GRADIENTS, RESULT)
-        if outer is not None:
-            self.streams = outer[0].streams
-        self._seed: fx.Node | None = None
+    graph: PrecisionGraph
+    lowerings: Mapping[str, Lowering]
+    streams: RandomStreams
 
     def run(self) -> None:
         for node in self.graph.nodes:
             for body in node_metadata.bodies(node):
-                _Rewriter(body, self.lowerings, (self, node)).run()
+                _Rewriter(body, self.lowerings, self.streams).run()
             if node_metadata.is_part(node, Part.CONVERT):
                 self._cast(node)
             elif node in node_metadata.NOTE:
@@ -75,17 +58,14 @@ class _Rewriter:
         self.graph.module.recompile()
 
     def _cast(self, node: fx.Node) -> None:
-        """Make a widening conversion round its gradient.
-
-        A narrowing conversion needs no rounding: its gradient is widened.
-        """
+        """Make a widening conversion round its gradient, which it narrows."""
         source, dtype = node.args
         assert isinstance(source, fx.Node) and isinstance(dtype, torch.dtype)
         value = self.graph.value(source)
         if is_float(value) and value.dtype.itemsize == 2 and dtype.itemsize > 2:
             node.target = torch.ops.qsync.widen.default
             stream = self.streams.take()
-            node.args = source, self._seed_node(), stream, dtype
+            node.args = source, seed_node(self.graph, "stochastic"), stream, dtype
             node_metadata.CAST[node] = dataclasses.replace(node_metadata.CAST[node], stream=stream)
 
     def _operator(self, operator: Operator) -> None:
@@ -103,12 +83,9 @@ class _Rewriter:
             self._say(operator, why)
 
     def _ask(self, node: fx.Node) -> None:
-        """Make a lowered operator round gradients stochastically, with a random seed.
-
-        The seed is random even if the forward pass rounds to nearest.
-        """
+        """Make a lowered operator round gradients stochastically, with a random seed."""
         index = list(arguments(node)).index("seed")
-        node.update_arg(index, self._seed_node())
+        node.update_arg(index, seed_node(self.graph, "stochastic"))
         node.update_kwarg("gradients", "stochastic")
 
     def _say(self, operator: Operator, why: str) -> None:
@@ -126,10 +103,16 @@ class _Rewriter:
         used = [argument_at(inputs, index) for index in row.scaled]
         if not all(self.graph.value(item).dtype is fmt.dtype for item in used):
             return "its operands have different dtypes"
-        operands = tuple((_original(item), item, None) for item in used)
+        operands = [(_original(item), item, None) for item in used]
         stream = self.streams.take()
-        settings = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
-        prepared = Operands(operands, *settings)  # type: ignore[arg-type]
+        prepared = Operands(
+            (operands[0], operands[1]),
+            seed=seed_node(self.graph, "stochastic"),
+            stream=stream,
+            fmt=fmt.name,
+            rounding="stochastic",
+            out_dtype=self.graph.value(node).dtype,
+        )
         with self.graph.graph.inserting_before(node):
             new = self.lowerings[row.name].emit(node, prepared)
         if "gradients" not in arguments(new):
@@ -139,17 +122,6 @@ class _Rewriter:
         operator.update(stream=stream)
         replace(self.graph, operator, new, saved=tuple(used))
         return ""
-
-    def _seed_node(self) -> fx.Node:
-        if self._seed is not None:
-            return self._seed
-        if self.outer is not None:
-            around, node = self.outer
-            self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
-        else:
-            draws = (n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default)
-            self._seed = next(draws, None) or drawn(self.graph, "stochastic")
-        return self._seed
 
 
 def _original(node: fx.Node) -> fx.Node:

@@ -1,8 +1,7 @@
 """Verifier: a table of rules that a graph must satisfy between passes.
 
-Invariant: a rule is valid from the pass `since` on and is checked after every pass from there on. A
-rule does not change the graph. An error names the broken rule, the operator, its line in the user's
-model, and the pass that broke the rule.
+Invariant: a rule is valid from the pass `since` on, is checked after every pass from there on, and
+does not change the graph.
 """
 
 from __future__ import annotations
@@ -27,23 +26,37 @@ from qsync_fx.graph.fx_utils import (
     same_strides,
     tensors,
 )
-from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.graph.operand_formats import OperandReader
 from qsync_fx.ops import Kind
 from qsync_fx.passes.printer import graph_text
 
 Broken = tuple[fx.Node | None, str]
+Check = Callable[[PrecisionGraph], Iterator[Broken]]
 
 
 @dataclass(frozen=True)
 class VerifierRule:
-    """One rule: its statement, the first pass it is valid after, and a generator of violations."""
+    """A statement, the first pass that it is valid after, and a generator of violations."""
 
     says: str
     since: str
-    check: Callable[[PrecisionGraph], Iterator[Broken]]
+    check: Check
 
 
+RULES: list[VerifierRule] = []
+
+
+def _rule(says: str, since: str) -> Callable[[Check], VerifierRule]:
+    """Add a rule, which the decorated function checks, to the table."""
+
+    def add(check: Check) -> VerifierRule:
+        RULES.append(VerifierRule(says, since, check))
+        return RULES[-1]
+
+    return add
+
+
+@_rule("the graph is well formed", since="normalize")
 def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
     try:
         graph.graph.lint()
@@ -51,20 +64,7 @@ def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
         yield None, str(error).partition("\n")[0]
 
 
-def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Check the graph's inputs and outputs; dtypes of a body's results depend on its readers."""
-    takes = sum(node.op == "placeholder" for node in graph.nodes)
-    if graph.parent is None and takes != len(graph.inputs):
-        yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
-    output, expected, result = graph.nodes[-1], graph.outputs, graph.output_types()
-    if len(result) != len(expected):
-        yield output, f"it returns {len(result)} values, and Dynamo expects {len(expected)}"
-        return
-    for index, (wanted, inputs) in enumerate(zip(expected, result, strict=True)):
-        if graph.parent is None and wanted is not None and inputs is not wanted:
-            yield output, f"output {index} is {inputs or 'no tensor'}, and Dynamo expects {wanted}"
-
-
+@_rule("every node has a value", since="normalize")
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
         # An assertion about a size returns no value.
@@ -73,6 +73,7 @@ def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, "it has no value; call graph.propagate(node) on nodes that a pass adds"
 
 
+@_rule("every operator has one id", since="normalize")
 def _keeps_ids(graph: PrecisionGraph) -> Iterator[Broken]:
     visited: set[str] = set()
     for operator in graph.own_operators():
@@ -81,12 +82,17 @@ def _keeps_ids(graph: PrecisionGraph) -> Iterator[Broken]:
         visited.add(str(operator.id))
 
 
+@_rule("every decision has a reason", since="classify")
 def _has_reasons(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         if not operator.reason:
             yield operator.node, f"it is {operator.kind} without a reason"
 
 
+@_rule(
+    "every adjustable operator has a precision, and every deviation from the plan has a reason",
+    since="assign",
+)
 def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note = operator.note
@@ -97,6 +103,7 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
             yield operator.node, f"{problem}, and the reason does not say why"
 
 
+@_rule("dependent operators follow their inputs", since="cascade")
 def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         if operator.kind is not Kind.DEPENDENT or operator.precision is not None:
@@ -105,6 +112,7 @@ def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
             yield operator.node, "it depends on its inputs and has no precision"
 
 
+@_rule("types match", since="insert_casts")
 def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, value = operator.note, graph.value(operator.node)
@@ -128,12 +136,9 @@ def _after_own_cast(node: fx.Node) -> fx.Node:
     return node
 
 
+@_rule("results have the strides that the model was traced with", since="insert_casts")
 def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Check the traced strides.
-
-    Readers may depend on them: tracing drops a `contiguous()` without an effect on the traced
-    strides.
-    """
+    # Readers may depend on them: tracing drops a `contiguous()` that changes no strides.
     written = graph.whole.written
     if written is None:
         return
@@ -149,6 +154,7 @@ def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
             yield operator.node, f"its result has the strides {strides}; put {copy} behind it"
 
 
+@_rule("every cast is needed and none is doubled", since="insert_casts")
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
     visited: dict[tuple[object, ...], fx.Node] = {}
     sharing = Sharing(graph)
@@ -161,20 +167,16 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
                 converts = node.target is torch.ops.aten.to.dtype
                 if converts and graph.value(source).dtype is node.args[1]:
                     yield node, f"%{source.name} is {node.args[1]} already"
-                key = (node.target, *_asked(node), sharing.epoch(source))
+                # Casts that differ in the random stream alone should be one cast.
+                settings = str({**arguments(node), "stream": None})
+                key = (node.target, settings, sharing.epoch(source))
                 if key in visited:
                     yield node, f"%{visited[key].name} is the same cast"
                 visited[key] = node
         sharing.passed(node)
 
 
-def _asked(node: fx.Node) -> Iterator[object]:
-    """Yield a cast's arguments without its random stream: equal casts should be shared."""
-    for name, value in arguments(node).items():
-        if name != "stream":
-            yield tuple(value) if isinstance(value, list) else value
-
-
+@_rule("each rounding draws from its own random stream", since="insert_casts")
 def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
     if graph.parent is not None:
         return
@@ -188,6 +190,7 @@ def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
                 visited[fact.stream] = node
 
 
+@_rule("no reader of a cast gets a stale value", since="insert_casts")
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
     """Check that no cast's source is written to between the cast and a reader of the cast."""
     sharing = Sharing(graph)
@@ -210,6 +213,7 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
         sharing.passed(node)
 
 
+@_rule("only lowered operators read placeholders of quantized operands", since="insert_casts")
 def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
         if not node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE):
@@ -217,15 +221,12 @@ def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
         problem = f"it reads %{node.name}, which represents a quantized operand and has no gradient"
         for user in node.users:
             note = node_metadata.NOTE.get(user)
-            if (
-                note is None
-                or note.kind is not Kind.ADJUSTABLE
-                or note.precision is None
-                or not note.precision.scaled
-            ):
+            lowers = note is not None and note.kind is Kind.ADJUSTABLE and note.precision
+            if not (lowers and lowers.scaled):
                 yield user, problem
 
 
+@_rule("losses read FP32", since="insert_casts")
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         row = operator.row
@@ -237,14 +238,13 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
                 yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
 
 
+@_rule("operators read operands of their precision", since="insert_casts")
 def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, node = operator.note, operator.node
-        # a lowered operator reads the original next to each rounded operand
-        if _lowered(note, node):
-            continue
         reader = OperandReader.of(node, note, graph.value(node))
-        if reader.in_place:
+        # A lowered operator reads the original next to each rounded operand.
+        if _lowered(operator) or reader.in_place:
             continue
         for operand in reader.operands:
             value = graph.value(operand.node)
@@ -256,39 +256,41 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
                 yield node, f"it runs in {note.precision} and reads {source}"
 
 
-def _lowered(note: OperatorInfo, node: fx.Node) -> bool:
-    fmt = note.precision
-    return note.kind is Kind.ADJUSTABLE and fmt is not None and fmt.name in node.args
+def _lowered(operator: Operator) -> bool:
+    fmt = operator.precision
+    return operator.kind is Kind.ADJUSTABLE and fmt is not None and fmt.name in operator.node.args
 
 
+@_rule("planned precision is present in the lowered graph", since="lower")
 def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
-        fmt, node = operator.precision, operator.node
+        fmt = operator.precision
         if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
             continue
-        if not _lowered(operator.note, node):
-            yield node, f"{fmt} is planned, and the node does not compute in it"
+        if not _lowered(operator):
+            yield operator.node, f"{fmt} is planned, and the node does not compute in it"
 
 
+@_rule("the graph has no format that the device does not compile", since="lower")
 def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Check that the device compiles each format that the model itself does not use."""
     written = graph.whole.written
     if written is None:
         return
     live = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}
     for node in graph.nodes:
         for fmt in _formats(graph, node):
+            # The model itself may use formats that its device does not compile.
             if fmt not in live and not compiles(graph.context.device, fmt):
                 yield node, f"nothing compiles {fmt} for the device"
 
 
 def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
     for value in tensors(graph.value(node)):
-        fmt = precision_of(value.dtype)
-        if fmt is not None:
+        if fmt := precision_of(value.dtype):
             yield fmt
 
 
+@_rule("the time of every node is assigned to an operator", since="lower")
 def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
     if not any(graph.own_operators()):
         return
@@ -301,45 +303,19 @@ def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, "its time is not assigned to any operator"
 
 
-STRIDES = VerifierRule(
-    "results have the strides that the model was traced with", "insert_casts", _keeps_strides
-)
-RULES = (
-    VerifierRule("the graph is well formed", "normalize", _is_a_graph),
-    VerifierRule("every node has a value", "normalize", _has_values),
-    VerifierRule("every operator has one id", "normalize", _keeps_ids),
-    VerifierRule("every decision has a reason", "classify", _has_reasons),
-    VerifierRule(
-        "every adjustable operator has a precision, and every deviation from the plan has a reason",
-        "assign",
-        _is_assigned,
-    ),
-    VerifierRule("dependent operators follow their inputs", "cascade", _follows_inputs),
-    VerifierRule("types match", "insert_casts", _types_match),
-    STRIDES,
-    VerifierRule(
-        "operators read operands of their precision", "insert_casts", _reads_what_it_asks_for
-    ),
-    VerifierRule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
-    VerifierRule(
-        "each rounding draws from its own random stream", "insert_casts", _streams_are_apart
-    ),
-    VerifierRule("no reader of a cast gets a stale value", "insert_casts", _reads_current_values),
-    VerifierRule(
-        "only lowered operators read placeholders of quantized operands",
-        "insert_casts",
-        _dequantizes_for_products,
-    ),
-    VerifierRule("losses read FP32", "insert_casts", _losses_are_wide),
-    VerifierRule("the graph has no format that the device does not compile", "lower", _is_compiled),
-    VerifierRule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
-    VerifierRule("the time of every node is assigned to an operator", "lower", _is_charged),
-    VerifierRule(
-        "inputs and outputs of the graph are those that Dynamo expects",
-        "normalize",
-        _fits_its_callers,
-    ),
-)
+@_rule("inputs and outputs of the graph are those that Dynamo expects", since="normalize")
+def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
+    """Check the graph's inputs and outputs; dtypes of a body's results depend on its readers."""
+    takes = sum(node.op == "placeholder" for node in graph.nodes)
+    if graph.parent is None and takes != len(graph.inputs):
+        yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
+    output, expected, result = graph.nodes[-1], graph.outputs, graph.output_types()
+    if len(result) != len(expected):
+        yield output, f"it returns {len(result)} values, and Dynamo expects {len(expected)}"
+        return
+    for index, (wanted, inputs) in enumerate(zip(expected, result, strict=True)):
+        if graph.parent is None and wanted is not None and inputs is not wanted:
+            yield output, f"output {index} is {inputs or 'no tensor'}, and Dynamo expects {wanted}"
 
 
 def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
@@ -349,24 +325,19 @@ def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
 
 def verify_strides(graph: PrecisionGraph, step: str) -> None:
     """Raise `PassError` if `step`, after the pipeline, has changed strides of the traced model."""
-    _check(graph, [STRIDES], step)
+    _check(graph, [_keeps_strides], step)
 
 
 def _check(graph: PrecisionGraph, rules: Sequence[VerifierRule], step: str) -> None:
     for part in graph.walk():
         for rule in rules:
             for node, problem in rule.check(part):
-                error = PassError(
-                    f'after pass {step!r} the graph breaks the rule "{rule.says}": {problem}',
-                    where=_where(part, node) or f"the graph after pass {step!r}",
-                )
+                where = f"the graph after pass {step!r}"
+                if node is not None:
+                    where = f"node %{node.name}"
+                    if node in node_metadata.NOTE:
+                        where += f", {Operator(part, node).where}"
+                message = f'after pass {step!r} the graph breaks the rule "{rule.says}": {problem}'
+                error = PassError(message, where=where)
                 error.graph = graph_text(graph)
                 raise error
-
-
-def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:
-    if node is None:
-        return None
-    if node in node_metadata.NOTE:
-        return f"node %{node.name}, {Operator(graph, node).where}"
-    return f"node %{node.name}"

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
     from qsync_fx.options import Options as Options
     from qsync_fx.passes.pass_base import graph_pass as graph_pass
-    from qsync_fx.passes.rewriting.match import Match as Match
-    from qsync_fx.passes.rewriting.rewrite_pass import rewrite as rewrite
+    from qsync_fx.passes.rewrite_pass import rewrite as rewrite
+    from qsync_fx.passes.rewrite_pattern import Match as Match
     from qsync_fx.plan import ClusterPlan as ClusterPlan, Plan as Plan
     from qsync_fx.plan.operator_id import OpId as OpId
     from qsync_fx.plan_switching import switch_plan as switch_plan
@@ -66,7 +66,7 @@ _HOMES = {
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.formats"),
     "find_plan": "qsync_fx.allocator.api",
     "Cluster": "qsync_fx.predictor.replayer.cluster",
-    "Match": "qsync_fx.passes.rewriting.match",
+    "Match": "qsync_fx.passes.rewrite_pattern",
     "OpId": "qsync_fx.plan.operator_id",
     "Options": "qsync_fx.options",
     **dict.fromkeys(("ClusterPlan", "Plan"), "qsync_fx.plan"),
@@ -79,7 +79,7 @@ _HOMES = {
     "sensitivity": "qsync_fx.profiler.sensitivity.estimate",
     "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
     "replay": "qsync_fx.timeline.replay_plans",
-    "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
+    "rewrite": "qsync_fx.passes.rewrite_pass",
     "switch_plan": "qsync_fx.plan_switching",
     "Timeline": "qsync_fx.timeline.timeline",
 }

@@ -1,6 +1,5 @@
 """Tracing: from Dynamo's graph to normalized ATen operators with ids.
 
-`retrace` traces the graph again at the pre-dispatch level, `graph_cleanup` removes needless writes
-and conversions, `dynamo_frames` finds the position of a graph in the user's model, and
-`operator_ids` assigns ids. The pass `normalize` calls them; start there.
+The pass `normalize` retraces the graph (`retrace`), removes needless writes (`graph_cleanup`), and
+assigns ids (`operator_ids`) from the graph's position in the model (`dynamo_frames`).
 """

@@ -1,12 +1,7 @@
 """Position of a graph in the user's model, and the root module of its operator ids.
 
-Dynamo compiles one Python frame at a time, usually the model's forward pass with all modules
-inlined. After a graph break inside a module, that module's forward and the code after the break are
-separate frames. Dynamo then does not know the enclosing model and reuses the code of one layer for
-the next. Python's stack shows the modules that are being called.
-
-Invariant: positions depend on the model's source alone; paths start at the root module, wherever
-the graph breaks.
+Dynamo compiles one Python frame at a time and, after a graph break, does not know the enclosing
+model; Python's stack shows the modules that are being called. Paths start at the root module.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -51,7 +45,6 @@ def root_of(
     Args:
         compiled: the argument of torch.compile.
         outside: the modules that are being called around it, innermost first.
-        options: of the compilation.
 
     Raises:
         OptionError: the option "root" names another module than the compiled one.
@@ -62,21 +55,22 @@ def root_of(
         return _as_the_user_says(compiled, holding, options.root)
     candidates = [compiled, *holding]
     if len(candidates) > 1 and options.plan is not None:
-        counts = {outer: named_in(outer, options.plan) for outer in candidates}
+        counts = {outer: _named_in(outer, options.plan) for outer in candidates}
         candidates = [outer for outer in candidates if counts[outer] == max(counts.values())]
-    if _pieces(candidates[-1]) > 1:
-        return candidates[-1], ""
+    outermost = candidates[-1]
+    inside = {id(module) for _, module in paths(outermost)}
+    if sum(id(module) in inside for module in declared()) > 1:
+        return outermost, ""
     return candidates[0], ""
 
 
-def named_in(root: nn.Module, plan: Plan) -> int:
+def _named_in(root: nn.Module, plan: Plan) -> int:
     """Return how many of the plan's operators and patterns name modules below `root`."""
     available = {path for path, _ in paths(root)}
     texts = [escaped(path) for path in available]
+    patterns = (module_regex(pattern).match for pattern, _ in plan.patterns)
     operators = sum((op_id.module or op_id.after) in available for op_id in plan.operators)
-    return operators + sum(
-        any(map(module_regex(pattern).match, texts)) for pattern, _ in plan.patterns
-    )
+    return operators + sum(any(map(match, texts)) for match in patterns)
 
 
 def _as_the_user_says(
@@ -84,10 +78,10 @@ def _as_the_user_says(
 ) -> tuple[nn.Module, str]:
     for outer in holding if path else ():
         named = {name: unwrapped(module) for name, module in paths(outer)}
-        if named.get(path) is compiled:
+        owned = next(name for name, module in named.items() if module is compiled)
+        if path == owned:
             return outer, ""
         if path in named:
-            owned = next(name for name, module in named.items() if module is compiled)
             raise OptionError(
                 f"{type(compiled).__name__} is compiled as {path!r}, and in "
                 f"{type(outer).__name__}, which calls it, it is {owned!r}",
@@ -95,12 +89,6 @@ def _as_the_user_says(
                 do=f'set {{"root": {owned!r}}}, or remove the option to detect the path',
             )
     return compiled, path
-
-
-def _pieces(root: nn.Module) -> int:
-    """Return how many modules below `root` are separate arguments of torch.compile."""
-    inside = {id(module) for _, module in paths(root)}
-    return sum(id(module) in inside for module in declared())
 
 
 _CALLS = ("_wrapped_call_impl", "_call_impl")
@@ -118,8 +106,7 @@ class SourcePlace:
         module: the innermost module whose forward pass contains the frame; None in plain functions.
         root: the module that paths start from, the whole model; None in plain functions.
         within: the path of `root`, if the option "root" says that it is part of a larger model.
-        entered: whether the frame is the argument of torch.compile from its first line on, not a
-            callee or a continuation.
+        entered: whether the frame is the argument of torch.compile, not a callee or a continuation.
         given: in plain functions, the modules that it may call, each with a path prefix for ids.
     """
 
@@ -158,9 +145,8 @@ class SourcePlace:
     @property
     def resumes_at(self) -> int | None:
         """The line where the frame resumes after a graph break; None for the first line."""
-        if self.code is None or (result := _RESUMES.fullmatch(self.code.co_name)) is None:
-            return None
-        return int(result[1])
+        result = self.code and _RESUMES.fullmatch(self.code.co_name)
+        return int(result[1]) if result else None
 
 
 def clean_path(path: str) -> str:
@@ -191,10 +177,7 @@ def place(options: Options) -> SourcePlace:
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
-    """Guard a submodule's code against reuse for another module, whose plan may differ.
-
-    Returns:
-        whether the guard was needed.
+    """Guard a submodule's code against reuse for another module; return whether it was needed.
 
     Raises:
         PlanError: the model has more such submodules than Dynamo's recompile limit.
@@ -208,19 +191,16 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
     limit = torch._dynamo.config.recompile_limit
     # Most instances of torch's own classes are inlined into a larger graph and need no code.
     if equal > limit and (not kind.__module__.startswith("torch.") or _last_version()):
-        why, where = f"the graph breaks inside {kind.__name__}", f"module {current.path}"
-        do = f"set torch._dynamo.config.recompile_limit = {4 * equal}"
-        if current.entered:
-            why = f"{kind.__name__} is compiled block by block"
-        else:
-            do += ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"
+        where = f"module {current.path}"
         if current.code is not None:
             where += f", {current.code.co_filename}:{current.code.co_firstlineno}"
         raise PlanError(
-            f"{why}; the model has {equal} of this class, each needs its own compiled code to "
-            f"follow the plan, and torch._dynamo.config.recompile_limit is {limit}",
+            f"{kind.__name__} is compiled separately, because the graph breaks inside or it is an "
+            f"argument of torch.compile; the model has {equal} of this class, each needs its own "
+            f"code to follow the plan, and torch._dynamo.config.recompile_limit is {limit}",
             where=where,
-            do=do,
+            do=f"set torch._dynamo.config.recompile_limit = {4 * equal}, or remove the graph break "
+            "(TORCH_LOGS=graph_breaks shows it)",
         )
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return True
@@ -237,20 +217,16 @@ def warn_at_the_limit(current: SourcePlace) -> None:
     limit = torch._dynamo.config.recompile_limit
     if current.code is None or not _last_version():
         return
+    name = current.code.co_qualname
+    if current.module is not None and "torch/_dynamo/" in current.code.co_filename:
+        name = f"{type(current.module).__name__}.forward"
     text = (
-        f"this is version {limit} of {_name(current.code, current.module)}, and Dynamo compiles "
+        f"this is version {limit} of {name}, and Dynamo compiles "
         f"at most {limit} of a function. Another version would ignore the plan and is an error. "
         "Raise torch._dynamo.config.recompile_limit if the model needs more; "
         "TORCH_LOGS=recompiles shows the reason for each version"
     )
     warnings.warn_explicit(text, UserWarning, current.code.co_filename, current.code.co_firstlineno)
-
-
-def _name(code: CodeType, module: nn.Module | None) -> str:
-    """Return a function's name; for Dynamo's wrapper of a torch module, the module's forward."""
-    if module is not None and Path(torch._dynamo.__file__).parent in Path(code.co_filename).parents:
-        return f"{type(module).__name__}.forward"
-    return code.co_qualname
 
 
 def _last_version() -> bool:
@@ -272,14 +248,10 @@ def translator() -> Any:
 
 @dataclass
 class Calls:
-    """The calls on Python's stack around the compiled frame.
+    """The calls on Python's stack around the compiled frame, and its caller.
 
-    Attributes:
-        caller: the caller of the frame.
-        inside: the modules that are being called between torch.compile and the frame, innermost
-            first.
-        compiled: the argument of torch.compile.
-        outside: the modules that are being called around `compiled`, innermost first.
+    `inside` has the modules that are being called between torch.compile and the frame, `outside`
+    those around the argument of torch.compile, `compiled`, both innermost first.
     """
 
     caller: FrameType | None = None
@@ -293,12 +265,12 @@ class Calls:
             return False
         if _compiles(self.caller):
             return True
-        module = _called(self.caller)
-        if module is None or not isinstance(self.compiled, nn.Module):
-            return False
         # Hooks have the same caller as the module's own forward pass.
-        is_forward = getattr(module.forward, "__code__", None) is code
-        return is_forward and unwrapped(module) is unwrapped(self.compiled)
+        return isinstance(self.compiled, nn.Module) and any(
+            getattr(module.forward, "__code__", None) is code
+            and unwrapped(module) is unwrapped(self.compiled)
+            for module in _called(self.caller)
+        )
 
 
 def calls(frame: FrameType | None) -> Calls:
@@ -309,8 +281,7 @@ def calls(frame: FrameType | None) -> Calls:
             result = Calls()  # the calls so far belong to the compiler
         else:
             result.caller = result.caller or frame
-            if (module := _called(frame)) is not None:
-                result.inside.append(module)
+            result.inside += _called(frame)
         frame = frame.f_back
     if frame is None:
         return result
@@ -318,8 +289,7 @@ def calls(frame: FrameType | None) -> Calls:
     result.compiled = given_to_compile(frame.f_locals["fn"])
     outer = frame.f_back
     while outer is not None and not _is_compiler(outer):
-        if (module := _called(outer)) is not None:
-            result.outside.append(module)
+        result.outside += _called(outer)
         outer = outer.f_back
     return result
 
@@ -327,10 +297,7 @@ def calls(frame: FrameType | None) -> Calls:
 def modules_in_reach(
     code: CodeType, local: Mapping[str, Any], everywhere: Mapping[str, Any]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules among a function's variables, and among the attributes of its variables.
-
-    The second kind covers a trainer's `self.model`.
-    """
+    """Yield the modules among a function's variables and their attributes (`self.model`)."""
     values = [*local.values(), *(everywhere[name] for name in code.co_names if name in everywhere)]
     yield from (("", value) for value in values if isinstance(value, nn.Module))
     for value in values:
@@ -357,17 +324,16 @@ def _is_compiler(frame: FrameType) -> bool:
 
 def _compiles(frame: FrameType) -> bool:
     """Return whether a frame is torch.compile's wrapper around a function."""
-    code = frame.f_code
-    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py"):
+    if frame.f_code.co_name not in ("compile_wrapper", "_fn"):
         return False
-    owner = frame.f_locals.get("self")
-    return code.co_name in ("compile_wrapper", "_fn") and isinstance(owner, OptimizeContext)
+    in_dynamo = frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py")
+    return in_dynamo and isinstance(frame.f_locals.get("self"), OptimizeContext)
 
 
-def _called(frame: FrameType) -> nn.Module | None:
-    """Return the module whose call a frame is."""
+def _called(frame: FrameType) -> list[nn.Module]:
+    """Return the module whose call a frame is, in a list; [] for other frames."""
     code = frame.f_code
     if code.co_name not in _CALLS or not code.co_filename.endswith("torch/nn/modules/module.py"):
-        return None
+        return []
     module = frame.f_locals.get("self")
-    return module if isinstance(module, nn.Module) else None
+    return [module] if isinstance(module, nn.Module) else []

@@ -1,9 +1,7 @@
 """Cleanup of traced graphs: in-place writes, no-op conversions, fused transformer operators.
 
-Invariant: the graph computes the same values and gradients, with fewer restrictions on precision:
-the result of an in-place write must have the dtype of its target, and a conversion that names a
-dtype counts as the model's request for it, even if it is a no-op (`scores.float()` matters once
-scores are narrow).
+Invariant: the graph computes the same values and gradients, with fewer restrictions on precision. A
+conversion that names a dtype counts as the model's request for it, even if it is a no-op.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute the self-attention of `nn.MultiheadAttention`.
-
-    Args:
-        mask_type: 0: mask [L, L]; 1: key padding mask; 2: mask [N, heads, L, L].
-    """
+    """Compute `nn.MultiheadAttention`; mask types: 0 [L, L], 1 key padding, 2 [N, heads, L, L]."""
     masks: dict[str, Any] = {"key_padding_mask": None, "attn_mask": None}
     if mask is not None and mask_type == 1:
         masks["key_padding_mask"] = mask
@@ -72,11 +66,7 @@ def _encoder_layer(
     ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `nn.TransformerEncoderLayer`, operator by operator as in training.
-
-    In evaluation the module calls a single fused operator. The unfused form gives a plan the same
-    meaning in both modes.
-    """
+    """Compute `nn.TransformerEncoderLayer` as in training: plans mean the same in both modes."""
 
     def attend(x: Tensor) -> Tensor:
         with _inside("self_attn"):
@@ -154,13 +144,15 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
         if plain is None:
             continue
         (written,) = writes(node)
-        if node.args[0] is not written or not _is_fresh(written):
-            continue
-        if not _same_type(graph, node, written):
-            continue
-        if any(not _returns_fresh(user) for user in written.users if order[user] < order[node]):
-            continue
-        if _outcome(graph, node, node.target) != _outcome(graph, node, plain):
+        earlier = [user for user in written.users if order[user] < order[node]]
+        if not (
+            node.args[0] is written
+            and written.op == "call_function"
+            and not in_place(written)
+            and all(map(_returns_fresh, (written, *earlier)))
+            and _same_type(graph, node, written)
+            and _outcome(graph, node, node.target) == _outcome(graph, node, plain)
+        ):
             continue
         node.target = plain
         node._rename(plain._schema.name.partition("::")[2])
@@ -172,7 +164,7 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
 
 
 def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
-    """Recompute the values of replaced nodes and their views, which no longer alias the target."""
+    """Recompute the values of replaced nodes and of their views."""
     moved: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         before = graph.value(node)
@@ -196,10 +188,6 @@ def _plain_target(node: fx.Node) -> Any:
     return getattr(packet, target._overloadname, None)
 
 
-def _is_fresh(node: fx.Node) -> bool:
-    return node.op == "call_function" and _returns_fresh(node) and not in_place(node)
-
-
 def _returns_fresh(node: fx.Node) -> bool:
     """Return whether a node's result certainly shares no memory with other values."""
     if node.op == "output":
@@ -207,21 +195,16 @@ def _returns_fresh(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    row, schema = row_for(target), target._schema
-    name = f"{schema.name}.{schema.overload_name}".removesuffix(".")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+    if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         # A composite operator may return its input although its schema does not say so, such as
         # dropout in evaluation.
+        row = row_for(target)
         return row is not None and row.kind is Kind.ADJUSTABLE
-    return all(result.alias_info is None for result in schema.returns)
+    return all(result.alias_info is None for result in target._schema.returns)
 
 
 def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
-    """Return the result's dtype and shape and its gradient formula, to compare two operators.
-
-    Some formulas differ in place: that of `elu_` has only the result. An in-place comparison
-    returns numbers instead of booleans. An operator without the underscore may be unrelated.
-    """
+    """Return the result's dtype, shape and gradient formula, which may differ in place (`elu_`)."""
 
     def fresh(used: fx.Node) -> Any:
         value = graph.value(used)
@@ -253,9 +236,6 @@ def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
     return dtypes == {ours.dtype} and all(v.dim() <= ours.dim() for v in operands)
 
 
-_MOVES = ("to", "cpu", "cuda")
-
-
 def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
     """Return the node in `graph` for one of Dynamo's nodes, usually a copy.
 
@@ -266,34 +246,24 @@ def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.
     Args:
         local: the new nodes of its operands.
     """
-    if node.op == "call_method" and node.target in _MOVES and not _names_a_type(node):
-        source, *others = node.all_input_nodes
-        before, after = (used.meta.get("example_value") for used in (source, node))
-        if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-            if before is after:
-                return local[source]
-            if before.dtype is after.dtype:
-                return _as_it_is(graph, node, local[source], after.device)
-            if before.device == after.device and others:
-                args = (local[source], local[others[0]])
-                return _described(graph.call_function(torch.ops.aten.type_as.default, args), node)
-    return graph.node_copy(node, lambda used: local[used])
-
-
-def _names_a_type(node: fx.Node) -> bool:
-    return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
-
-
-def _as_it_is(graph: fx.Graph, node: fx.Node, source: fx.Node, device: torch.device) -> fx.Node:
-    """Insert a copy to a device or memory format that preserves the source's dtype."""
-    options: dict[str, Any] = {"device": device}
-    for name in ("non_blocking", "memory_format"):
-        if name in node.kwargs:
-            options[name] = node.kwargs[name]
-    copy = graph.call_function(torch.ops.aten._to_copy.default, (source,), options)
-    return _described(copy, node)
-
-
-def _described(new: fx.Node, node: fx.Node) -> fx.Node:
+    named = (*node.args, *node.kwargs.values())
+    if node.op != "call_method" or node.target not in ("to", "cpu", "cuda"):
+        return graph.node_copy(node, lambda used: local[used])
+    source, *others = node.all_input_nodes
+    before, after = (used.meta.get("example_value") for used in (source, node))
+    names_dtype = any(isinstance(value, torch.dtype) for value in named)
+    if names_dtype or not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return graph.node_copy(node, lambda used: local[used])
+    if before is after:
+        return local[source]
+    if before.dtype is after.dtype:
+        options: dict[str, Any] = {"device": after.device}
+        options |= {k: v for k, v in node.kwargs.items() if k in ("non_blocking", "memory_format")}
+        new = graph.call_function(torch.ops.aten._to_copy.default, (local[source],), options)
+    elif before.device == after.device and others:
+        args = (local[source], local[others[0]])
+        new = graph.call_function(torch.ops.aten.type_as.default, args)
+    else:
+        return graph.node_copy(node, lambda used: local[used])
     new.meta = dict(node.meta)
     return new

@@ -1,9 +1,7 @@
 """Operator ids: module path, operator name and occurrence.
 
-Invariant: an `OpId` depends on the model's source alone. Module paths come from `nn_module_stack`,
-which names the user's modules independently of node names from Dynamo, DDP's graph splits or a
-rank. Occurrences are counted across all graphs of one frame, so an operator has the same id whether
-or not DDP or a graph break splits the graph.
+Invariant: an `OpId` depends on the model's source alone. Occurrences are counted across all graphs
+of one frame, so ids do not change if DDP or a graph break splits the graph.
 """
 
 from __future__ import annotations
@@ -90,23 +88,14 @@ def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) ->
             identify(body, numbers, current)
         if not _is_operator(graph, node):
             continue
-        row, module, by = (
-            row_for(node.target),
-            module_path(node, current),
-            node_metadata.put_in_by(node),
-        )
-        name = _operator_name(node, row)
+        row, by = row_for(node.target), node_metadata.put_in_by(node)
+        module, name = _module_path(node, current), _operator_name(node, row)
         if by:
             near = OpId(module, name, after="" if module else numbers.last)
             op_id = numbers.put_in(near, f"{by}.{name}")
         else:
             op_id = numbers.number(module, name)
-        _note(node, OperatorInfo(op_id, _kind(row), "", row, by=by))
-
-
-def mark(node: fx.Node, by: str) -> None:
-    """Mark a node of Dynamo's graph as inserted by a pass; retracing preserves the mark."""
-    node_metadata.mark_as_put_in(node, by)
+        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
 
 
 def identify_new(
@@ -120,8 +109,6 @@ def identify_new(
     """Write a note with an id to each operator among nodes that a pass inserted.
 
     Args:
-        graph: their graph.
-        nodes: the new nodes.
         by: the name of the pass; part of new ids, so that ids of the model do not depend on the
             pass.
         settings: "inserted" or "rewritten".
@@ -145,12 +132,10 @@ def identify_new(
             near_id, region = near.id, near.autocast
         if isinstance(region, Precision):
             region = format_of(graph.value(node)) or region
-        op_id = graph.whole.numbers.put_in(near_id, f"{by}.{name}")
-        _note(node, OperatorInfo(op_id, _kind(row), "", row, autocast=region, by=by, how=settings))
-
-
-def _kind(row: OperatorRow | None) -> Kind:
-    return row.kind if row is not None else Kind.FIXED
+        op_id, kind = graph.whole.numbers.put_in(near_id, f"{by}.{name}"), Kind.FIXED
+        if row is not None:
+            kind = row.kind
+        _note(node, OperatorInfo(op_id, kind, "", row, autocast=region, by=by, how=settings))
 
 
 def _note(node: fx.Node, note: OperatorInfo) -> None:
@@ -162,17 +147,15 @@ def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_switch(node):
         return False
     unpacks = getattr(node.target, "__name__", "") == "getitem"
-    return not unpacks and node not in node_metadata.CAST and _computes(graph, node)
-
-
-def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
-    """Return whether a node computes floating-point values, or other values from them."""
+    if unpacks or node in node_metadata.CAST:
+        return False
+    # An operator computes floating-point values, or other values from them.
     made = [t for value in (node, *writes(node)) for t in tensors(graph.value(value))]
     read = (t for used in node.all_input_nodes for t in tensors(graph.value(used)))
     return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 
 
-def module_path(node: fx.Node, current: SourcePlace) -> str:
+def _module_path(node: fx.Node, current: SourcePlace) -> str:
     """Return the state_dict path of a node's innermost module; "" outside of any module."""
     stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
     if not stack:
@@ -180,16 +163,11 @@ def module_path(node: fx.Node, current: SourcePlace) -> str:
     address, (path, _) = list(stack.items())[-1]
     # A repeated call of a module has the key "address@1".
     available = current.path_of(address.partition("@")[0])
-    if available is not None:
-        return available
-    return joined(current.path, clean_path(path))
+    return joined(current.path, clean_path(path)) if available is None else available
 
 
 def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
-    """Record the paths of parameters and buffers in the model, and rename inputs accordingly.
-
-    `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
-    """
+    """Record the paths of parameters and buffers in the model, and rename inputs accordingly."""
     for node in graph.nodes:
         source = getattr(node, "_dynamo_source", None)
         if node.op != "placeholder" or source is None:

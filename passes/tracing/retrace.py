@@ -1,9 +1,7 @@
 """Retracing of Dynamo's graph to pre-dispatch ATen, piece by piece.
 
-Invariant: the new graph equals the old one bitwise, in training too: pre-dispatch tracing records
-above autograd and autocast, so no operator is differentiated, decomposed by dtype or hidden behind
-a mode. Nodes that make_fx must not trace through stay as Dynamo wrote them (`pieces`), and the code
-between them is retraced. The state of the process is restored.
+Invariant: the new graph equals the old one bitwise, in training too: tracing records above autograd
+and autocast. The state of the process is restored.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from torch.utils.hooks import BackwardHook
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import caller_of
 from qsync_fx.graph.fx_utils import (
     Effect,
     affects_tracing,
@@ -41,22 +40,15 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Modes:
-    """Grad mode and autocast state of a node, as the preceding switches in the graph set them.
-
-    Attributes:
-        grad: whether gradients are recorded.
-        autocast: (device type, enabled, dtype) for each device type.
-    """
+    """Grad mode and (device type, enabled, dtype) of autocast, as earlier switches set them."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def current(cls) -> Modes:
-        result = tuple(
-            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES
-        )
-        return cls(torch.is_grad_enabled(), result)
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        return cls(torch.is_grad_enabled(), tuple((d, enabled(d), dtype(d)) for d in _DEVICES))
 
     def apply(self) -> None:
         torch.set_grad_enabled(self.grad)
@@ -82,16 +74,22 @@ def restored() -> Iterator[None]:
         torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
+@contextlib.contextmanager
+def tracing(graph: PrecisionGraph, modes: Modes) -> Iterator[None]:
+    """Enter the graph's fake mode and the modes of one of its nodes, to trace new code there."""
+    assert graph.context.fake_mode is not None
+    with restored(), graph.context.fake_mode:
+        modes.apply()
+        yield
+
+
 def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
     """Return the modes that each node of a graph runs in."""
     result: dict[fx.Node, Modes] = {}
     values: dict[fx.Node, Any] = {}
     with restored():
         if graph.parent is not None:
-            caller = next(
-                node for node in graph.parent.nodes if graph in node_metadata.bodies(node)
-            )
-            modes(graph.parent)[caller].apply()
+            modes(graph.parent)[caller_of(graph)].apply()
         for node in graph.nodes:
             result[node] = Modes.current()
             if effect_of(node) in (Effect.GRAD, Effect.AUTOCAST):
@@ -100,72 +98,10 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
     return result
 
 
-@dataclass(frozen=True)
-class GraphPiece:
-    """Consecutive nodes, maybe none, either retraced together or copied as Dynamo wrote them."""
-
-    nodes: tuple[fx.Node, ...]
-    kept: bool
-    leveled: bool = False
-    """Whether the nodes are between the entry and the exit of a functorch level."""
-
-
-def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
-    """Split a graph's computing nodes into pieces to retrace and pieces to copy, in order.
-
-    make_fx must not trace through the following nodes, which are copied:
-
-    - higher-order operators: make_fx raises KeyError on checkpointing's context function, and would
-      inline a custom autograd function's forward, losing its backward;
-    - calls that change state of the process: the state outlives a piece, and tracing does not
-      record them;
-    - nodes that register gradient hooks;
-    - regions between levels of functorch or of forward-mode differentiation: their values are
-      batched or dual tensors, which exist only inside.
-    """
-    current: list[fx.Node] = []
-    saved: set[fx.Node] = set()
-    nesting = 0
-    region: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        before = nesting
-        nesting += level_step(node)
-        if before or nesting:
-            region.append(node)
-            if nesting == 0:
-                yield GraphPiece(tuple(current), kept=False)
-                yield GraphPiece(tuple(region), kept=True, leveled=True)
-                saved.update(region)
-                current, region = [], []
-        elif _stays(node) or _unpacks(node, saved):
-            yield GraphPiece(tuple(current), kept=False)
-            yield GraphPiece((node,), kept=True)
-            saved.add(node)
-            current = []
-        else:
-            current.append(node)
-    if region or current:
-        yield GraphPiece(tuple(current + region), kept=bool(region), leveled=bool(region))
-
-
-def _stays(node: fx.Node) -> bool:
-    return (
-        is_switch(node)
-        or isinstance(node.target, torch._ops.HigherOrderOperator)
-        or hooks_gradients(node)
-    )
-
-
 def hooks_gradients(node: fx.Node) -> bool:
     """Return whether a node registers a hook on a tensor, which sees the tensor's gradient."""
     available = (used.meta.get("example_value") for used in node.all_input_nodes)
     return any(isinstance(value, (BackwardState, BackwardHook)) for value in available)
-
-
-def _unpacks(node: fx.Node, saved: set[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in saved
 
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
@@ -196,43 +132,62 @@ class Tracking(fx.Interpreter):
         return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
 
 
+KeepBodies = Callable[[fx.Node, fx.GraphModule], dict[str, fx.GraphModule]]
+
 _HOOKED = "a hook reads its gradient in the dtype of the model"
 
 
 def rebuild(
-    module: fx.GraphModule, inputs: list[Any], keep: Callable[[fx.Node, fx.GraphModule], None]
+    module: fx.GraphModule, inputs: list[Any], keep: KeepBodies
 ) -> tuple[fx.GraphModule, list[str]]:
-    """Return the module retraced to pre-dispatch ATen, and the failures with their reasons.
+    """Return Dynamo's module retraced to pre-dispatch ATen, and the failures with their reasons.
+
+    Nodes that make_fx must not trace through are copied, and the nodes between them are retraced
+    together. The caller sets the fake mode and restores autocast and grad mode.
 
     Args:
-        module: Dynamo's graph.
         inputs: one fake tensor, SymInt or plain value per placeholder.
         keep: called with every copied higher-order node (already in the new graph) and the old
-            module that contains its bodies; it may set new bodies.
-
-    The caller sets the fake mode and restores autocast and grad mode.
+            module that contains its bodies; it returns the new bodies by attribute name.
     """
     mark_unlisted(module.graph)
-    builder = _Builder(module)
+    builder = _Builder(module, keep)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, inputs, strict=True):
         builder.copy(node, value)
-    for piece in pieces(module.graph):
-        if piece.kept:
-            for node in piece.nodes:
-                builder.keep(node, keep, piece.leveled)
+    pending: list[fx.Node] = []
+    level: list[fx.Node] = []
+    nesting = 0
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        before = nesting
+        nesting += level_step(node)
+        if before or nesting:
+            level.append(node)
+        elif builder.must_copy(node):
+            builder.retrace(pending)
+            builder.keep(node)
+            pending = []
         else:
-            builder.retrace(tuple(node for node in piece.nodes if node not in builder.mapped))
+            pending.append(node)
+        if level and not nesting:
+            builder.retrace(pending)
+            for inside in level:
+                builder.keep(inside, leveled=True)
+            pending, level = [], []
+    if level:  # it ends in another graph
+        for inside in pending + level:
+            builder.keep(inside, leveled=True)
+    else:
+        builder.retrace(pending)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     builder.copy(output, None)
     return builder.finish(), builder.failures
 
 
 def current(value: Any) -> Any:
-    """Return Dynamo's recorded value converted to the active fake mode.
-
-    Dynamo passes a graph on with a new fake mode.
-    """
+    """Return Dynamo's recorded value in the active fake mode, which is another one."""
     mode = active_fake_mode()
 
     def convert(fake: Any) -> Any:
@@ -246,13 +201,11 @@ def current(value: Any) -> Any:
 
 
 class _Builder:
-    """Builder of the new graph.
+    """Builder of the new graph; `values` and `mapped` are the values and new nodes of old ones."""
 
-    `values` maps each old node to its fake value, `mapped` to its nodes in the new graph.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, keep_bodies: KeepBodies) -> None:
+        self.module, self.keep_bodies = module, keep_bodies
+        self.preserved: set[fx.Node] = set()
         self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
         self.values: dict[fx.Node, Any] = {}
@@ -284,10 +237,26 @@ class _Builder:
             value = mode.from_tensor(value, static_shapes=True)
         self.copy(node, value)
 
-    def keep(
-        self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False
-    ) -> None:
-        """Copy a node that stays as Dynamo wrote it; `leveled` nodes are inside a level."""
+    def must_copy(self, node: fx.Node) -> bool:
+        """Return whether make_fx must not trace through a node.
+
+        Calls that change state of the process outlive a piece. A higher-order operator would raise
+        (checkpointing's context function) or lose its backward (custom autograd functions).
+        """
+        return (
+            is_switch(node)
+            or isinstance(node.target, torch._ops.HigherOrderOperator)
+            or hooks_gradients(node)
+            or (node.target is operator.getitem and node.args[0] in self.preserved)
+        )
+
+    def keep(self, node: fx.Node, leveled: bool = False) -> None:
+        """Copy a node that stays as Dynamo wrote it.
+
+        `leveled` nodes are between levels of functorch or of forward-mode differentiation: their
+        values are batched or dual tensors, which exist only inside.
+        """
+        self.preserved.add(node)
         if is_switch(node):
             self.copy(node, self._execute(node, leveled))
             return
@@ -296,11 +265,7 @@ class _Builder:
                 self._set_apart(used)
         new = self.copy(node, current(node.meta.get("example_value")))
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            keep(new, self.module)
-            for used in new.all_input_nodes:
-                if used.op == "get_attr" and used in (node_metadata.REPLACED.get(new) or {}):
-                    self.root[str(used.target)] = node_metadata.REPLACED[new][used]
-            del node_metadata.REPLACED[new]
+            self.root |= self.keep_bodies(new, self.module)
         elif hooks_gradients(node):
             node_metadata.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
@@ -308,23 +273,15 @@ class _Builder:
             node_metadata.OPAQUE[new] = reason
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
-        """Execute a call that changes state, so that later pieces are traced in that state.
-
-        Levels are not entered, so a call between them whose effect is unlisted may not work.
-
-        Returns:
-            the call's result; None if it is not executed.
-        """
+        """Execute a call that changes state, so that later pieces are traced in that state."""
+        # Levels are not entered, so a call between them whose effect is unlisted may not work.
         if not affects_tracing(node) or (leveled and effect_of(node) is Effect.UNLISTED):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: self.values[used])
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _set_apart(self, used: fx.Node) -> None:
-        """Insert an alias of a hooked tensor, in the model's dtype, for all readers.
-
-        A hook must see the full gradient.
-        """
+        """Insert an alias of a tensor for all readers, so that its hook sees the full gradient."""
         source = self.mapped[used]
         if not isinstance(self.values[used], torch.Tensor):
             return
@@ -335,26 +292,23 @@ class _Builder:
         source.replace_all_uses_with(apart, delete_user_cb=lambda user: user is not apart)
         self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
 
-    def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
+    def retrace(self, nodes: Sequence[fx.Node]) -> None:
         """Retrace nodes into the new graph; copy a node at which make_fx fails."""
+        nodes = [node for node in nodes if node not in self.mapped]
         if not nodes:
             return
         piece, external, results = self._extract(nodes)
         interpreter = Tracking(piece)
-
-        def run(*args: Any) -> Any:
-            return interpreter.run(*args)
-
         for used in external:
             self.fetch(used)
         inputs = [self.values[node] for node in external]
         try:
-            traced = pre_dispatch(run, inputs)
+            traced = pre_dispatch(lambda *args: interpreter.run(*args), inputs)
         except Exception as error:  # noqa: BLE001 - an untraceable node stays as Dynamo wrote it
             bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
             self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])
             return
-        if not _bakes_in_fakes(traced):
+        if not bakes_in_fakes(traced):
             self._inline(traced, external, results)
         elif len(nodes) == 1:
             message = "it computes a value outside the dispatcher, where tracing cannot see it"
@@ -364,7 +318,7 @@ class _Builder:
             self.retrace(nodes[: len(nodes) // 2])
             self.retrace(nodes[len(nodes) // 2 :])
 
-    def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
+    def _leave(self, nodes: list[fx.Node], bad: fx.Node, kind: str, message: str) -> None:
         """Copy one of the nodes as Dynamo wrote it, and retrace the nodes before and after it."""
         if by := node_metadata.put_in_by(bad):
             raise PassError(
@@ -373,26 +327,25 @@ class _Builder:
                 do="call operators of torch, or functions that compute with tensors alone",
             )
         self.failures.append(f"{bad.name}: {kind}: {message}")
-        where = nodes.index(bad)
-        if where:
-            self.retrace(nodes[:where])
+        self.retrace(nodes[: nodes.index(bad)])
         new = self.copy(bad, current(bad.meta.get("example_value")))
         node_metadata.OPAQUE[new] = f"it stays as Dynamo wrote it: it cannot be re-traced ({kind})"
         # Inputs of a trace are single tensors, so a trace cannot read a tuple.
-        items = _items(bad)
-        for item in items:
+        for item in _items(bad):
             self.copy(item, current(item.meta.get("example_value")))
-        if rest := tuple(node for node in nodes[where + 1 :] if node not in items):
-            self.retrace(rest)
+        self.retrace(nodes[nodes.index(bad) + 1 :])
 
-    def _extract(
-        self, nodes: tuple[fx.Node, ...]
-    ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    def _extract(self, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
         """Return the nodes as a module, its external inputs, and the nodes with external users."""
         inside = set(nodes)
         operands = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
         needed = [used for used in operands if used not in inside]
-        bodies = [used for used in needed if _is_body(self.module, used)]
+        bodies = [
+            used
+            for used in needed
+            if used.op == "get_attr"
+            and isinstance(_attribute(self.module, str(used.target)), torch.nn.Module)
+        ]
         external = [used for used in needed if used not in bodies]
         graph = fx.Graph()
         local: dict[fx.Node, fx.Node] = {used: graph.placeholder(used.name) for used in external}
@@ -404,9 +357,9 @@ class _Builder:
         return fx.GraphModule(self.module, graph), external, results
 
     def _inline(
-        self, traced: fx.GraphModule, external: list[fx.Node], results: list[fx.Node]
+        self, traced: fx.GraphModule, inputs: list[fx.Node], results: list[fx.Node]
     ) -> None:
-        leaves = pytree.tree_leaves([self.mapped[node] for node in external])
+        leaves = pytree.tree_leaves([self.mapped[node] for node in inputs])
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         local: dict[fx.Node, Any] = dict(zip(placeholders, leaves, strict=True))
         self.count += 1
@@ -438,7 +391,7 @@ class _Builder:
         return new
 
 
-def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
+def bakes_in_fakes(traced: fx.GraphModule) -> bool:
     """Return whether a fake tensor became a constant: its computation bypassed the dispatcher."""
     names = (str(node.target) for node in traced.graph.nodes if node.op == "get_attr")
     return any(isinstance(_attribute(traced, name), FakeTensor) for name in names)
@@ -450,12 +403,6 @@ def _items(node: fx.Node) -> list[fx.Node]:
     for item in items:
         items += [user for user in item.users if user.target is operator.getitem]
     return items
-
-
-def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op != "get_attr":
-        return False
-    return isinstance(_attribute(module, str(node.target)), torch.nn.Module)
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:

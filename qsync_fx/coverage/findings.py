@@ -19,7 +19,7 @@ from qsync_fx.graph.fx_utils import format_of
 from qsync_fx.module_paths import joined, own_parameters
 from qsync_fx.plan import Plan
 from qsync_fx.plan.operator_id import OpId, escaped, module_regex
-from qsync_fx.plan.validation import misfit
+from qsync_fx.plan.plan import misfit
 
 
 class Reason(Enum):

@@ -40,8 +40,7 @@ from qsync_fx.passes.pass_manager import pipeline, run
 from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan.cluster_plan import CHOSEN_BY
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.plan.plan import DEVICE_CLASS, Plan
-from qsync_fx.plan.validation import check_plan
+from qsync_fx.plan.plan import DEVICE_CLASS, Plan, check_plan
 from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.text_tables import plain, table_of
 

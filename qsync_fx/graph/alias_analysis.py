@@ -96,8 +96,18 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
-    """Append a placeholder to a body, pass `value` for it to the higher-order operator `node`."""
+def caller_of(body: PrecisionGraph) -> fx.Node:
+    """Return the higher-order operator that calls a body."""
+    assert body.parent is not None
+    return next(node for node in body.parent.nodes if body in node_metadata.bodies(node))
+
+
+def handed_in(body: PrecisionGraph, value: fx.Node, name: str) -> fx.Node:
+    """Return the placeholder for a value of the calling graph, appended if there is none."""
+    node = caller_of(body)
+    for inner, outer in operands(node, body):
+        if outer is value:
+            return inner
     first = next(n for n in body.nodes if n.op != "placeholder")
     with body.graph.inserting_before(first):
         result = body.graph.placeholder(name)

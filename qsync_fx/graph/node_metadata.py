@@ -156,8 +156,6 @@ BODIES: Final = Key[tuple[Any, ...]]("qsync_bodies")
 """Graphs of a higher-order operator that the passes rewrite. Written by normalize."""
 CALLER: Final = Key[fx.Node]("qsync_called_by")
 """The higher-order operator, on the output node of its body. Written by normalize."""
-REPLACED: Final = Key[dict[fx.Node, Any]]("qsync_replaced")
-"""The new modules of a higher-order operator's bodies, from normalize to retrace."""
 OPAQUE: Final = Key[str]("qsync_opaque")
 """Reason why a node stays as Dynamo wrote it, from normalize and retrace to classify."""
 REGION: Final = Key[tuple[bool, torch.dtype | None]]("qsync_region")
@@ -172,7 +170,7 @@ UNLISTED: Final = Key[bool]("qsync_unlisted")
 PATH: Final = Key[str]("qsync_input")
 """Path in the model of a parameter or buffer that is a graph input. Written by normalize."""
 
-OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
+OURS: Final = (NOTE, CAST, BODIES, CALLER, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
 def bodies(node: fx.Node) -> tuple[Any, ...]:

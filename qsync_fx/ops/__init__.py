@@ -1,9 +1,7 @@
 """The operator table: one declarative row per ATen operator.
 
-Each module with rows defines `ROWS`, a tuple of `OperatorRow` (spec.py); a new operator is a new
-row. Installed packages add tuples of rows through the entry point group `qsync_fx.ops`. Two rows
-with the same target are an error. `row_for` looks up a node's target; `Contraction` (matmul.py)
-describes products. Start in `spec`.
+Each module here defines `ROWS`, a tuple of `OperatorRow` (spec.py); installed packages add rows
+through the entry point group `qsync_fx.ops`. `row_for` looks up a node's target.
 """
 
 from __future__ import annotations
@@ -62,5 +60,12 @@ def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
     if row is None or not any(argument.is_out for argument in target._schema.arguments):
         return row
     reason = "it writes into a tensor that already has a type"
-    fixed = dataclasses.replace(row, kind=Kind.FIXED, reason=reason, operands=(), scaled=())
-    return dataclasses.replace(fixed, contracts=None, output_only=False)
+    return dataclasses.replace(
+        row,
+        kind=Kind.FIXED,
+        reason=reason,
+        operands=(),
+        scaled=(),
+        contracts=None,
+        output_only=False,
+    )

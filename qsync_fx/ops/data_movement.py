@@ -5,31 +5,24 @@ They compute no new values. The passes preserve conversions and quantization in 
 
 from __future__ import annotations
 
-import dataclasses
-
 from qsync_fx.ops.spec import Kind, OperatorRow, dependent, fixed
 
-_CAST_ROWS = tuple(
-    dataclasses.replace(row, converts=True)
-    for row in fixed(
+ROWS = (
+    *fixed(
         "a conversion that the model itself asks for",
         "to _to_copy type_as chalf _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half "
         "_cast_Int _cast_Long _cast_Short _autocast_to_full_precision "
         "_autocast_to_reduced_precision",
-    )
-)
-
-
-_CREATION_ROWS = fixed(
-    "it makes a tensor of the type that the model asks for",
-    "zeros zeros_like ones ones_like full full_like empty empty_like empty_strided empty_permuted "
-    "new_zeros new_ones new_full new_empty new_empty_strided arange range linspace logspace eye "
-    "scalar_tensor tril_indices triu_indices bartlett_window blackman_window hamming_window "
-    "hann_window kaiser_window _efficientzerotensor _new_zeros_with_same_feature_meta",
-)
-
-
-_EMBEDDING_ROWS = (
+        converts=True,
+    ),
+    *fixed(
+        "it makes a tensor of the type that the model asks for",
+        "zeros zeros_like ones ones_like full full_like empty empty_like empty_strided "
+        "empty_permuted new_zeros new_ones new_full new_empty new_empty_strided arange range "
+        "linspace logspace eye scalar_tensor tril_indices triu_indices bartlett_window "
+        "blackman_window hamming_window hann_window kaiser_window _efficientzerotensor "
+        "_new_zeros_with_same_feature_meta",
+    ),
     OperatorRow(
         "embedding",
         ("aten::embedding",),
@@ -42,10 +35,6 @@ _EMBEDDING_ROWS = (
         "it adds rows of a table of weights up, which needs FP32",
         "embedding_bag _embedding_bag _embedding_bag_forward_only",
     ),
-)
-
-
-_INDEXING_ROWS = (
     *dependent(
         "it picks values, so it takes the precision of its inputs",
         "gather index _unsafe_index _unsafe_masked_index index_select take take_along_dim "
@@ -57,25 +46,15 @@ _INDEXING_ROWS = (
         "_unsafe_masked_index_put_accumulate index_fill index_copy index_add scatter scatter_add "
         "select_scatter slice_scatter diagonal_scatter put fill_diagonal",
     ),
-)
-
-
-_QUANTIZATION_ROWS = fixed(
-    "the model quantizes here by itself",
-    "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine "
-    "_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine "
-    "fused_moving_avg_obs_fake_quant quantize_per_tensor quantize_per_channel "
-    "quantize_per_tensor_dynamic dequantize _int_mm _scaled_mm _scaled_grouped_mm "
-    "_weight_int8pack_mm _weight_int4pack_mm",
-)
-
-
-def moving(reason: str, names: str) -> tuple[OperatorRow, ...]:
-    return tuple(dataclasses.replace(row, moves=True) for row in dependent(reason, names))
-
-
-_SHAPE_ROWS = (
-    *moving(
+    *fixed(
+        "the model quantizes here by itself",
+        "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine "
+        "_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine "
+        "fused_moving_avg_obs_fake_quant quantize_per_tensor quantize_per_channel "
+        "quantize_per_tensor_dynamic dequantize _int_mm _scaled_mm _scaled_grouped_mm "
+        "_weight_int8pack_mm _weight_int4pack_mm",
+    ),
+    *dependent(
         "it changes the shape and no value, so it takes the precision of its inputs",
         "view reshape reshape_as view_as _unsafe_view _reshape_alias flatten unflatten ravel "
         "permute transpose t numpy_T mT mH matrix_H adjoint swapaxes swapdims movedim moveaxis "
@@ -83,13 +62,15 @@ _SHAPE_ROWS = (
         "unbind chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes "
         "tensor_split hsplit vsplit dsplit diagonal linalg_diagonal diag diag_embed diagflat "
         "unfold atleast_1d atleast_2d atleast_3d meshgrid",
+        moves=True,
     ),
-    *moving(
+    *dependent(
         "it copies values, so it takes the precision of its inputs",
         "clone contiguous alias detach data detach_copy alias_copy lift_fresh lift_fresh_copy "
         "lift repeat view_copy _reshape_copy expand_copy permute_copy transpose_copy t_copy "
         "squeeze_copy unsqueeze_copy select_copy slice_copy narrow_copy unbind_copy split_copy "
         "split_with_sizes_copy diagonal_copy unfold_copy pin_memory resolve_conj resolve_neg",
+        moves=True,
     ),
     *dependent(
         "it copies values, so it takes the precision of its inputs",
@@ -110,21 +91,8 @@ _SHAPE_ROWS = (
         "it reads memory by its layout, which a conversion would change",
         "as_strided_scatter view.dtype view_copy.dtype slice_inverse",
     ),
-)
-
-
-_WRITE_ROWS = fixed(
-    "it writes into a tensor, whose type stays as it is",
-    "copy fill zero set resize resize_as set_data requires_grad_ retain_grad",
-)
-
-
-ROWS = (
-    *_CAST_ROWS,
-    *_CREATION_ROWS,
-    *_EMBEDDING_ROWS,
-    *_INDEXING_ROWS,
-    *_QUANTIZATION_ROWS,
-    *_SHAPE_ROWS,
-    *_WRITE_ROWS,
+    *fixed(
+        "it writes into a tensor, whose type stays as it is",
+        "copy fill zero set resize resize_as set_data requires_grad_ retain_grad",
+    ),
 )

@@ -9,7 +9,8 @@ from qsync_fx.ops.spec import Kind, OperatorRow, dependent, fixed
 
 VALUES = "it works value by value, so it takes the precision of its inputs"
 
-_POINTWISE_ROWS = (
+
+ROWS = (
     *dependent(
         VALUES,
         "abs absolute add sub subtract rsub mul multiply div divide true_divide neg negative "
@@ -67,10 +68,6 @@ _POINTWISE_ROWS = (
         "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
         "special_shifted_chebyshev_polynomial_w special_round",
     ),
-)
-
-
-_INTEGER_ROWS = (
     *fixed(
         "its result is a truth value",
         "eq ne not_equal lt less le less_equal gt greater ge greater_equal equal isclose allclose "
@@ -103,15 +100,10 @@ _INTEGER_ROWS = (
         "result_type promote_types can_cast is_floating_point is_complex is_conj is_neg "
         "is_inference is_pinned",
     ),
+    *fixed(
+        "it draws random numbers, and another precision would draw others",
+        "rand rand_like randn randn_like randint randint_like randperm bernoulli normal "
+        "normal_functional uniform random exponential geometric cauchy log_normal poisson "
+        "binomial multinomial _standard_gamma _sample_dirichlet",
+    ),
 )
-
-
-_RANDOM_ROWS = fixed(
-    "it draws random numbers, and another precision would draw others",
-    "rand rand_like randn randn_like randint randint_like randperm bernoulli normal "
-    "normal_functional uniform random exponential geometric cauchy log_normal poisson binomial "
-    "multinomial _standard_gamma _sample_dirichlet",
-)
-
-
-ROWS = (*_INTEGER_ROWS, *_POINTWISE_ROWS, *_RANDOM_ROWS)

@@ -1,8 +1,7 @@
 """Rows of reductions: norms, softmax, losses, pooling, sums and means.
 
-Norms and softmax accept float formats; statistics and parameters of norms stay in FP32. Losses and
-their inputs stay in FP32, because training depends on small differences of a loss. A reduction
-follows its inputs if its result stays in their range, otherwise it is fixed.
+Statistics and parameters of norms, losses and their inputs stay in FP32. A reduction follows its
+inputs if its result stays in their range, otherwise it is fixed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def row(
     )
 
 
-_NORM_ROWS = (
+ROWS = (
     # On the CPU torch accepts an FP32 bias with a narrow input only if the weight is FP32 too.
     row("layer_norm", "native_layer_norm", alone=(3, 2)),
     row("group_norm", "native_group_norm"),
@@ -42,10 +41,6 @@ _NORM_ROWS = (
         "it normalises a weight by its length, a sum of squares that needs FP32",
         "_weight_norm _weight_norm_interface norm_except_dim renorm embedding_renorm",
     ),
-)
-
-
-_SOFTMAX_ROWS = (
     OperatorRow(
         "softmax",
         ("aten::softmax", "aten::_softmax", "aten::_safe_softmax", "aten::special_softmax"),
@@ -59,21 +54,15 @@ _SOFTMAX_ROWS = (
         "special_logsumexp logaddexp logaddexp2 _masked_softmax",
         loss=True,
     ),
-)
-
-
-_LOSS_ROWS = fixed(
-    "a loss and its inputs stay in FP32",
-    "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward "
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div ctc_loss _ctc_loss poisson_nll_loss soft_margin_loss "
-    "multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward margin_ranking_loss "
-    "hinge_embedding_loss cosine_embedding_loss triplet_margin_loss",
-    loss=True,
-)
-
-
-_REDUCTION_ROWS = (
+    *fixed(
+        "a loss and its inputs stay in FP32",
+        "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward "
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits kl_div ctc_loss _ctc_loss poisson_nll_loss "
+        "soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward "
+        "margin_ranking_loss hinge_embedding_loss cosine_embedding_loss triplet_margin_loss",
+        loss=True,
+    ),
     *dependent(
         "its result lies within the range of its inputs, so it takes their precision",
         "mean nanmean max min amax amin aminmax median nanmedian",
@@ -91,10 +80,6 @@ _REDUCTION_ROWS = (
         "pdist _pdist_forward pairwise_distance cosine_similarity cov corrcoef",
     ),
     *fixed("it takes differences of neighbours, which cancel", "diff gradient"),
-)
-
-
-_POOLING_ROWS = (
     *dependent(
         "it pools neighbouring values, so it takes the precision of its inputs",
         "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
@@ -119,6 +104,3 @@ _POOLING_ROWS = (
         "grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator",
     ),
 )
-
-
-ROWS = (*_LOSS_ROWS, *_NORM_ROWS, *_POOLING_ROWS, *_REDUCTION_ROWS, *_SOFTMAX_ROWS)

@@ -24,10 +24,7 @@ A multiply-add counts 2. Shapes may be symbolic; the result is then a `torch.Sym
 
 
 class Kind(enum.StrEnum):
-    """Who decides an operator's precision (QSync, section IV-B).
-
-    ADJUSTABLE: the plan. DEPENDENT: the promotion of its inputs. FIXED: the model as written.
-    """
+    """Who decides a precision (QSync, IV-B): the plan, the inputs' promotion, or the model."""
 
     ADJUSTABLE = "adjustable"
     DEPENDENT = "dependent"
@@ -45,24 +42,19 @@ class OperatorRow:
         kind: who decides its precision.
         reason: why it has this kind, in words for users.
         operands: adjustable only: positions of the tensor arguments that are converted to the
-            precision. An argument may be None, a list of tensors (`einsum`), or a boolean mask
-            (attention), which is not converted. Other tensor arguments (a norm's weight and
-            statistics) preserve their format.
+            precision: tensors, lists of tensors, None, or boolean masks, which are not converted.
         scaled: adjustable only: places of (activation, weight) for operators that accept scaled
-            formats (INT8, FP8). Empty means float formats only: QSync does not quantize products of
-            two activations, norms and softmax.
+            formats (INT8, FP8); empty for float formats only.
         contracts: for products whose factors need not be an activation and a weight: maps
             arguments, with tensors instead of nodes, to the contraction, or to the reason why the
             product is not a layer's. `classify` finds the weight and sets `scaled`.
         unscaled: why it accepts no scaled format; "" if the reason is that no factor is a weight.
-        output_only: adjustable only: converting the result gives the same values as converting the
-            operands at lower cost (an embedding gathers few rows of a large table).
+        output_only: adjustable only: the result is converted instead of the operands, which gives
+            the same values at lower cost (an embedding gathers few rows of a large table).
         alone: adjustable only: (position, position of its partner): the argument is an operand only
             if the partner is None.
-        products: whether it consists of matrix products: formats like TF32 exist only inside
-            products.
-        writes: positions of arguments that it may write to although its schema does not say so (a
-            batch norm's statistics).
+        products: whether it consists of matrix products, the only operators with formats like TF32.
+        writes: positions of arguments that it may write to although its schema does not say so.
         added: products only: positions of operands that are added to the product: a bias, a mask.
         moves: its result has values of its first argument, at positions that do not depend on
             values.
@@ -107,19 +99,21 @@ class OperatorRow:
         return (*self.operands, self.alone[0])
 
 
-def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
+def dependent(reason: str, names: str, *, moves: bool = False) -> tuple[OperatorRow, ...]:
     """Return dependent rows for the ATen operators in `names`, separated by spaces."""
-    return _rows(Kind.DEPENDENT, reason, names)
+    return _rows(Kind.DEPENDENT, reason, names, moves=moves)
 
 
-def fixed(reason: str, names: str, *, loss: bool = False) -> tuple[OperatorRow, ...]:
+def fixed(
+    reason: str, names: str, *, loss: bool = False, converts: bool = False
+) -> tuple[OperatorRow, ...]:
     """Return fixed rows for the ATen operators in `names`, separated by spaces."""
-    return _rows(Kind.FIXED, reason, names, loss)
+    return _rows(Kind.FIXED, reason, names, loss=loss, converts=converts)
 
 
-def _rows(kind: Kind, reason: str, names: str, loss: bool = False) -> tuple[OperatorRow, ...]:
+def _rows(kind: Kind, reason: str, names: str, **facts: Any) -> tuple[OperatorRow, ...]:
     # The row of an overload has its operator's name: ids and plans do not name overloads.
     return tuple(
-        OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, loss=loss)
+        OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, **facts)
         for name in names.split()
     )

@@ -1,8 +1,7 @@
 """Precision plans: which operator computes in which precision.
 
-`Plan` (plan.py) maps operators, selected by `OpId` or by patterns (operator_id.py), to precisions.
-`ClusterPlan` (cluster_plan.py) has a plan per device class, and the gradient codecs; the file also
-loads plans and selects the part of a process. `validation` compares a plan with a model.
+`Plan` (plan.py) maps operators, selected by `OpId` or by patterns (operator_id.py), to precisions;
+`ClusterPlan` (cluster_plan.py) has a plan per device class, and the gradient codecs.
 """
 
 from __future__ import annotations

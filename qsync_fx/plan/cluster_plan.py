@@ -1,25 +1,19 @@
 """The plan of a cluster: a plan per device class, and a gradient codec per parameter.
 
-All ranks share one value and one file. A rank's class is, in this order, the user's choice, the
-entry in the plan's table of ranks if that has the size of the world, the only class, or the class
-that matches the device name. A part records its class and the reason in its notes. A rank without a
-class raises: no rank trains under another's plan.
-
-Codecs are by parameter name because DistributedDataParallel rebuilds its buckets after the first
-step: the parameters of a bucket share a codec, except small ones. Small parameters and unnamed ones
-are sent in FP32. `qsync_fx/communication` implements the codecs.
+All ranks share one file. A rank without a class raises: no rank trains under another's plan. The
+parameters of a bucket share a codec, except small ones, which are sent in FP32.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import distributed
@@ -31,11 +25,10 @@ from qsync_fx.plan.plan import (
     CLUSTER_PLAN,
     DEVICE_CLASS,
     PLAN,
-    Fields,
     Plan,
-    block,
+    json_text,
+    load_plan,
     notes_of,
-    texts_field,
 )
 from qsync_fx.serialization.schema import Path
 from qsync_fx.serialization.strict_json import Parsed, kind, shown_value, step
@@ -56,49 +49,29 @@ _IN_A_ROW: Final = " in a row"
 
 
 def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
-    """Return the note for nodes of `ranks` ranks.
-
-    `in_a_row`: a node is a run of consecutive ranks; host names are ignored.
-    """
+    """Return the note for nodes of `ranks` ranks; `in_a_row`: of consecutive ranks."""
     return {BETWEEN_NODES: f"{ranks} ranks{_IN_A_ROW * in_a_row}"}
 
 
 def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
     """Return the arguments of `between_nodes` for these notes; None without such a note."""
     result = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
-    if result is None:
-        return None
-    return int(result[1]), result[2] is not None
+    return result and (int(result[1]), result[2] is not None)
 
 
 def checked(value: object) -> dict[str, str]:
     """Return codecs by parameter; raise `PlanError` if they are invalid."""
+    do = 'map parameter names to codecs, as in {"fc.weight": "qsgd8"}'
     if not isinstance(value, Mapping):
-        do = 'map parameter names to codecs, as in {"fc.weight": "qsgd8"}'
         raise PlanError(f"codecs must be a mapping, not {kind(value)}", where="codecs", do=do)
     for name, codec in value.items():
         where = f"codecs{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
-            do = 'use a name of model.named_parameters(), such as "fc.weight"'
             raise PlanError("a parameter name must be a printable string", where=where, do=do)
         if not isinstance(codec, str) or codec not in CODECS:
             message = f"{shown_value(codec)} is not a gradient codec"
             raise PlanError(message, where=where, do=nearest(str(codec)[:40], CODECS))
     return dict(value)
-
-
-def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
-    """Return one line per codec with the number of its parameters."""
-    names: dict[str, list[str]] = {}
-    for name, codec in codecs.items():
-        names.setdefault(codec, []).append(name)
-    lines = []
-    for codec, (first, *others) in sorted(names.items()):
-        line = f"gradients in {codec}: {first}"
-        if others:
-            line += f" and {len(others)} more parameters"
-        lines.append(line)
-    return lines
 
 
 CHOSEN_BY = "chosen by"
@@ -109,13 +82,7 @@ CLUSTER = "cluster plan"
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """Rank and device of a process, which select its part of a cluster plan.
-
-    Attributes:
-        rank, world: rank and number of ranks; None for a process that is not known to be one of
-            several.
-        device: name of its device.
-    """
+    """Rank, number of ranks, if known, and device name of a process, which select its part."""
 
     rank: int | None
     world: int | None
@@ -166,7 +133,7 @@ class ClusterPlan:
         """Return the plan of a class; its notes identify it as a part of this cluster plan."""
         _check_class(name, self.classes, None)
         part = self.classes[name]
-        plans = {key: plan.without_notes() for key, plan in self.classes.items()}
+        plans = {k: Plan(p.default, p.patterns, p.operators) for k, p in self.classes.items()}
         text = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
         digest = hashlib.sha256(text.to_json().encode()).hexdigest()[:16]
         origin = {DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
@@ -175,28 +142,24 @@ class ClusterPlan:
 
     def for_process(self, process: LocalPlan) -> Plan:
         """Return the part of a process; raise `PlanError` if its class is ambiguous or unknown."""
-        rank = process.rank
+        rank, device = process.rank, process.device
         if rank is not None and process.world == len(self.ranks) and rank < len(self.ranks):
             return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
         if len(self.classes) == 1:
             return self.for_class(next(iter(self.classes)), "the plan has one class")
-        fit = [
-            name for name in self.classes if is_called(process.device, self.devices.get(name, name))
-        ]
+        fit = [name for name in self.classes if is_called(device, self.devices.get(name, name))]
         if len(fit) == 1:
-            return self.for_class(fit[0], f"the device name is {process.device!r}")
+            return self.for_class(fit[0], f"the device name is {device!r}")
         who, table = "this process has no rank", "the plan has no rank table"
         if rank is not None:
             who = f"rank {rank} of {process.world}"
         if self.ranks:
             table = f"the plan's rank table is for {len(self.ranks)} ranks"
-        device = f"the device name is {process.device!r}"
-        if fit:
-            device += f", which matches {' and '.join(fit)}"
         raise PlanError(
             "the class of this rank's device in the cluster plan is unknown: "
             f"the plan has the classes {', '.join(self.classes)}",
-            where=f"{who}; {table}; {device}",
+            where=f"{who}; {table}; the device name is {device!r}, "
+            f"which matches {' and '.join(fit) or 'none of them'}",
             do='set the class with options={"plan": ..., "device_class": NAME} or the environment '
             "variable QSYNC_DEVICE_CLASS, or add a rank table with plan.for_ranks([NAME, ...])",
         )
@@ -207,29 +170,28 @@ class ClusterPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, identical for equal plans with equal notes."""
-        classes = (
-            block(f"{json.dumps(name)}: {{", plan.entries())
-            for name, plan in sorted(self.classes.items())
-        )
-        entries = [
-            f'"format": "{CLUSTER_PLAN.name}"',
-            f'"version": {CLUSTER_PLAN.version}',
-            block('"classes": {', classes),
-            *texts_field("devices", self.devices),
-        ]
-        if self.ranks:
-            entries.append(f'"ranks": {json.dumps(self.ranks)}')
-        entries += [*texts_field("codecs", self.codecs), *texts_field("notes", self.notes)]
-        return block("{", entries) + "\n"
+        fields = {
+            "devices": dict(sorted(self.devices.items())),
+            "ranks": list(self.ranks),
+            "codecs": dict(sorted(self.codecs.items())),
+            "notes": dict(sorted(self.notes.items())),
+        }
+        head = {"format": CLUSTER_PLAN.name, "version": CLUSTER_PLAN.version}
+        classes = {name: plan.fields() for name, plan in sorted(self.classes.items())}
+        used = {name: value for name, value in fields.items() if value}
+        return json_text({**head, "classes": classes, **used}) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> ClusterPlan:
         """Read the text of `to_json`; raise `PlanError`, and no other error, for any other text."""
         result = CLUSTER_PLAN.decode(text)
-        plans = {
-            name: _plan_in_file(name, body)
-            for name, body in _mapping("classes", result.classes).items()
-        }
+        plans = {}
+        for name, part in result.classes.items():
+            try:
+                plans[name] = Plan(part.default, part.patterns, part.operators, part.notes)
+            except PlanError as error:
+                where = f"classes{step(name)}.{error.where}"
+                raise PlanError(error.what, where=where, do=error.do) from None
         return cls(plans, result.devices, result.ranks, result.notes, result.codecs)
 
     def save(self, path: Path) -> None:
@@ -239,11 +201,7 @@ class ClusterPlan:
     @classmethod
     def load(cls, path: Path) -> ClusterPlan:
         """Read an untrusted file; raise `PlanError` with the problem and its location."""
-        data = CLUSTER_PLAN.read(path)
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
-            raise CLUSTER_PLAN.within(path, error) from None
+        return load_plan(path, CLUSTER_PLAN, cls.from_json)
 
     def __hash__(self) -> int:
         parts = (self.classes, self.devices, self.codecs)
@@ -262,10 +220,12 @@ class ClusterPlan:
             title = name
             if name in self.devices:
                 title += f", device name {self.devices[name]!r}"
-            if ranks := [rank for rank, item in enumerate(self.ranks) if item == name]:
-                title += f", {_spans(ranks)}"
+            if ranks := [str(rank) for rank, item in enumerate(self.ranks) if item == name]:
+                title += f", rank {', '.join(ranks)}"
             lines += [f"{title}:", textwrap.indent(str(plan), "  ")]
-        lines += describe_codecs(self.codecs)
+        for codec, count in sorted(Counter(self.codecs.values()).items()):
+            first = next(name for name, used in self.codecs.items() if used == codec)
+            lines.append(f"gradients in {codec}: {count} parameters, such as {first}")
         for name, text in sorted(self.notes.items()):
             if "\n" in text and all(line.isprintable() for line in text.splitlines()):
                 lines += [f"note {shown(name)}", *(f"  {line}" for line in text.splitlines())]
@@ -275,11 +235,10 @@ class ClusterPlan:
 
 
 def _classes(value: object) -> dict[str, Plan]:
-    result = _mapping("classes", value)
-    if not result:
+    if not isinstance(value, Mapping) or not value:
         do = 'pass {"t4": Plan(...), ...}'
         raise PlanError("the cluster plan has no classes", where="classes", do=do)
-    for name, plan in result.items():
+    for name, plan in value.items():
         where = f"classes{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
             message = "the name of a device class must be a printable string"
@@ -287,18 +246,19 @@ def _classes(value: object) -> dict[str, Plan]:
         if not isinstance(plan, Plan):
             message = f"the value of a device class must be a plan, not {kind(plan)}"
             raise PlanError(message, where=where, do="pass a Plan")
-    return result
+    return dict(value)
 
 
 def _devices(value: object, classes: Mapping[str, Plan]) -> dict[str, str]:
-    result = _mapping("devices", value)
-    for name, called in result.items():
+    do = 'map classes to device names, as in {"t4": "Tesla T4"}'
+    if not isinstance(value, Mapping):
+        raise PlanError(f"devices must be a mapping, not {kind(value)}", where="devices", do=do)
+    for name, called in value.items():
         _check_class(name, classes, "devices")
         if not isinstance(called, str) or not _words(called):
             message = f"a device name must be a string with a word in it, not {shown_value(called)}"
-            do = 'use a name such as "Tesla T4"'
             raise PlanError(message, where=f"devices{step(name)}", do=do)
-    return result
+    return dict(value)
 
 
 def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
@@ -316,26 +276,6 @@ def _check_class(name: object, classes: Mapping[str, Plan], where: str | None) -
         raise PlanError(message, where=where, do=do)
 
 
-def _plan_in_file(name: str, body: object) -> Plan:
-    where = f"classes{step(name)}"
-    fields = _mapping(where, body)
-    available = Fields.__dataclass_fields__
-    if (unknown := next((key for key in fields if key not in available), None)) is not None:
-        message, do = f"a plan has no field {shown(unknown)}", nearest(unknown[:40], available)
-        raise PlanError(message, where=where, do=do)
-    try:
-        return Plan(**fields)
-    except PlanError as error:
-        raise PlanError(error.what, where=f"{where}.{error.where}", do=error.do) from None
-
-
-def _mapping(where: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        message = f"the value must be an object, not {kind(value)}"
-        raise PlanError(message, where=where, do=CLUSTER_PLAN.remedy)
-    return dict(value)
-
-
 def is_called(device: str, name: str) -> bool:
     """Return whether all words of `name` occur in a device's name: "t4" in "Tesla T4"."""
     return bool(_words(name)) and _words(name) <= _words(device)
@@ -343,19 +283,6 @@ def is_called(device: str, name: str) -> bool:
 
 def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.casefold()))
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Return sorted ranks as text: "ranks 0 to 3, 6"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(
-        " to ".join(map(str, span)) for span in spans
-    )
 
 
 @runtime_checkable
@@ -368,7 +295,9 @@ class HoldsPlan(Protocol):
 
 def given_plan(value: object) -> object:
     """Return the plan of a value that contains one, and any other value unchanged."""
-    return value.as_plan() if isinstance(value, HoldsPlan) else value
+    if isinstance(value, HoldsPlan):
+        return value.as_plan()
+    return value
 
 
 def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
@@ -380,25 +309,21 @@ def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[P
 def _device_plan(value: object) -> Plan:
     if isinstance(value, Plan):
         return value
-    message, do = f"a value of type {type(value).__name__} is not a plan for one device", "a Plan"
-    if isinstance(value, ClusterPlan):
-        do = "the plan of one class: plan.for_class(name)"
-    raise PlanError(message, where="plan", do=f"pass {do}")
+    message = f"a value of type {type(value).__name__} is not a plan for one device"
+    do = "pass a Plan, such as one class of a cluster plan: plan.for_class(name)"
+    raise PlanError(message, where="plan", do=do)
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:
     """Read an untrusted plan file; raise `PlanError` with the problem and its location."""
-    data = CLUSTER_PLAN.read(path)
-    try:
-        if len(data) <= PLAN.largest:
-            text = PLAN.parsed(data)
-            return (ClusterPlan if CLUSTER_PLAN.is_named_in(text) else Plan).from_json(text)
-        text = CLUSTER_PLAN.parsed(data)
+
+    def read(data: bytes) -> Plan | ClusterPlan:
+        text = PLAN.parsed(data)
         if CLUSTER_PLAN.is_named_in(text):
             return ClusterPlan.from_json(text)
-        return Plan.from_json(data)
-    except PlanError as error:
-        raise PLAN.within(path, error) from None
+        return Plan.from_json(text)
+
+    return load_plan(path, PLAN, read)
 
 
 CLASS_VARIABLE: Final = "QSYNC_DEVICE_CLASS"
@@ -407,8 +332,14 @@ CLASS_VARIABLE: Final = "QSYNC_DEVICE_CLASS"
 
 def this_process() -> LocalPlan:
     """Return rank, world size and device name of this process."""
-    rank, world = _rank_and_world()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    if distributed.is_available() and distributed.is_initialized():
+        return LocalPlan(distributed.get_rank(), distributed.get_world_size(), device)
+    rank, world = environment.launcher_number("RANK"), environment.launcher_number("WORLD_SIZE")
+    if rank is None or world is None:
+        rank = world = None
     return LocalPlan(rank, world, device)
 
 
@@ -418,11 +349,7 @@ def named_class() -> str | None:
 
 
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
-    """Return the plan for this process.
-
-    Args:
-        plan: a plan, returned unchanged, or a cluster plan.
-        device_class: class of the part; None to determine it from environment, rank and device.
+    """Return the plan for this process: of a cluster plan, its class.
 
     Raises:
         PlanError: the class is unknown or ambiguous, or `plan` has no classes.
@@ -430,20 +357,13 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
     if isinstance(plan, Plan):
         if device_class is None:
             return plan
-        message = f"the plan has no class {device_class!r}: it is not a plan for a cluster"
-        do = "remove the option, or use a plan for a cluster"
-        raise PlanError(message, where='option "device_class"', do=do)
+        raise PlanError(
+            f"the plan has no class {device_class!r}: it is not a plan for a cluster",
+            where='option "device_class"',
+            do="remove the option, or use a plan for a cluster",
+        )
     if device_class is not None:
         return plan.for_class(device_class, 'the option "device_class"')
     if named := named_class():
         return plan.for_class(named, f"the environment variable {CLASS_VARIABLE}")
     return plan.for_process(this_process())
-
-
-def _rank_and_world() -> tuple[int | None, int | None]:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    rank, world = environment.launcher_number("RANK"), environment.launcher_number("WORLD_SIZE")
-    if rank is None or world is None:
-        return None, None
-    return rank, world

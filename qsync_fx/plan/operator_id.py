@@ -1,13 +1,7 @@
-"""Identity of operators that is independent of the node names of a graph.
+"""Identity of operators, which is the same across graph splits, ranks, machines and torch versions.
 
-Node names do not identify operators: DDP compiles each bucket separately, so each has a node
-"linear", and a graph break renames the nodes after it. The calling module, the name of the
-operator's row and its occurrence within the module are the same across graph splits, ranks,
-machines and versions of torch, so a plan is portable.
-
-Invariant: ids and texts are one to one: `OpId.parse(str(op_id)) == op_id` and
-`str(OpId.parse(text)) == text`. Reserved or unprintable characters of a module path are escaped as
-%XX of their UTF-8 bytes.
+Invariant: ids and texts are one to one: `str(OpId.parse(text)) == text`. Reserved or unprintable
+characters of a module path are escaped as %XX of their UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -39,39 +33,38 @@ _ANY_SEGMENTS = rf"(?:[^./#@]++{_SEPARATOR})*"
 _PART_OF_GLOB = re.compile(rf"\*|\?|\[(?P<none_of>[!^]?)(?P<one_of>[^\[\]]*)\]|{_ESCAPED}|[^%\[\]]")
 _MEMBER = re.compile(rf"(?P<first>[0-9A-Za-z])-(?P<last>[0-9A-Za-z])|{_ESCAPED}|[^%*?]")
 _NUMBERS = re.compile(r"(0|[1-9][0-9]{0,8})\.\.(0|[1-9][0-9]{0,8})")
+_PATTERN = (
+    'write module segments separated by dots, then "/operator", and "@module.before" and "#index" '
+    'behind it; use "*", "?", "[02]", "[0-9]" or "[!0]" within a name, "{query,key}" or "{0..11}" '
+    'for alternatives, and "**" for any number of segments; escape special characters of a name as '
+    "in operator ids: %25 for %, %2A for *, %3F for ?, %5B for [, %5D for ], %7B for {, %7D for }"
+)
 _ALPHABETS = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """Compile a pattern to an expression over ids; raise `PlanError` if it is malformed."""
     if not isinstance(pattern, str):
-        raise PlanError(
-            f"a pattern must be a string, not {type(pattern).__name__}",
-            do='write a pattern such as "encoder.*.output"',
-        )
+        raise PlanError(f"a pattern must be a string, not {type(pattern).__name__}", do=_PATTERN)
     return _compiled(pattern)
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     if len(pattern) > _LONGEST_PATTERN:
-        message = f"the pattern is too long: {len(pattern)} characters"
-        raise PlanError(message, do=f"use at most {_LONGEST_PATTERN} characters")
+        raise _malformed(pattern[:50], f"is longer than {_LONGEST_PATTERN} characters")
     if not pattern.isprintable():
-        message = f"{shown(pattern)} has non-printable characters"
-        raise PlanError(message, do="escape them as %XX, as in operator ids")
+        raise _malformed(pattern, "has non-printable characters")
     return re.compile("|".join(map(_expression, _written_out(pattern))))
+
+
+def _malformed(pattern: str, problem: str) -> PlanError:
+    return PlanError(f"the pattern {shown(pattern)} {problem}", do=_PATTERN)
 
 
 @functools.lru_cache(maxsize=4096)
 def module_regex(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern to an expression over module paths in which it may select operators.
-
-    For operators outside modules it is the path of the preceding module.
-
-    Raises:
-        PlanError: the pattern is malformed.
-    """
+    """Compile a pattern to an expression over paths of modules in which it may select operators."""
     pattern_regex(pattern)
     return re.compile("|".join(map(_module_expression, _written_out(pattern))))
 
@@ -83,7 +76,9 @@ def _module_expression(pattern: str) -> str:
         return _path(module, pattern, full=bool(slash))
     if after:
         return _path(after, pattern, full=True)
-    return r"\Z" if index else ""
+    if index:
+        return r"\Z"
+    return ""
 
 
 def alternatives(pattern: str) -> list[str]:
@@ -109,42 +104,29 @@ def _written_out(pattern: str) -> list[str]:
     for text in re.split(r"(\{[^{}]*\})", pattern):
         if text.startswith("{") and text.endswith("}"):
             parts.append(_alternatives(text[1:-1], pattern))
-        elif brace := re.search(r"\{", text) or re.search(r"\}", text):
-            raise PlanError(
-                f"{shown(pattern)} has an unmatched {brace[0]} or nested braces",
-                do='write "{attention,output}" or "{0..11}"; escape a brace in a name as %7B or '
-                "%7D, as in operator ids",
-            )
+        elif brace := re.search(r"[{}]", text):
+            raise _malformed(pattern, f"has an unmatched {brace[0]} or nested braces")
         else:
             parts.append([text])
         count *= len(parts[-1])
         if count * len(pattern) > _LONGEST_WRITTEN_OUT:
-            raise _too_long(pattern)
+            raise _malformed(pattern, "expands to too many patterns")
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 def _alternatives(braced: str, pattern: str) -> list[str]:
     if not braced:
-        do = 'write the alternatives, as in "{attention,output}" or "{0..11}"'
-        raise PlanError(f"{shown(pattern)} has empty braces", do=do)
+        raise _malformed(pattern, "has empty braces")
     result: list[str] = []
     for text in map(str.strip, braced.split(",")):
         if numbers := _NUMBERS.fullmatch(text):
             first, last = sorted(map(int, numbers.groups()))
             if last - first > _LONGEST_WRITTEN_OUT:
-                raise _too_long(pattern)
+                raise _malformed(pattern, "expands to too many patterns")
             result += map(str, range(first, last + 1))
         else:
             result.append(text)
     return result
-
-
-def _too_long(pattern: str) -> PlanError:
-    return PlanError(
-        f"{shown(pattern)} expands to too many patterns",
-        do=f"use at most {_LONGEST_WRITTEN_OUT} characters in the expansion of its braces, or use "
-        '"*", which matches any number',
-    )
 
 
 def _expression(pattern: str) -> str:
@@ -152,19 +134,14 @@ def _expression(pattern: str) -> str:
     module, slash, rest = pattern.partition("/")
     if not slash:
         if not module:
-            raise PlanError("the pattern is empty", do='write "**" to select every operator')
+            raise _malformed(pattern, "is empty")
         return _path(module, pattern)
     rest, sharp, index = rest.partition("#")
     operator, position, after = rest.partition("@")
     if not operator or "/" in rest + index or "**" in operator:
-        raise PlanError(
-            f"{shown(pattern)} is not a pattern",
-            do='write one operator name after "/", such as "softmax", "conv*" or "*"; "**" '
-            "matches only module segments",
-        )
+        raise _malformed(pattern, 'is not a pattern: after "/" stands one operator name')
     if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
-        do = 'write "#0", "#1", ..., or remove "#" to select all occurrences'
-        raise PlanError(f"{shown(pattern)} has no number after #", do=do)
+        raise _malformed(pattern, "has no number after #")
     before, position_part, index_part = "", "(?:@[^#]*+)?", "(?:#[0-9]++)?"
     if module:
         before = _path(module, pattern, full=True)
@@ -187,11 +164,7 @@ def _path(glob: str, pattern: str, full: bool = False) -> str:
         if segment == "**":
             blocks.append([])
         elif not segment or "**" in segment or "#" in segment or "@" in segment:
-            raise PlanError(
-                f"{shown(pattern)} is not a pattern",
-                do='write segments separated by dots, "*" within a segment, and "**" for any '
-                'number of segments; write "#" and "@" after "/"',
-            )
+            raise _malformed(pattern, f"is not a pattern: {shown(segment)} is not a segment")
         else:
             blocks[-1].append(rf"(?>(?=[^./#@]){_glob(segment, _IN_SEGMENT, pattern)}{_SEPARATOR})")
     first, *others = ("".join(block) for block in blocks)
@@ -211,7 +184,7 @@ def _glob(glob: str, character: str, pattern: str) -> str:
     while index < len(glob):
         part = _PART_OF_GLOB.match(glob, index)
         if part is None:
-            raise _stray(glob[index], pattern)
+            raise _malformed(pattern, f"has a misplaced {glob[index]}")
         if part[0] == "*":
             pieces.append("")
         elif part[0] == "?":
@@ -235,27 +208,17 @@ def _members(one_of: str, pattern: str) -> Iterable[str]:
     while index < len(one_of):
         member = _MEMBER.match(one_of, index)
         if member is None:
-            raise _stray(one_of[index], pattern)
+            raise _malformed(pattern, f"has a misplaced {one_of[index]}")
         first, last = member.group("first", "last")
         if first is None:
             yield re.escape(member[0])
         elif first <= last and any({first, last} <= set(alphabet) for alphabet in _ALPHABETS):
             yield f"[{first}-{last}]"
         else:
-            message = f"{shown(pattern)} has an invalid range [{first}-{last}]"
-            raise PlanError(message, do="write a range such as [0-9] or [a-f]")
+            raise _malformed(pattern, f"has an invalid range [{first}-{last}]")
         index = member.end()
     if not one_of:
-        raise _stray("[", pattern)
-
-
-def _stray(character: str, pattern: str) -> PlanError:
-    return PlanError(
-        f"{shown(pattern)} has a misplaced {character}",
-        do='write "[02]", "[0-9]" or "[!0]" for one character, without . / # @ in the brackets; '
-        "escape special characters of a name as in operator ids: %25 for %, %2A for *, %3F for ?, "
-        "%5B for [, %5D for ]",
-    )
+        raise _malformed(pattern, "has empty brackets")
 
 
 _LARGEST_INDEX = 999_999_999
@@ -263,7 +226,7 @@ _ESCAPES = "%/#@*?[]{}"
 _NEEDS_NO_ESCAPE = re.compile(rf"[^{re.escape(_ESCAPES)}]*")
 _ESCAPED_RUN = re.compile(r"(?:%[0-9A-F]{2})+")
 _TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
-_ID_FORMAT = (
+_FORMAT = (
     'write "module.path/operator", and append "#1" for its second occurrence in that module; '
     'write an operator outside all modules as "/operator@last.module.before.it"'
 )
@@ -271,14 +234,10 @@ _ID_FORMAT = (
 
 @dataclass(frozen=True, order=True)
 class OpId:
-    """Identity of one operator.
-
-    The text form of `str` and `parse` is "encoder.layer.0.attention.self/matmul#1",
-    "/relu@layer3.1#2", "/linear".
+    """Identity of one operator; as text "encoder.layer.0.self/matmul#1", "/relu@layer3.1#2".
 
     Attributes:
-        module: path of the calling module, as in a state_dict:
-            "encoder.layer.0.attention.self.query"; "" outside every submodule.
+        module: path of the calling module, as in a state_dict; "" outside every submodule.
         operator: name of its row: "linear".
         index: occurrence among operators of the same name in the module (outside modules, since
             `after`).
@@ -299,22 +258,20 @@ class OpId:
         for name in ("module", "operator", "after"):
             if not isinstance(getattr(self, name), str):
                 actual = type(getattr(self, name)).__name__
-                raise PlanError(f"the {name} of an operator id must be a string, not {actual}")
+                message = f"the {name} of an operator id must be a string, not {actual}"
+                raise PlanError(message, do=_FORMAT)
         if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
-            allowed = f"an integer from 0 to {_LARGEST_INDEX}"
-            raise PlanError(f"the index of an operator id must be {allowed}")
+            message = f"the index of an operator id must be an integer up to {_LARGEST_INDEX}"
+            raise PlanError(message, do=_FORMAT)
         if not self.operator:
-            raise PlanError("the operator id has no operator name", do=_ID_FORMAT)
+            raise PlanError("the operator id has no operator name", do=_FORMAT)
         for path in (self.module, self.after):
             if path and "" in path.split("."):
                 message = f"the module path {shown(path)} has an empty segment"
-                raise PlanError(message, do=_ID_FORMAT)
+                raise PlanError(message, do=_FORMAT)
         if self.module and self.after:
-            raise PlanError(
-                "the operator id has both `module` and `after`",
-                where=f"module {shown(self.module)}, after {shown(self.after)}",
-                do="set `after` only for operators outside modules",
-            )
+            where = f"module {shown(self.module)}, after {shown(self.after)}"
+            raise PlanError("the operator id has `module` and `after`", where=where, do=_FORMAT)
 
     def __str__(self) -> str:
         text = f"{escaped(self.module)}/{escaped(self.operator)}"
@@ -327,17 +284,16 @@ class OpId:
         """Read the text form; raise `PlanError` for any text that `str` does not write."""
         if not isinstance(text, str):
             raise PlanError(
-                f"an operator id must be a string, not {type(text).__name__}", do=_ID_FORMAT
+                f"an operator id must be a string, not {type(text).__name__}", do=_FORMAT
             )
         result = _TEXT.fullmatch(text)
         if result is None:
-            raise PlanError(f"{shown(text)} is not an operator id", do=_ID_FORMAT)
+            raise PlanError(f"{shown(text)} is not an operator id", do=_FORMAT)
         try:
             module, operator, after = (_unescaped(part or "") for part in result.group(1, 2, 3))
         except UnicodeDecodeError:
             message = f"{shown(text)} has an escape %XX that is not valid UTF-8"
-            do = "escape each byte of the character's UTF-8 encoding"
-            raise PlanError(message, do=do) from None
+            raise PlanError(message, do=_FORMAT) from None
         op_id = cls(module, operator, int(result[4] or 0), after)
         if str(op_id) != text:
             message = f"{shown(text)} is not the normal form of this operator id"
@@ -391,11 +347,12 @@ class Numbering:
 def escaped(part: str) -> str:
     if part.isprintable() and _NEEDS_NO_ESCAPE.fullmatch(part):
         return part
-    return "".join(c if c.isprintable() and c not in _ESCAPES else _hexadecimal(c) for c in part)
-
-
-def _hexadecimal(character: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+    return "".join(
+        c
+        if c.isprintable() and c not in _ESCAPES
+        else "".join(f"%{byte:02X}" for byte in c.encode("utf-8", "surrogatepass"))
+        for c in part
+    )
 
 
 def _unescaped(part: str) -> str:

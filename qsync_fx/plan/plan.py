@@ -1,29 +1,30 @@
 """The plan: which operator computes in which precision.
 
-A plan is made once, by hand or by a search over profiles, and read by every rank and every graph
-into which DDP splits a model, so it refers to operators by `OpId`.
-
-Invariant: a plan is immutable. Plans are equal, and hash equally, if default, patterns and
-operators are equal; notes do not count. So equal plans share compiled code.
+Invariant: plans are immutable, and equal if default, patterns and operators are equal, so they
+share compiled code. A plan for another model is an error: it must not be applied in part.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qsync_fx.errors import PlanError, PrecisionError, nearest, shown
 from qsync_fx.formats import FORMATS, Precision, precision
-from qsync_fx.plan.operator_id import OpId, pattern_regex
-from qsync_fx.plan.validation import check_plan
+from qsync_fx.formatting import many
+from qsync_fx.plan.operator_id import OpId, alternatives, escaped, module_regex, pattern_regex
 from qsync_fx.serialization import Parsed, Path, Schema, kind
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ PLAN = Schema(
     error=PlanError,
     remedy="write plans with Plan.save; read plans for a cluster with ClusterPlan.load",
     name="qsync-plan",
+    largest=32 * 2**20,
     smaller="use patterns instead of single operators",
 )
 
@@ -50,7 +52,7 @@ PLAN = Schema(
 class ClusterFields:
     """Fields of a cluster plan's file; `ClusterPlan` validates them."""
 
-    classes: Any = field(default_factory=dict)
+    classes: dict[str, Fields] = field(default_factory=dict)
     devices: Any = field(default_factory=dict)
     ranks: Any = ()
     notes: Any = field(default_factory=dict)
@@ -63,26 +65,33 @@ CLUSTER_PLAN = Schema(
     error=PlanError,
     remedy="write plans for clusters with ClusterPlan.save",
     name="qsync-cluster-plan",
-    largest=4 * PLAN.largest,
+    largest=PLAN.largest,
     smaller="use patterns instead of single operators",
 )
 
 
-def block(opening: str, entries: Iterable[str]) -> str:
-    """Return a JSON object or list that begins with `opening`, one entry per line."""
-    closing = {"{": "}", "[": "]"}[opening[-1]]
+def json_text(value: object) -> str:
+    """Return JSON text with one entry of an object, or of a list of lists, per line."""
+    match value:
+        case {**fields} if fields:
+            entries = [f"{json.dumps(key)}: {json_text(part)}" for key, part in fields.items()]
+            opening, closing = "{", "}"
+        case [list(), *_]:
+            entries = [json.dumps(entry) for entry in value]
+            opening, closing = "[", "]"
+        case _:
+            return json.dumps(value)
     body = ",\n".join(textwrap.indent(entry, "  ") for entry in entries)
-    if not body:
-        return opening + closing
     return f"{opening}\n{body}\n{closing}"
 
 
-def texts_field(name: str, texts: Mapping[str, str]) -> list[str]:
-    """Return a JSON field with an object of texts, sorted by name; no field without texts."""
-    if not texts:
-        return []
-    entries = (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items()))
-    return [block(f'"{name}": {{', entries)]
+def load_plan(path: Path, schema: Schema[Any], read: Callable[[bytes], T]) -> T:
+    """Return `read` of a file's bytes; raise its `PlanError` with the path."""
+    data = schema.read(path)
+    try:
+        return read(data)
+    except PlanError as error:
+        raise schema.within(path, error) from None
 
 
 def notes_of(value: object) -> dict[str, str]:
@@ -91,12 +100,10 @@ def notes_of(value: object) -> dict[str, str]:
         message = f"notes must be a mapping, not {kind(value)}"
         raise PlanError(message, where="notes", do='write {"made by": "..."}')
     for name, text in value.items():
-        where, do = f"notes[{json.dumps(str(name)[:120])}]", "convert names and values to strings"
-        if not isinstance(name, str):
-            raise PlanError("the name of a note must be a string", where=where, do=do)
-        if not isinstance(text, str):
+        if not isinstance(name, str) or not isinstance(text, str):
+            where = f"notes[{json.dumps(str(name)[:120])}]"
             message = f"a note must map a string to a string, not to {kind(text)}"
-            raise PlanError(message, where=where, do=do)
+            raise PlanError(message, where=where, do="convert names and values to strings")
     return dict(value)
 
 
@@ -117,12 +124,9 @@ _PATTERNS_FORMAT = 'write [["encoder.layer.*.output", "bf16"], ...]; the last ma
 
 @dataclass(frozen=True)
 class Choice:
-    """Precision that a plan assigns to one operator.
+    """Precision that a plan assigns to one operator, and the reason for reports.
 
-    Attributes:
-        precision: the planned precision.
-        reason: text for reports: 'plan: pattern "encoder.layer.*.output"'.
-        explicit: whether an operator or pattern entry assigns it, not the default.
+    `explicit`: whether an operator or pattern entry assigns it, not the default.
     """
 
     precision: Precision
@@ -160,7 +164,9 @@ class Plan:
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         set_field = object.__setattr__
-        set_field(self, "default", default if default is None else _precision(default, "default"))
+        if default is not None:
+            default = _precision(default, "default")
+        set_field(self, "default", default)
         set_field(self, "patterns", _patterns(patterns))
         set_field(self, "operators", MappingProxyType(_operators(operators)))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
@@ -183,10 +189,6 @@ class Plan:
         patterns = [entry for entry in self.patterns if entry[0] != selected]
         others = {key: fmt for key, fmt in self.operators.items() if not key.matches(selected)}
         return Plan(self.default, (*patterns, (selected, precision)), others, self.notes)
-
-    def without_notes(self) -> Plan:
-        """Return an equal plan without notes."""
-        return Plan(self.default, self.patterns, self.operators)
 
     def precision_for(self, op_id: OpId) -> Choice | None:
         """Return the choice by id, else by last pattern, else the default; None without one."""
@@ -220,20 +222,19 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, identical for equal plans with equal notes."""
-        head = (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}')
-        return block("{", (*head, *self.entries())) + "\n"
+        return json_text({"format": PLAN.name, "version": PLAN.version, **self.fields()}) + "\n"
 
-    def entries(self) -> list[str]:
-        """Return the entries of its JSON object, one per field."""
+    def fields(self) -> dict[str, object]:
+        """Return the fields of its JSON object."""
         ids = sorted(self.operators, key=_natural)
-        patterns = (json.dumps([pattern, fmt.name]) for pattern, fmt in self.patterns)
-        operators = (f'{json.dumps(str(op_id))}: "{self.operators[op_id]}"' for op_id in ids)
-        return [
-            f'"default": {json.dumps(self.default and self.default.name)}',
-            block('"patterns": [', patterns),
-            block('"operators": {', operators),
-            *texts_field("notes", self.notes),
-        ]
+        result: dict[str, object] = {
+            "default": self.default and self.default.name,
+            "patterns": [[pattern, fmt.name] for pattern, fmt in self.patterns],
+            "operators": {str(op_id): self.operators[op_id].name for op_id in ids},
+        }
+        if self.notes:
+            result["notes"] = dict(sorted(self.notes.items()))
+        return result
 
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> Plan:
@@ -248,11 +249,7 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Read an untrusted plan file; raise `PlanError` with the problem and its location."""
-        data = PLAN.read(path)
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
-            raise PLAN.within(path, error) from None
+        return load_plan(path, PLAN, cls.from_json)
 
     def __hash__(self) -> int:
         names = frozenset((op_id, chosen.name) for op_id, chosen in self.operators.items())
@@ -266,7 +263,9 @@ class Plan:
         if self.patterns or self.operators:
             counts = f"patterns={len(self.patterns)} operators={len(self.operators)}"
             return f"<Plan default={default!r} {counts}>"
-        return f"Plan.uniform({default!r})" if default else "Plan()"
+        if default:
+            return f"Plan.uniform({default!r})"
+        return "Plan()"
 
     def __str__(self) -> str:
         counts = Counter(chosen.name for chosen in self.operators.values())
@@ -336,3 +335,148 @@ def _natural(op_id: OpId) -> tuple[object, ...]:
         return [(len(part) if part.isdecimal() else 0, part) for part in path.split(".")]
 
     return segments(op_id.module), segments(op_id.after), op_id.operator, op_id.index
+
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Differences between a plan and a model's operators.
+
+    Attributes:
+        missing: operators for which the plan has no precision.
+        unused: entries of the plan that select no operator, with precision and similar names. If
+            only an alternative in braces selects none, the entry is that alternative.
+    """
+
+    missing: tuple[OpId, ...]
+    unused: tuple[tuple[OpId | str, Precision, tuple[str, ...]], ...]
+
+    @property
+    def operators(self) -> list[OpId]:
+        """Return the operators of the plan that the model does not have."""
+        return [entry for entry, _, _ in self.unused if isinstance(entry, OpId)]
+
+
+def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) -> Misfit:
+    """Return the differences between a plan and the operators, including `observed` ones."""
+    available = dict.fromkeys((*op_ids, *observed))
+    texts = [str(op_id) for op_id in available]
+    entries: list[tuple[OpId | str, Precision]] = [
+        item for item in plan.operators.items() if item[0] not in available
+    ]
+    entries += [(idle, fmt) for pattern, fmt in plan.patterns for idle in _idle(pattern, texts)]
+    unused = [
+        (entry, precision, _near(str(entry), texts) if index < _SHOWN else ())
+        for index, (entry, precision) in enumerate(entries)
+    ]
+    missing = tuple(op_id for op_id in op_ids if plan.precision_for(op_id) is None)
+    return Misfit(missing, tuple(unused))
+
+
+def _near(text: str, texts: list[str]) -> tuple[str, ...]:
+    """Return up to three operators similar to an entry, or modules if it names a module."""
+    if "/" in text:
+        return tuple(_close(text, texts))
+    modules: dict[str, None] = {}
+    for path in (text.partition("/")[0] for text in texts):
+        while path and path not in modules:
+            modules[path] = None
+            path = path.rpartition(".")[0]
+    return tuple(_close(text, modules))
+
+
+def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
+    """Return the parts of a pattern that select no operator: itself, or alternatives in braces."""
+
+    def is_idle(pattern: str) -> bool:
+        return not any(map(pattern_regex(pattern).match, texts))
+
+    if is_idle(pattern):
+        return [pattern]
+    return list(filter(is_idle, alternatives(pattern)))
+
+
+def check_plan(
+    plan: Plan,
+    op_ids: Sequence[OpId],
+    complete: bool,
+    observed: Iterable[OpId] = (),
+    modules: Collection[str] | None = None,
+    as_written: Collection[OpId | str] = (),
+) -> None:
+    """Raise `PlanError` if `plan` was made for another model; see `Plan.check`.
+
+    Args:
+        plan, op_ids, complete: as in `Plan.check`.
+        observed: operators of other graphs of the model.
+        modules: paths of all modules; None if unknown. Entries outside them are errors.
+        as_written: operators and patterns of the plan that are valid without a graph.
+    """
+    result = misfit(plan, op_ids, observed)
+    unused = tuple(entry for entry in result.unused if entry[0] not in as_written)
+    result = replace(result, unused=unused)
+    extra = [
+        op_id
+        for op_id in result.operators
+        if complete or (modules is not None and (op_id.module or op_id.after) not in modules)
+    ]
+    if result.missing or extra:
+        raise _another_model(plan, result, extra, op_ids)
+    idle = {entry: near for entry, _, near in result.unused if isinstance(entry, str)}
+    for position, (pattern, _) in enumerate(plan.patterns):
+        for part in filter(idle.__contains__, (pattern, *alternatives(pattern))):
+            where = f"patterns[{position}] of the plan"
+            if part != pattern:
+                where += f", {shown(pattern)}"
+            if complete:
+                message = f"none of the {len(op_ids)} adjustable operators"
+                raise _selects_nothing(part, where, message, idle[part])
+            if modules is None:
+                continue
+            if not any(map(module_regex(part).match, map(escaped, modules))):
+                near = idle[part] or tuple(_close(part.partition("/")[0], modules))
+                raise _selects_nothing(part, where, f"none of the {len(modules)} modules", near)
+
+
+def _another_model(plan: Plan, result: Misfit, extra: list[OpId], ids: Sequence[OpId]) -> PlanError:
+    subject, where, advice = [], [], "use the plan of this model"
+    if result.missing:
+        subject.append(f"has no precision for {len(result.missing)} of the {len(ids)} operators")
+        where.append(_list("missing from the plan", result.missing))
+        advice += ", or set a default precision in the plan"
+    if extra:
+        subject.append(f"names {many(len(extra), 'operator')} that the model does not have")
+        where.append(_list("in the plan, not in this model", extra))
+    elif result.operators:
+        where.append(_list("in the plan, not in this part of the model", result.operators))
+    pairs = (result.missing, plan.operators, "plan"), (result.operators, ids, "model")
+    for strangers, available, owner in pairs:
+        texts = list(map(str, available))
+        near = {text: close for text in map(str, strangers[:3]) if (close := _close(text, texts))}
+        if near:
+            text, close = next(iter(near.items()))
+            advice += f"; nearest to {shown(text)} in the {owner}: {', '.join(close)}"
+            break
+    return PlanError(f"the plan {' and '.join(subject)}", where="; ".join(where), do=advice)
+
+
+def _selects_nothing(pattern: str, where: str, description: str, near: Sequence[str]) -> PlanError:
+    do = 'remove it, or list operator ids with "qsync inspect"'
+    if near:
+        do = f"nearest: {', '.join(near)}"
+    return PlanError(f"the pattern {shown(pattern)} selects {description}", where=where, do=do)
+
+
+def _list(title: str, op_ids: Sequence[OpId]) -> str:
+    texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, op_ids[:_SHOWN])]
+    if len(op_ids) > _SHOWN:
+        texts.append(f"... ({len(op_ids)} in total)")
+    return f"{title}: {', '.join(texts)}"
+
+
+def _close(text: str, available: Iterable[str]) -> list[str]:
+    # Time is proportional to both lengths and to the number of names: bound it.
+    candidates = islice((name for name in available if len(name) <= 200), 5000)
+    return difflib.get_close_matches(text[:200], candidates, n=3, cutoff=0.5)

@@ -169,7 +169,7 @@ def test_exception_of_user_code_is_not_caught() -> None:
             "the pattern 'heads' selects none of the 2 adjustable operators",
             "nearest: head",
         ),
-        (["--pass", "none"], "no installed package offers a pass 'none'", "install one"),
+        (["--pass", "none"], "no installed packages offer a pass 'none'", "install one"),
         (["--after", "lowr"], "no pass 'lowr' has run", "did you mean 'lower'?"),
         (["--diff", "assign", "zzzzz"], "no pass 'zzzzz' has run", "known: "),
     ],

@@ -226,9 +226,9 @@ def test_error_names_the_damage() -> None:
     with pytest.raises(PassError) as caught:
         run(erase_the_output, {"after": "assign"})
     assert str(caught.value) == (
-        "pass 'faulty' has corrupted the graph: it has no output node\n"
+        "pass 'faulty' has corrupted the graph: it does not end with its only output node\n"
         "  where: pass 'faulty'\n"
-        "  do:    keep the output node, and set its args to return other values"
+        "  do:    keep the output node, and set its args to (values,) to return other values"
     )
     with pytest.raises(PassError, match=r"graph\.module is NoneType, not GraphModule"):
         run(set_no_module, {"after": "assign"})

@@ -79,9 +79,9 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
     ("text", "what", "where"),
     [
         (HEAD + "}", "has no class", "classes"),
-        (HEAD + ', "classes": []}', "must be an object, not a list", "classes"),
-        (HEAD + ', "classes": {"a": 1}}', "must be an object, not the number 1", 'classes.a'),
-        (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "no field 'defalt'", 'classes.a'),
+        (HEAD + ', "classes": []}', "has a list instead of an object", "classes"),
+        (HEAD + ', "classes": {"a": 1}}', "has the number 1 instead of an object", 'classes.a'),
+        (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "unknown field 'defalt'", 'classes.a'),
         (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision",
         'classes.a.default'),
         (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice",
@@ -118,7 +118,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
     assert plan != PLAN
     assert plan.for_class("t4").notes["cluster plan"] != PLAN.for_class("t4").notes["cluster plan"]
     assert plan.for_ranks(["t4"]).codecs == plan.codecs
-    assert "gradients in qsgd8: 0.weight and 1 more parameters" in str(plan)
+    assert "gradients in qsgd8: 2 parameters, such as 0.weight" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert ClusterPlan.load(tmp_path / "plan.json").codecs == plan.codecs
     old = ClusterPlan.from_json(HEAD + ', "classes": {"t4": {"default": "int8"}}}')
@@ -230,8 +230,8 @@ def test_reports_name_the_device_class() -> None:
 
 def test_text_names_ranks_and_classes() -> None:
     text = str(PLAN.for_ranks(["t4", "v100", "v100", "v100", "t4"]))
-    assert "v100, ranks 1 to 3:" in text
-    assert "t4, ranks 0, 4:" in text
+    assert "v100, rank 1, 2, 3:" in text
+    assert "t4, rank 0, 4:" in text
     assert 'pattern "head"' in text
 
 

@@ -128,7 +128,7 @@ def test_text_of_another_type(text: object) -> None:
         (("a", ""), "has no operator name"),
         (("a..b", "linear"), "empty segment"),
         (("", "linear", 0, "."), "empty segment"),
-        (("a", "linear", 0, "b"), "both `module` and `after`"),
+        (("a", "linear", 0, "b"), "has `module` and `after`"),
         (("a", "linear", -1), "must be an integer"),
         (("a", "linear", 10**9), "must be an integer"),
         (("a", "linear", True), "must be an integer"),

@@ -225,7 +225,7 @@ def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> Non
         (lambda x: None, "cannot be traced: it returns NoneType"),
         (
             lambda x, scale=3.0: x * (scale + 1),
-            "the argument 'scale' of the pattern '<lambda>' does not reach any operator unchanged",
+            "the pattern '<lambda>' passes 'scale' to no operator unchanged",
         ),
         (lambda ids, weight: F.embedding(ids, weight), "cannot be traced"),
     ],
