@@ -64,13 +64,10 @@ class SignBit(Reshaped):
 
 @dataclass(frozen=True)
 class Duo:
-    """Configuration of DUO.
+    """Configuration of DUO: the codec of the fast reduction, without error feedback.
 
-    Attributes:
-        fast: codec of the fast reduction, without error feedback.
-        ahead: whether parameters take a lookahead step with the fast mean. If not, they are the
-            committed ones, one gradient behind. With 0 bits, the lookahead step has a gradient of
-            zero and still applies momentum.
+    Without `ahead`, parameters take no lookahead step with the fast mean: they are the committed
+    ones, one gradient behind. With 0 bits, the lookahead step still applies momentum.
     """
 
     fast: Codec
@@ -110,13 +107,9 @@ DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
 
 
 def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
-    """Return the codec for differences of sharded parameters.
+    """Return the codec for differences of sharded parameters; raise `OptionError` if unsuitable.
 
-    The default is FP32 for FP32 gradients, else QSGD with 4 bits, or more if the fast codec is QSGD
-    with more.
-
-    Raises:
-        OptionError: the requested codec has error feedback, is AQGB, or sends no values.
+    The default is FP32 for FP32 gradients, else QSGD with 4 bits, or those of the fast QSGD.
     """
     if requested is None:
         if duo.fast == PLAIN:
@@ -135,11 +128,7 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
 
 
 def way_named(name: str) -> Codec | Duo:
-    """Return the codec or DUO configuration of this name.
-
-    Raises:
-        OptionError: the name is unknown.
-    """
+    """Return the codec or DUO configuration of this name; raise `OptionError` if it is unknown."""
     if name in DUOS:
         return DUOS[name]
     if name in NAMES:
