@@ -31,9 +31,7 @@ def control() -> ProcessGroup | None:
             return group  # type: ignore[no-any-return]
     limit = limit_of_group()
     made: ProcessGroup = distributed.new_group(
-        backend="gloo",
-        timeout=limit and datetime.timedelta(seconds=limit),
-        group_desc=_DESCRIPTION,
+        backend="gloo", timeout=limit and datetime.timedelta(seconds=limit), group_desc=_DESCRIPTION
     )
     return made
 

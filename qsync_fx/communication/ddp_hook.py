@@ -66,8 +66,7 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     for name in planned:
         if name not in names:
             raise PlanError(
-                f"the plan has a codec for the gradient of {shown(name)}, which is not a trained "
-                "parameter of the model",
+                f"the plan codes {shown(name)}, which is not a trained parameter of the model",
                 where="codecs",
                 do="use a plan of this model, whose parameters have other names",
             )

@@ -181,12 +181,10 @@ class ShardedCompression(CompressorHandle):
         """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
-                f"FSDP reduces {row} values per rank instead of {unit.row}, as some parameters "
-                f"had no gradients: the error feedback of {self.codec.name} cannot be assigned to "
-                "parameters",
+                f"some parameters had no gradients, so the error feedback of {self.codec.name} "
+                f"for {unit.row} values does not fit {row}",
                 where=unit.name or "the model",
-                do="call model.set_reduce_scatter_unused_params(True), or use a codec without "
-                "error feedback, such as qsgd4",
+                do="call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4",
             )
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
@@ -235,9 +233,7 @@ def _divisor(op: Any, world: int) -> int:
     if op == distributed.ReduceOp.AVG:
         return world
     raise QSyncError(
-        "compressed gradients can only be summed or averaged, but FSDP divides them by a custom "
-        "factor",
+        "FSDP divides gradients by a custom factor, but compression only sums or averages them",
         where="FSDP",
-        do="do not call set_gradient_divide_factor, or call "
-        "set_force_sum_reduction_for_comms(True)",
+        do="remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)",
     )

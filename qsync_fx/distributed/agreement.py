@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import time
 import zlib
@@ -152,13 +151,12 @@ class Meeting:
         if patient:
             limit = self.compiling
         self.put(f"{about}/lines", json.dumps({name: list(lines) for name, lines in mine.items()}))
-        self.put(f"{about}/digests", json.dumps({name: _hash(mine[name]) for name in mine}))
         if self.rank == 0:
             until, stated = time.monotonic() + limit, {}
             for rank in range(self.world):
                 rest = until - time.monotonic()
-                stated[rank] = json.loads(self.get(f"{about}/digests", rank, rest, about))
-            difference = self._difference(about, stated)
+                stated[rank] = json.loads(self.get(f"{about}/lines", rank, rest, about))
+            difference = _difference(stated)
             self.put(f"{about}/verdict", _GOOD if difference is None else difference.to_json())
         # Rank 0 waits for each rank and reports a missing one, so the others wait 5 s longer.
         verdict = self.get(f"{about}/verdict", 0, limit + 5, about)
@@ -221,30 +219,6 @@ class Meeting:
                 communication_thread.wait_for_gloo()
         if cause is not None:
             raise cause.error() from error
-
-    def _difference(self, about: str, stated: Mapping[int, Mapping[str, str]]) -> Failure | None:
-        """Return the first section that differs between ranks, by the digests of each rank."""
-        for section in dict.fromkeys(name for digests in stated.values() for name in digests):
-            digests = {rank: item[section] for rank, item in stated.items() if section in item}
-            most, count = Counter(digests.values()).most_common(1)[0]
-            if count == len(digests):
-                continue
-            usual = next(rank for rank, digest in digests.items() if digest == most)
-            others = [rank for rank, digest in digests.items() if digest != most]
-            lines = {}
-            for rank in (others[0], usual):
-                lines[rank] = json.loads(self.get(f"{about}/lines", rank, 5)).get(section, [])
-            common = set(lines[usual]) & set(lines[others[0]])
-            where = "; ".join(
-                f"rank {rank}: {_first_of([line for line in stated if line not in common], 3)}"
-                for rank, stated in lines.items()
-            )
-            if len(others) > 1:
-                where += f" ({len(others)} ranks differ from rank {usual})"
-            message = f"rank {others[0]} has another {section} than rank {usual}"
-            remedy = _REMEDIES.get(section, f"use the same {section} on all ranks")
-            return Failure(others[0], message, where, remedy)
-        return None
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[None]:
@@ -314,16 +288,33 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return False
 
 
-def _hash(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def _difference(stated: Mapping[int, Statement]) -> Failure | None:
+    """Return the first section that differs between the statements of ranks."""
+    for section in dict.fromkeys(name for item in stated.values() for name in item):
+        lines = {rank: tuple(item[section]) for rank, item in stated.items() if section in item}
+        most, count = Counter(lines.values()).most_common(1)[0]
+        if count == len(lines):
+            continue
+        usual = next(rank for rank in lines if lines[rank] == most)
+        others = [rank for rank in lines if lines[rank] != most]
+        where = "; ".join(
+            f"rank {rank}: {_first_of([line for line in lines[rank] if line not in lines[other]])}"
+            for rank, other in ((others[0], usual), (usual, others[0]))
+        )
+        if len(others) > 1:
+            where += f" ({len(others)} ranks differ from rank {usual})"
+        message = f"rank {others[0]} has another {section} than rank {usual}"
+        remedy = _REMEDIES.get(section, f"use the same {section} on all ranks")
+        return Failure(others[0], message, where, remedy)
+    return None
 
 
-def _first_of(lines: Sequence[str], most: int) -> str:
-    """Return the first lines as text, with the number of all if there are more than `most`."""
+def _first_of(lines: Sequence[str]) -> str:
+    """Return the first three lines as text, with the number of all if there are more."""
     if not lines:
         return "the same lines in another order"
-    more = f", ... ({len(lines)} in total)" if len(lines) > most else ""
-    return ", ".join(lines[:most]) + more
+    more = f", ... ({len(lines)} in total)" if len(lines) > 3 else ""
+    return ", ".join(lines[:3]) + more
 
 
 def of_model(model: nn.Module) -> Statement:
@@ -389,7 +380,7 @@ def check_replicas(model: nn.Module) -> None:
     if count == len(rows):
         return
     others = [rank for rank, row in enumerate(rows) if row != usual]
-    where = _first_of(list(compress(result, map(ne, rows[others[0]], usual))), 5)
+    where = _first_of(list(compress(result, map(ne, rows[others[0]], usual))))
     if others[1:]:
         where += f"; ranks {', '.join(map(str, others))}"
     description = (

@@ -173,8 +173,7 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
         compressible(name, p)
         if p.device != named[0][1].device:
             raise OptionError(
-                f"the model has parameters on {named[0][1].device} and on {p.device}, but "
-                "compression supports one device per rank",
+                f"the model has parameters on {named[0][1].device} and on {p.device}",
                 where=name,
                 do="train on one device per rank",
             )
@@ -189,10 +188,9 @@ def compressible(name: str, parameter: nn.Parameter) -> None:
         or parameter.dtype.itemsize > _TYPES
     ):
         raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs "
-            "support floats of at most 32 bits on the CPU and on NVIDIA GPUs",
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed",
             where=name,
-            do="train this model in FP32 on the CPU or a GPU, or without compress",
+            do="train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress",
         )
 
 
@@ -242,8 +240,7 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
         where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
             raise OptionError(
-                "FSDP shards the parameters of one module over several meshes, which compression "
-                "does not support",
+                "FSDP shards the module over several meshes, which compression does not support",
                 where=where,
                 do="shard the module over one mesh",
             )
@@ -265,13 +262,6 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
                 do="call fully_shard(model) on the root module",
             )
     return result
-
-
-def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
-    """Install `compression` as the reduce-scatter of all FSDP units."""
-    modules: Any = _units(model)
-    for unit in compression.units:
-        modules[unit.name].set_custom_reduce_scatter(Scatter(compression, unit))
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
@@ -298,8 +288,7 @@ def _row(where: str, parameter: Any) -> int:
     world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
         raise OptionError(
-            f"the parameter is sharded by {parameter.placements} over {mesh}, but compression "
-            "requires one shard on each rank",
+            f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank",
             where=where,
             do="shard over a one-dimensional mesh of all ranks",
         )
@@ -416,7 +405,9 @@ def compress(
             group, rank, world, rows, units, seed, least, check_every, scaler, device
         )
         _agree(compression)
-        reduce_by(model, compression)
+        modules = _units(model)
+        for unit in compression.units:
+            modules[unit.name].set_custom_reduce_scatter(Scatter(compression, unit))
         return compression
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):

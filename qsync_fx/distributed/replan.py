@@ -173,8 +173,7 @@ class Replanning(Hysteresis):
             raise OptionError(
                 "codecs between nodes cannot change during training",
                 where="Replanning",
-                do="pass hierarchical=False to measure_and_plan and compress, plan without codecs, "
-                "or train without replanning",
+                do="pass hierarchical=False to measure_and_plan and compress, or do not replan",
             )
         assigned = self.compression and self.compression.assigned.text
         if CODECS in self.found.notes and (
@@ -353,6 +352,5 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
         raise OptionError(
             "the model is not compiled with the plan that replanning starts from",
             where="guard(..., replan=...)",
-            do='compile the model with torch.compile(model, backend="qsync", options={"plan": '
-            "found}) and the same found",
+            do='compile the model with options={"plan": found} and the same found',
         )

@@ -178,8 +178,7 @@ class DuoCompressor(DdpCompressor):
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
             raise OptionError(
-                "DUO needs an optimizer step on every rank for each gradient, but under join() a "
-                "rank without data makes no step",
+                "DUO needs a step on every rank, but under join() a rank without data makes none",
                 where="ddp.join()",
                 do="use the same number of batches on all ranks, or a codec instead of DUO",
             )

@@ -60,8 +60,7 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
             raise OptionError(
                 f"{whose}: they would get no gradients, or none in full precision",
                 where=f"{', '.join(missing[:3])} ({len(missing)} in total)",
-                do="create the optimizer with exactly those parameters of the model that require "
-                "gradients",
+                do="create the optimizer with exactly the trained parameters of the model",
             )
     return optimizer
 
@@ -190,16 +189,14 @@ def check(optimizer: Optimizer) -> None:
             is_elementwise, cause = torch.equal(full.flatten(), torch.cat(parts)), None
         except Exception as error:  # noqa: BLE001  an optimizer of the user may raise anything
             is_elementwise, cause = False, error
-        why = "is not the shard of a full step"
+        why = "on a shard is not the shard of a full step"
         if cause is not None:
-            why = f"fails ({cause!r})"
+            why = f"on a shard fails ({cause!r})"
         if not is_elementwise:
             raise OptionError(
-                f"{type(optimizer).__name__} cannot be sharded over ranks: its step on a shard "
-                f"{why}",
+                f"{type(optimizer).__name__} cannot be sharded over ranks: its step {why}",
                 where=f"group {index} of the optimizer",
-                do="remove sharded=..., or train with SGD, Adam, AdamW or another elementwise "
-                "optimizer",
+                do="remove sharded=..., or use an elementwise optimizer such as SGD or AdamW",
             ) from cause
 
 

@@ -26,11 +26,10 @@ with FP32 gradients, computed on parameters one lookahead step ahead.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -161,8 +160,7 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
             f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
             f"optimizer has other shards than rank {rank} of {world}",
             where="the sharded state of DUO",
-            do="load each rank's own state. For another number of ranks, flush before saving "
-            "parameters, and load handle.whole_optimizer_state() into an optimizer before compress",
+            do="load each rank's own state; for other ranks, use handle.whole_optimizer_state()",
         )
 
 
@@ -178,9 +176,8 @@ class Outstanding:
         if self.step is not None:
             warnings.warn(
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
-                f"of step {self.step} were applied, so the parameters are those of a lookahead "
-                "step. Call handle.flush() before evaluation, before saving and at the end of "
-                "training",
+                f"of step {self.step} were applied: the parameters are those of a lookahead step. "
+                "Call handle.flush() before evaluation, before saving and at the end of training",
                 stacklevel=2,
             )
 
@@ -250,8 +247,7 @@ class Steps:
             raise OptionError(
                 "no optimizer step has used the averaged gradients of the previous backward pass",
                 where=f"step {self.averaged.step} of DUO",
-                do="accumulate gradients under ddp.no_sync(), because DUO stores the gradients of "
-                "one backward pass; call handle.skip() to discard gradients",
+                do="accumulate gradients under ddp.no_sync(); discard them with handle.skip()",
             )
         self.statistics.skipped += 1
         self._release(self.averaged)
@@ -283,13 +279,16 @@ class Steps:
                 stacklevel=4,
             )
         else:
-            with (
-                self._own_step(),
-                functional_optimizer.under(self._optimizer, use.groups),
-                functional_optimizer.scaled_by(self._optimizer, use.scale),
-            ):
-                # With the optimizer's hooks, but without wrappers of the instance.
-                type(self._optimizer).step(self._optimizer)
+            self._in_own_step = True
+            try:
+                with (
+                    functional_optimizer.under(self._optimizer, use.groups),
+                    functional_optimizer.scaled_by(self._optimizer, use.scale),
+                ):
+                    # With the optimizer's hooks, but without wrappers of the instance.
+                    type(self._optimizer).step(self._optimizer)
+            finally:
+                self._in_own_step = False
             self.statistics.committed += 1
         for p, gradient in zip(live.stepped, present, strict=True):
             p.grad = gradient
@@ -314,8 +313,7 @@ class Steps:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise OptionError(
-                "optimizer.step has arguments such as a closure, but DUO repeats the step without "
-                "them",
+                "optimizer.step has arguments such as a closure, which DUO cannot repeat",
                 where="optimizer.step(...)",
                 do="run the backward pass first, then call optimizer.step() without arguments",
             )
@@ -362,8 +360,8 @@ class Steps:
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
             raise OptionError(
-                "gradients were changed between the backward pass and the step, and DUO cannot "
-                "apply the same change to the full-precision gradients",
+                "gradients were changed between the backward pass and the step, which DUO cannot "
+                "repeat for the full-precision gradients",
                 where=f"step {averaged.step} of DUO",
                 do="after compress(...), call optimizer.register_step_pre_hook(clip) with a "
                 f"function clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler "
@@ -372,11 +370,3 @@ class Steps:
         used = [g is not None for g in gradients]
         settings = functional_optimizer.settings(self._optimizer)
         return Use(settings, used, factor, scale), infinite
-
-    @contextlib.contextmanager
-    def _own_step(self) -> Iterator[None]:
-        self._in_own_step = True
-        try:
-            yield
-        finally:
-            self._in_own_step = False

@@ -77,11 +77,9 @@ class Duo:
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
             raise OptionError(
-                f"DUO's fast reduction cannot use {self.fast.name}, which depends on the gradients "
-                "of earlier steps",
+                f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps",
                 where="Duo(fast=...)",
-                do="use a codec without error feedback, such as SignBit(64) for one bit: the slow "
-                "reduction corrects the error of the fast one",
+                do="use a codec without error feedback, such as SignBit(64) for one bit",
             )
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
@@ -119,10 +117,9 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
         raise OptionError(
-            f"differences of parameters cannot be sent with {result.name}, which has error "
-            "feedback, an adaptive number of bits or no values",
+            f"differences of parameters cannot be sent with {result.name}",
             where="compress(..., sharded=...)",
-            do='use a codec without error feedback and with fixed bits, such as "qsgd4", or True',
+            do='use a codec with fixed bits and no error feedback, such as "qsgd4", or True',
         )
     return result
 
