@@ -397,7 +397,7 @@ def check_replicas(model: nn.Module) -> None:
 def digests(model: nn.Module) -> dict[str, int]:
     """Return a checksum of the bits of each parameter that is not a DTensor, by name."""
     return {
-        name: zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        name: zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         for name, p in unwrapped(model).named_parameters()
         if not isinstance(p, DTensor)
     }
