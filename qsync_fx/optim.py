@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any, Final
 
 import torch
@@ -31,8 +30,8 @@ _ADAM: Final = (
     "decoupled_weight_decay"
 )
 """Settings of a group that torch's functions take as they are."""
-Row = tuple[Tensor, Tensor, Tensor | None]
-"""Parameter, gradient and momentum buffer; the buffer is None before the first step."""
+Columns = Sequence[Sequence[Tensor | None]]
+"""Parameters, gradients and states; a momentum buffer is None before the first step."""
 
 
 class SGD(torch.optim.SGD):
@@ -83,14 +82,26 @@ def _kernels_serve(group: dict[str, Any], scalars: Iterable[str]) -> bool:
     return not any(isinstance(value, Tensor) for value in leaves)
 
 
-def _all_taken(*columns: Sequence[Tensor]) -> bool:
-    """Return whether kernels accept all these tensors unchanged, all contiguous.
+def _divided(
+    serve: bool, columns: Columns, alike: int
+) -> tuple[list[Any], list[Tensor], list[Any]]:
+    """Return the rows that kernels step on, their gradients in element order, and other rows.
 
-    Arguments are columns: parameters, gradients, states. This is the usual case, and one test of
-    all tensors is much faster than one per parameter.
+    The first `alike` columns of a row have the shape of the parameter.
     """
-    every = [tensor for column in columns for tensor in column]
-    shapes = [tensor.shape for tensor in columns[0]]
+    rows: list[Any] = list(zip(*columns, strict=True))
+    # In the usual case one test of all tensors is much faster than one for each parameter.
+    if serve and _all_contiguous(columns[:alike]):
+        return rows, [row[1] for row in rows], []
+    is_ours = [serve and _is_ours(*row[:alike]) for row in rows]
+    ours = [row for row, mine in zip(rows, is_ours, strict=True) if mine]
+    others = [row for row, mine in zip(rows, is_ours, strict=True) if not mine]
+    return ours, [_in_order_of(row[0], row[1]) for row in ours], others
+
+
+def _all_contiguous(columns: Columns) -> bool:
+    every = [tensor for column in columns for tensor in column if tensor is not None]
+    shapes = [tensor.shape for tensor in columns[0] if tensor is not None]
     return (
         _PLAIN.issuperset(map(type, every))
         and {tensor.dtype for tensor in every} <= {torch.float32}
@@ -98,11 +109,16 @@ def _all_taken(*columns: Sequence[Tensor]) -> bool:
         and {tensor.layout for tensor in every} <= {torch.strided}
         and all(map(Tensor.is_contiguous, every))
         and not any(map(Tensor.is_neg, every))
-        and all([tensor.shape for tensor in column] == shapes for column in columns)
+        and all(
+            tensor.shape == shape
+            for column in columns
+            for tensor, shape in zip(column, shapes, strict=True)
+            if tensor is not None
+        )
     )
 
 
-def _taken(parameter: Tensor, gradient: Tensor, *states: Tensor | None) -> bool:
+def _is_ours(parameter: Tensor, gradient: Tensor, *states: Tensor | None) -> bool:
     """Return whether kernels accept a parameter and its state; the gradient may need a copy."""
     return (
         _plain(parameter)
@@ -164,25 +180,18 @@ def _settings(optimizer: Optimizer, group: dict[str, Any], names: str) -> dict[s
 
 
 def _adam(optimizer: Any, group: dict[str, Any]) -> None:
-    parameters: list[Tensor] = []
-    gradients: list[Tensor] = []
-    states: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    steps: list[Tensor] = []
-    has_complex = optimizer._init_group(group, parameters, gradients, *states, steps)
-    columns = [parameters, gradients, *states[: 2 + group["amsgrad"]]]
+    columns: list[list[Tensor]] = [[] for _ in range(6)]
+    has_complex = optimizer._init_group(group, *columns)
+    if not group["amsgrad"]:
+        del columns[4]
     serve = _kernels_serve(group, ("betas", "eps", "weight_decay")) and all(
-        type(step) is Tensor and step.is_cpu and step.dtype == torch.float32 for step in steps
+        type(step) is Tensor and step.is_cpu and step.dtype == torch.float32 for step in columns[-1]
     )
-    if serve and _all_taken(*columns):
-        _adam_by_kernel(optimizer, group, [*columns, steps], gradients)
-        return
-    is_ours = [serve and _taken(*tensors) for tensors in zip(*columns, strict=True)]
-    ours = [list(compress(column, is_ours)) for column in [*columns, steps]]
-    others = [list(compress(column, [not x for x in is_ours])) for column in [*columns, steps]]
-    ordered = list(map(_in_order_of, ours[0], ours[1]))
-    _adam_by_kernel(optimizer, group, ours, ordered)
-    if others[0]:
-        parameters, gradients, first, second, *largest, steps = others
+    ours, ordered, others = _divided(serve, columns, len(columns) - 1)
+    if ours:
+        _adam_by_kernel(optimizer, group, ours, ordered)
+    if others:
+        parameters, gradients, first, second, *largest, steps = map(list, zip(*others, strict=True))
         beta1, beta2 = group["betas"]
         adam(
             parameters,
@@ -199,12 +208,10 @@ def _adam(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def _adam_by_kernel(
-    optimizer: Optimizer, group: dict[str, Any], columns: list[list[Tensor]], ordered: list[Tensor]
+    optimizer: Optimizer, group: dict[str, Any], rows: list[Any], ordered: list[Tensor]
 ) -> None:
-    """Step on columns (parameters, gradients, states, steps) with the gradients `ordered`."""
-    parameters, gradients, first, second, *largest, steps = columns
-    if not parameters:
-        return
+    """Step on rows (parameter, gradient, states, step) with the gradients `ordered`."""
+    parameters, gradients, first, second, *largest, steps = map(list, zip(*rows, strict=True))
     beta1, beta2 = group["betas"]
     lr, decay, scale = group["lr"], group["weight_decay"], _grad_scale(optimizer)
     factor = None
@@ -244,47 +251,47 @@ def _adam_by_kernel(
 
 
 def _sgd(optimizer: Any, group: dict[str, Any]) -> None:
-    parameters: list[Tensor] = []
-    gradients: list[Tensor] = []
-    buffers: list[Tensor | None] = []
-    has_sparse = optimizer._init_group(group, parameters, gradients, buffers)
+    columns: list[list[Any]] = [[], [], []]
+    has_sparse = optimizer._init_group(group, *columns)
     if group["momentum"] == 0:
-        buffers = [None] * len(parameters)
-    rows = list(zip(parameters, gradients, buffers, strict=True))
+        columns[2] = [None] * len(columns[0])
     serve = _kernels_serve(group, ("weight_decay", "momentum", "dampening"))
-    begun = [(p, buffer) for p, _, buffer in rows if buffer is not None]
-    momenta = [p for p, _ in begun], [buffer for _, buffer in begun]
-    if serve and _all_taken(parameters, gradients) and _all_taken(*momenta):
-        _sgd_by_kernel(optimizer, group, rows, gradients)
-        return
-    ours = [row for row in rows if serve and _taken(*row)]
-    others = [row for row in rows if not (serve and _taken(*row))]
-    _sgd_by_kernel(optimizer, group, ours, [_in_order_of(p, g) for p, g, _ in ours])
-    if others:
-        settings = _settings(optimizer, group, _SGD)
-        parameters, gradients, buffers = (list(column) for column in zip(*others, strict=True))
-        sgd(parameters, gradients, buffers, has_sparse_grad=has_sparse, **settings)
-        _keep_momentum(optimizer, group, parameters, buffers)
+    ours, ordered, others = _divided(serve, columns, 3)
+    for rows in (ours, others):
+        if not rows:
+            continue
+        parameters, gradients, buffers = map(list, zip(*rows, strict=True))
+        if rows is ours:
+            buffers = _sgd_by_kernel(optimizer, group, parameters, gradients, buffers, ordered)
+        else:
+            settings = _settings(optimizer, group, _SGD)
+            sgd(parameters, gradients, buffers, has_sparse_grad=has_sparse, **settings)
+        if group["momentum"] != 0:
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                optimizer.state[parameter]["momentum_buffer"] = buffer
 
 
 def _sgd_by_kernel(
-    optimizer: Optimizer, group: dict[str, Any], rows: list[Row], ordered: list[Tensor]
-) -> None:
-    if not rows:
-        return
-    scale, momentum = _grad_scale(optimizer), group["momentum"]
-    parameters, gradients = [row[0] for row in rows], [row[1] for row in rows]
-    buffers: list[Tensor] = []
-    if momentum != 0:
-        buffers = [torch.empty_like(p) if buffer is None else buffer for p, _, buffer in rows]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor | None],
+    ordered: list[Tensor],
+) -> list[Tensor]:
+    """Step with the gradients `ordered`, and return the momentum buffers."""
+    scale, momenta = _grad_scale(optimizer), list[Tensor]()
+    if group["momentum"] != 0:
+        pairs = zip(parameters, buffers, strict=True)
+        momenta = [torch.empty_like(p) if buffer is None else buffer for p, buffer in pairs]
     _C.sgd(
         _addresses(parameters),
         _addresses(ordered),
-        _addresses(buffers),
-        [row[2] is None for row in rows],
+        _addresses(momenta),
+        [buffer is None for buffer in buffers],
         [parameter.numel() for parameter in parameters],
         lr=float(group["lr"]),
-        momentum=momentum,
+        momentum=group["momentum"],
         dampening=group["dampening"],
         weight_decay=group["weight_decay"],
         nesterov=group["nesterov"],
@@ -292,18 +299,7 @@ def _sgd_by_kernel(
         grad_scale=scale,
         threads=torch.get_num_threads(),
     )
-    torch.autograd.graph.increment_version(parameters + buffers)
+    torch.autograd.graph.increment_version(parameters + momenta)
     if scale is not None:
         _keep_unscaled(gradients, ordered)
-    _keep_momentum(optimizer, group, parameters, buffers)
-
-
-def _keep_momentum(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameters: Sequence[Tensor],
-    buffers: Sequence[Tensor | None],
-) -> None:
-    if group["momentum"] != 0:
-        for parameter, buffer in zip(parameters, buffers, strict=True):
-            optimizer.state[parameter]["momentum_buffer"] = buffer
+    return momenta

@@ -20,10 +20,10 @@ from torch import distributed
 
 from qsync_fx import Cluster
 from qsync_fx.communication import codec_benchmarks
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_benchmarks import Reduction, reductions
 from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
-from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.distributed import node_topology
 from qsync_fx.predictor.replayer import cluster
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, travel

@@ -22,7 +22,7 @@ from benchmarks.support.harness import Row, by_size
 from qsync_fx.communication.codecs import buffers, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
-NAMES = ("qsgd8", "qsgd4", "qsgd2", "qsgd16", "1bit*", "aqgb16", "bf16")
+NAMES = ("qsgd8", "qsgd4", "qsgd2", "qsgd16", "1bit*", "bf16")
 VALUES = {"26 MB": 6_500_352, "100 MB": 25_000_448}
 
 

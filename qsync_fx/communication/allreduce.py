@@ -1,9 +1,9 @@
 """All-reduce (mean) of compressed buckets: reduce-scatter followed by all-gather.
 
 With two ranks, or with a codec that sets `gathered`, a single all-gather replaces both exchanges.
-Values on a GPU are coded there, and each chunk is copied to or from the host. Invariant: all ranks
-end with the same bits. Ranks sum in rank order, and a sender decodes its own bytes too. A message
-of another step, bucket or codec is never decoded.
+`Hierarchy` reduces in FP32 within nodes, and with the codec between them. Invariant: all ranks end
+with the same bits. Ranks sum in rank order, and a sender decodes its own bytes too. A message of
+another step, bucket or codec is never decoded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import point_to_point
-from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
+from qsync_fx.communication import bucket as geometry, point_to_point
+from qsync_fx.communication.bucket import (
+    Bucket,
+    ParameterSlice,
+    gathered,
+    giving,
+    scattering,
+    volumes,
+)
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.compressor_state import CompressorState
 from qsync_fx.communication.point_to_point import (
@@ -34,64 +41,39 @@ from qsync_fx.communication.statistics import CommunicationStatistics
 
 @dataclass(frozen=True)
 class OutgoingMessage:
-    """Message to send, in chunks.
+    """Message to send, in chunks, with values of each parameter of a bucket."""
 
-    Attributes:
-        memory: its bytes, uint8 on the host; the header is written.
-        parts: for each parameter of the bucket, the slice of values in the message.
-        values: values of each part, FP32.
-        residuals: error feedback of each part; None if the codec has none.
-        summed: whether the values are a mean.
-    """
-
-    memory: Tensor
+    memory: Tensor  # uint8 on the host; the header is written
     chunks: Sequence[Chunk]
-    parts: Sequence[slice]
-    values: Sequence[Tensor]
-    residuals: Sequence[Tensor | None]
-    summed: bool
+    parts: Sequence[slice]  # of each parameter
+    values: Sequence[Tensor]  # of each part, FP32
+    residuals: Sequence[Tensor | None]  # error feedback of each part, FP32
+    summed: bool  # whether the values are a mean
 
 
 @dataclass(frozen=True)
 class IncomingMessages:
-    """Messages in chunks, with the same parts of a bucket, to be summed or averaged.
-
-    Attributes:
-        messages: bytes by member index, in summation order, including this rank's own.
-        values: output of each part, FP32.
-        summed: whether the messages are means.
-        add: whether the sum of coded parts is added to `values`; FP32 parts replace it.
-        divisor: divisor of the sum.
-        unread: members whose message was not the expected one.
-    """
+    """Messages in chunks, with the same parts of a bucket, to be summed and divided."""
 
     chunks: Sequence[Chunk]
-    messages: Mapping[int, Tensor]
-    values: Sequence[Tensor]
-    summed: bool = False
-    add: bool = False
+    messages: Mapping[int, Tensor]  # by member index, in summation order
+    values: Sequence[Tensor]  # output of each part, FP32
+    summed: bool = False  # whether the messages are means
+    add: bool = False  # whether coded parts are added to `values`; FP32 parts replace them
     divisor: int = 1
-    unread: set[int] = field(default_factory=set)
+    unread: set[int] = field(default_factory=set)  # members with another message
 
 
 @dataclass
 class Reducer:
-    """All-reduce of one bucket after another. Its methods raise `RankError` if a rank is gone.
+    """All-reduce of one bucket after another. Its methods raise `RankError` if a rank is gone."""
 
-    Attributes:
-        group: process group that no other code uses.
-        state: error feedback, random streams and step of the compression.
-        members: ranks to average over, in summation order; all ranks by default.
-        outcome: outcome of this step so far; callers may clear `finite`.
-        used: whether `finite` was true on all ranks in the last step.
-    """
-
-    group: Any
+    group: Any  # a process group that no other code uses
     state: CompressorState
-    members: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()  # in summation order; all ranks by default
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
-    outcome: StepOutcome = field(default_factory=StepOutcome)
-    used: bool = True
+    outcome: StepOutcome = field(default_factory=StepOutcome)  # callers may clear `finite`
+    used: bool = True  # whether the last step was finite on all ranks
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,12 +95,19 @@ class Reducer:
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             self.state.spend(piece, flat)
         in_full = gathered([piece.codec for piece in bucket.pieces], len(self.members))
-        for is_full, exchange in ((True, self._gather_and_sum), (False, self._two_exchanges)):
+        for is_full in (True, False):
             items = zip(bucket.pieces, flats, in_full, strict=True)
             selected = [(piece, flat) for piece, flat, full in items if full == is_full]
-            if selected:
-                pieces, values = zip(*selected, strict=True)
-                exchange(replace(bucket, pieces=pieces), values)
+            if not selected:
+                continue
+            pieces, values = zip(*selected, strict=True)
+            part = replace(bucket, pieces=pieces)
+            if is_full:
+                self._gather_and_sum(part, values)
+            else:
+                self.reduce_scatter(part, values)
+                shards = _cut(values, [piece.part(self._own) for piece in pieces])
+                self.all_gather(part, shards, values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
@@ -134,18 +123,14 @@ class Reducer:
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
     ) -> None:
-        """All-gather the shards of all ranks into full parameters.
+        """All-gather the `shards` of all ranks, FP32, into `flats`, full tensors in coding order.
 
-        Args:
-            shards: this rank's shards, FP32, one for each piece. The codec of the piece encodes
-                them, and this rank decodes its own bytes too.
-            flats: output, FP32, one full tensor for each piece in coding order.
-            add: whether coded shards are added to `flats`; FP32 shards replace its values."""
+        With `add`, coded shards are added to `flats`; FP32 shards replace its values.
+        """
         self.all_gather(bucket, shards, flats, add)
         self._count(*giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
-        """Count a reduced bucket, and add its result to the digest if it is measured."""
         self._count(raw, theory)
         if bucket.measured:
             self.add_to_digest(bucket.values)
@@ -164,14 +149,8 @@ class Reducer:
     def settle(
         self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
     ) -> None:
-        """End a step after its last bucket.
-
-        Args:
-            compared: whether the comparison of digests is counted in the statistics.
-            reported: error message for different digests, as of `point_to_point.settle`.
-
-        Raises:
-            RankError: on all ranks, if a rank could not read a message or got another result.
+        """End a step after its last bucket, as `point_to_point.settle`; `compared` counts as a
+        check.
         """
         self.tally.steps += 1
         rank, world = self.state.rank, self.state.world
@@ -183,7 +162,6 @@ class Reducer:
         self.tally.checks += compared
 
     def flats(self, bucket: Bucket) -> list[Tensor]:
-        """Return the values of each piece in coding order; copies count as encoding time."""
         begin = time.perf_counter()
         room = None
         if size := bucket.reordered:
@@ -201,7 +179,7 @@ class Reducer:
         self.tally.decode += time.perf_counter() - begin
 
     def buffer(self, *key: object, nbytes: int) -> Tensor:
-        """Return a host buffer that is reused across steps; allocation costs more than a copy."""
+        """Return a host buffer; it is reused, because allocation costs more than a copy."""
         result = self._buffers.get(key)
         if result is None or result.numel() < nbytes:
             result = self._buffers[key] = buffers.host(nbytes, self.state.device)
@@ -219,11 +197,6 @@ class Reducer:
         self._exchange(bucket, [(mine, self._others)], [incoming])
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             piece.codec.settle(flat)
-
-    def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
-        self.reduce_scatter(bucket, flats)
-        parts = [piece.part(self._own) for piece in bucket.pieces]
-        self.all_gather(bucket, _cut(flats, parts), flats)
 
     def reduce_scatter(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Write the mean into this rank's shards of `flats`; other values are undefined."""
@@ -259,7 +232,7 @@ class Reducer:
     def _mean_of_all(
         self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
     ) -> IncomingMessages:
-        """Return the messages of all members for the parts of `mine`; decoding averages them."""
+        """Return the messages of all members for the parts of `mine`, to be averaged."""
         nbytes, messages = mine.memory.numel(), {self._own: mine.memory}
         for peer in self._others:
             messages[peer] = self.buffer(bucket.index, f"{name} {peer}", nbytes=nbytes)
@@ -274,7 +247,6 @@ class Reducer:
         name: str,
         summed: bool = False,
     ) -> OutgoingMessage:
-        """Return an outgoing message with room for the given parts of a bucket."""
         chunks = chunks_of(bucket.pieces, parts)
         message = self.buffer(bucket.index, name, nbytes=chunks[-1].wire.stop)
         self._header(bucket, self._own, message, summed).write(message)
@@ -319,7 +291,6 @@ class Reducer:
         self.tally.wire += sum(message.memory.numel() * len(peers) for message, peers in outgoing)
 
     def _encode(self, bucket: Bucket, message: OutgoingMessage, number: int) -> None:
-        """Encode a chunk, and measure the coding error if the bucket is measured."""
         begin = time.perf_counter()
         chunk = message.chunks[number]
         sent = message.memory[chunk.coded]
@@ -349,7 +320,6 @@ class Reducer:
                 incoming.unread.add(sender)
 
     def _decode(self, bucket: Bucket, incoming: IncomingMessages, number: int) -> None:
-        """Decode and sum a chunk of all messages."""
         begin = time.perf_counter()
         chunk, values = incoming.chunks[number], incoming.values
         if not chunk.runs:
@@ -378,3 +348,80 @@ class Reducer:
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
     return [flat[part] for flat, part in zip(flats, parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """Ranks of each node, ascending; all nodes have the same number of ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks[0])
+
+    def node_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a rank's node."""
+        return next(node for node in self.ranks if rank in node)
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the same shard, one of each node."""
+        place = self.node_of(rank).index(rank)
+        return tuple(node[place] for node in self.ranks)
+
+    def __str__(self) -> str:
+        nodes = "; ".join(", ".join(map(str, node)) for node in self.ranks)
+        return f"{len(self.ranks)} nodes of {self.size} ranks: {nodes}"
+
+
+@dataclass
+class Hierarchy:
+    """Reducer that codes gradients only between nodes, with the interface of `Reducer`.
+
+    Each rank reduces one shard of its node's gradients in FP32, averages it through the codec with
+    the ranks of the other nodes that have the same shard, and sends it to the ranks of its node.
+    """
+
+    nodes: NodeGroups
+    reducer: Reducer  # over the ranks of other nodes; its group contains all ranks
+
+    def __post_init__(self) -> None:
+        state, node = self.reducer.state, self.nodes.node_of(self.reducer.state.rank)
+        inside = state.like(f"inside a node, {state.codec}")
+        self._inside = Reducer(self.reducer.group, inside, node)
+        self._place = node.index(state.rank)
+
+    def share(self, piece: ParameterSlice) -> ParameterSlice:
+        """Return the slice of a parameter that this rank averages between nodes."""
+        part = self._in_node(piece).part(self._place)
+        # Each shard has a random stream of its own.
+        index = piece.index * self.nodes.size + self._place
+        size, count = part.stop - part.start, len(self.nodes.ranks)
+        return geometry.cut(piece.name, index, size, piece.codec, count)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Replace the values of a bucket by their mean over all ranks."""
+        flats = self.reducer.flats(bucket)
+        pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
+        plain = replace(bucket, pieces=pieces, measured=False)
+        shares = [self.share(piece) for piece in bucket.pieces]
+        parts = [piece.part(self._place) for piece in pieces]
+        shards = [flat[part] for flat, part in zip(flats, parts, strict=True)]
+        self._inside.reduce_scatter(plain, flats)
+        self.reducer.mean(replace(bucket, pieces=shares), shards)
+        self._inside.all_gather(plain, shards, flats)
+        tally, inside = self.reducer.tally, self._inside.tally
+        tally.encode += inside.encode
+        tally.decode += inside.decode
+        tally.transfer += inside.transfer
+        tally.inside += inside.wire
+        self.reducer.outcome.faults += self._inside.outcome.faults
+        self._inside.tally, self._inside.outcome = CommunicationStatistics(), StepOutcome()
+        self.reducer.put_back(bucket, flats)
+        rank = self.reducer.state.rank
+        across = self.nodes.across(rank)
+        self.reducer.end(bucket, *volumes(shares, across.index(rank), len(across)))
+
+    def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
+        """Return a parameter, cut into one shard for each rank of a node."""
+        return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)

@@ -2,8 +2,8 @@
 
 `decide` and `mixed` are the paper's rule, `Controller` measures its inputs, and `Gatherer` reduces
 buckets. Each block of gradients should be delivered before the next one is ready, and the last
-before a deadline. Invariant: all ranks end with the same bits: each decodes its own bytes too, and
-sums in rank order. Each rank decides for its own messages, from bytes and times of its clock alone.
+before a deadline. Invariant: all ranks end with the same bits, though each decides for its own
+messages: a rank decodes its own bytes too, and sums in rank order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qsync_fx.communication import point_to_point
 from qsync_fx.communication.allreduce import Reducer
-from qsync_fx.communication.bucket import Bucket, ParameterSlice
+from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Draw
 from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
 from qsync_fx.communication.point_to_point import HEADER, MessageHeader, PendingTransfers
@@ -32,36 +32,19 @@ _FULL: Final = 32
 
 @dataclass(frozen=True)
 class BitDecision:
-    """Decision for a block.
+    """Decision for a block."""
 
-    Attributes:
-        time: seconds, when the block was ready.
-        undelivered: FP32 bytes.
-        made, drained: b1 and b2 of the paper, in bytes/s: the rate of new gradients, and the rate
-            of the link.
-        ratio: sent bytes to FP32 bytes, from 0.375 to 1.
-    """
-
-    time: float
-    undelivered: float
-    made: float
-    drained: float
-    ratio: float
-
-    @property
-    def wanted(self) -> float:
-        """The ratio before it is clamped to the range of levels."""
-        return self.drained / self.made
+    time: float  # seconds, when the block was ready
+    undelivered: float  # FP32 bytes
+    made: float  # b1 of the paper: bytes/s of new gradients
+    drained: float  # b2 of the paper: bytes/s of the link
+    ratio: float  # sent bytes to FP32 bytes, from 0.375 to 1
 
 
 def decide(time: float, undelivered: float, gap: float, drained: float) -> BitDecision:
     """Return the decision for a block: b2 / b1 is the ratio of sent bytes to FP32 bytes.
 
-    Args:
-        time: now, in seconds.
-        undelivered: FP32 bytes; the ratio also applies to those of earlier blocks.
-        gap: seconds until the next block.
-        drained: bytes on the wire per second so far.
+    `gap` is the predicted time until the next block, in seconds.
     """
     made = undelivered / gap
     ratio = min(1.0, max(LEVELS[0] / _FULL, drained / made))
@@ -69,10 +52,7 @@ def decide(time: float, undelivered: float, gap: float, drained: float) -> BitDe
 
 
 def mixed(ratio: float) -> dict[int, float]:
-    """Return the share of values for each level so that their bytes are `ratio` of FP32.
-
-    The result has one level or two adjacent ones.
-    """
+    """Return the shares of one or two adjacent levels so that their bytes are `ratio` of FP32."""
     bits = ratio * _FULL
     below = max(level for level in LEVELS if level <= max(bits, LEVELS[0]))
     above = min(level for level in LEVELS if level >= min(bits, LEVELS[-1]))
@@ -82,8 +62,7 @@ def mixed(ratio: float) -> dict[int, float]:
     return {below: 1 - share, above: share}
 
 
-_STEPS: Final = 5
-"""Number of past steps for the prediction."""
+_STEPS: Final = 5  # past steps for the prediction
 _LOG: Final = 10_000
 _SHORTEST: Final = 1e-6
 """Shortest time in seconds, so that simultaneous blocks have a finite rate."""
@@ -91,20 +70,13 @@ _SHORTEST: Final = 1e-6
 
 @dataclass(frozen=True)
 class AqgbEntry:
-    """Log entry of a block.
-
-    Attributes:
-        size: FP32 bytes of the block.
-        gap: predicted seconds until the next block; None without a past step with these blocks.
-        decision: decision, with time relative to the first block; None if an input is unknown,
-            which means FP32.
-    """
+    """Log entry of a block."""
 
     step: int
     block: int
-    size: int
-    gap: float | None
-    decision: BitDecision | None
+    size: int  # FP32 bytes
+    gap: float | None  # predicted seconds until the next block, if known
+    decision: BitDecision | None  # its time is relative to the first block; None for FP32
 
     @property
     def ratio(self) -> float:
@@ -125,16 +97,8 @@ class Controller:
     """Controller of one rank: measures gradients and link, and sets the ratio of sent bytes.
 
     The time from a block to the next one, or from the last one to the end of the backward pass, is
-    predicted as the median of recent steps with the same blocks. Everything is FP32 until a step is
-    complete and a transfer is measured.
-
-    Args:
-        grace: seconds after the backward pass until the deadline of the last block.
-        elapsed: whether the link rate includes idle time, as in the paper.
-
-    Attributes:
-        ratio: sent bytes to FP32 bytes, by the newest decision.
-        log: the newest blocks.
+    the median of recent steps with the same blocks. Everything is FP32 until a step is complete and
+    a transfer is measured. For `grace` and `elapsed` see `Adaptive`.
     """
 
     def __init__(
@@ -176,13 +140,7 @@ class Controller:
     def carried(
         self, delivered: int, wire: float, seconds: float, levels: Mapping[int, int]
     ) -> None:
-        """Record a transfer.
-
-        Args:
-            delivered: FP32 bytes.
-            wire: bytes on the wire.
-            levels: number of values by bits.
-        """
+        """Record a transfer of `delivered` FP32 bytes as `wire` bytes, and its values by bits."""
         with self._lock:
             self._undelivered -= delivered
             self._now.wire += wire
@@ -202,7 +160,6 @@ class Controller:
             return BitLevelSummary(self._decisions, levels, self._last_rate())
 
     def saved(self) -> dict[str, Any]:
-        """Return the link rate and block times of past steps."""
         with self._lock:
             self._end()
             past = [[list(sizes), list(gaps)] for sizes, gaps in self._past]
@@ -217,6 +174,7 @@ class Controller:
             self._now = _Step(-1)
 
     def _end(self) -> None:
+        """End the current step, and keep its link rate and the times of its blocks."""
         self._rate = self._last_rate()
         ended, self._now = self._now, _Step(-1)
         if ended.needed is not None and ended.times:
@@ -225,7 +183,6 @@ class Controller:
             self._past.append((ended.sizes, gaps))
 
     def _predicted_gap(self) -> float | None:
-        """Return the predicted seconds from the newest block to the next one."""
         sizes, count = self._now.sizes, len(self._now.sizes)
         gaps = [gaps[count - 1] for past, gaps in self._past if past[:count] == sizes]
         return max(statistics.median(gaps), _SHORTEST) if gaps else None
@@ -248,12 +205,7 @@ _SEGMENTS = 2**12
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Consecutive values with the same level.
-
-    Attributes:
-        begin, end: positions in the bucket.
-        residual: error feedback of the values; None without.
-    """
+    """Consecutive values with the same level, and their error feedback, if any."""
 
     begin: int
     end: int
@@ -284,13 +236,9 @@ class Gatherer:
     """Reducer of buckets for AQGB, with the interface of `Reducer`.
 
     Only the sender knows the length of a message, so it sends a header first, twice, because no
-    other value verifies the length. Once all headers have arrived, all ranks take part, and the
-    time from then on measures the link even if a rank was late. The header of a segment precedes
-    the message of the segment before, so that the link waits neither for headers nor for codecs.
-
-    Attributes:
-        reducer: provides process group, state, buffers and statistics.
-        controller: provides the ratio of bytes to FP32 bytes.
+    other value verifies the length. Once all headers have arrived, the time from then on measures
+    the link even if a rank was late. The header of a segment precedes the message of the segment
+    before, so that the link waits neither for headers nor for codecs.
     """
 
     codec: Adaptive
@@ -409,14 +357,19 @@ class Gatherer:
         if above != below:
             cut += round(shares[above] * (end - begin))
         result: list[ByteRun] = []
-        for piece, start in _positions(bucket):
+        offset = bucket.values.storage_offset()
+        places = [int(g.storage_offset() - offset) for g in bucket.gradients]
+        in_order = sorted(zip(bucket.pieces, places, strict=True), key=lambda item: item[1])
+        for piece, start in in_order:
             for first, last, level in ((begin, cut, above), (cut, end, below)):
                 a, b = max(first, start), min(last, start + piece.size)
                 if a >= b:
                     continue
                 part = slice(a - start, b - start)
                 residual = self.reducer.state.residual(piece, part, summed=False)
-                bits = level if isinstance(piece.codec, Adaptive) else LEVELS[-1]
+                bits = LEVELS[-1]
+                if isinstance(piece.codec, Adaptive):
+                    bits = level
                 without = residual is None and result and result[-1].residual is None
                 if without and result[-1].bits == bits:
                     result[-1] = replace(result[-1], end=b)
@@ -446,12 +399,6 @@ class Gatherer:
 
     def _buffer(self, name: str, nbytes: int) -> Tensor:
         return self.reducer.buffer("aqgb", name, nbytes=nbytes)
-
-
-def _positions(bucket: Bucket) -> Iterator[tuple[ParameterSlice, int]]:
-    """Yield the parameters of a bucket and their positions in it, in memory order."""
-    places = [int(g.storage_offset() - bucket.values.storage_offset()) for g in bucket.gradients]
-    yield from sorted(zip(bucket.pieces, places, strict=True), key=lambda item: item[1])
 
 
 def _most_bytes(values: int, pieces: int) -> int:

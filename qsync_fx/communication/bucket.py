@@ -1,8 +1,8 @@
 """Gradient buckets, and the shard of each parameter that each rank reduces.
 
 Invariant: coding order and shards follow from the index and shape of a parameter and the number of
-ranks. They are independent of DistributedDataParallel's buckets, which it rebuilds after the first
-step, so that the result for a parameter does not depend on its bucket.
+ranks. The result for a parameter does not depend on its bucket, as DistributedDataParallel rebuilds
+its buckets after the first step.
 """
 
 from __future__ import annotations
@@ -14,41 +14,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qsync_fx import _C
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """One parameter, cut into one shard for each rank.
-
-    Attributes:
-        index: position among the model's parameters.
-        cuts: shard boundaries, ranks + 1 ascending offsets; shards may be empty.
-    """
+    """One parameter, cut into one shard for each rank."""
 
     name: str
-    index: int
+    index: int  # among the model's parameters
     size: int
     codec: Codec
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # ranks + 1 ascending offsets; shards may be empty
 
     def part(self, owner: int) -> slice:
-        """Return the shard that rank `owner` reduces.
-
-        The first shard belongs to another rank for each parameter, which spreads small parameters.
-        """
+        """Return the shard that rank `owner` reduces; small parameters are spread over ranks."""
         index = (owner - self.index) % (len(self.cuts) - 1)
         return slice(self.cuts[index], self.cuts[index + 1])
 
     def own(self, rank: int) -> int:
         """Return the number of values in the shard of a rank."""
         part = self.part(rank)
-        size: int = part.stop - part.start
-        return size
-
-    def nbytes(self, part: slice) -> int:
-        return self.codec.nbytes(part.stop - part.start)
+        return int(part.stop - part.start)
 
 
 def piece(
@@ -97,8 +86,9 @@ def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None)
 
 def flat(piece: ParameterSlice, gradient: Tensor) -> Tensor:
     """Return a gradient as a 1-D tensor in coding order: a view if possible. It must be dense."""
-    result = ordered(piece, gradient)
-    return gradient.as_strided((gradient.numel(),), (1,)) if result is None else result
+    if (result := ordered(piece, gradient)) is not None:
+        return result
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def put_back(piece: ParameterSlice, gradient: Tensor, values: Tensor) -> None:
@@ -112,32 +102,25 @@ def _copy(source: Tensor, target: Tensor) -> None:
     """Copy values; transpose FP32 matrices on the CPU natively, which is faster than `copy_`."""
     both = (source, target)
     if source.dim() == 2 and all(buffers.native(t) and t.dtype == torch.float32 for t in both):
-        addresses, threads = (source.data_ptr(), target.data_ptr()), torch.get_num_threads()
         for rows, columns in (both, (source.t(), target.t())):
             if rows.is_contiguous() and columns.t().is_contiguous():
-                buffers.kernels().turn(*addresses, 1, *rows.shape, 4, threads)
+                height, width = rows.shape
+                threads = torch.get_num_threads()
+                _C.turn(source.data_ptr(), target.data_ptr(), 1, height, width, 4, threads)
                 return
     target.copy_(source)
 
 
 @dataclass
 class Bucket:
-    """Bucket of gradients, reduced in place.
+    """Bucket of gradients, reduced in place."""
 
-    Attributes:
-        index, step: position in the step, and the step.
-        values: 1-D, FP32.
-        pieces: its parameters, in bucket order.
-        gradients: views of `values` with the shapes and strides of the parameters.
-        measured: whether to measure the coding error and to compare the result across ranks.
-    """
-
-    index: int
+    index: int  # position in the step
     step: int
-    values: Tensor
+    values: Tensor  # 1-D, FP32
     pieces: Sequence[ParameterSlice]
-    gradients: Sequence[Tensor]
-    measured: bool = False
+    gradients: Sequence[Tensor]  # views of `values` with the shapes and strides of the parameters
+    measured: bool = False  # whether to measure the coding error and compare results
 
     @property
     def reordered(self) -> int:
@@ -146,17 +129,14 @@ class Bucket:
         return sum(piece.size for piece, g in both if piece.codec.columns(g) is not None)
 
     def flats(self, room: Tensor | None = None) -> list[Tensor]:
-        """Return the values of each piece in coding order, as views if possible.
-
-        Args:
-            room: FP32 buffer of `reordered` values for the copies; allocated if None.
-        """
+        """Return the values of each piece in coding order: views, or copies in `room`, FP32."""
         result, used = list[Tensor](), 0
         for piece, gradient in zip(self.pieces, self.gradients, strict=True):
             target = None if room is None else room[used : used + piece.size]
             values = ordered(piece, gradient, target)
             if values is None:
-                values = _in_memory_order(self.values, gradient)
+                index = gradient.storage_offset() - self.values.storage_offset()
+                values = self.values[index : index + gradient.numel()]
             else:
                 used += piece.size
             result.append(values)
@@ -182,10 +162,7 @@ def gathered(codecs: Sequence[Codec], ranks: int) -> list[bool]:
 
 
 def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
-    """Return a rank's bytes for a bucket: in FP32, and by the papers for its codecs.
-
-    Headers are not counted.
-    """
+    """Return a rank's bytes for a bucket, without headers: in FP32, and by the codecs' papers."""
     full = gathered([piece.codec for piece in pieces], ranks)
     full_pieces = [piece for piece, item in zip(pieces, full, strict=True) if item]
     cut_pieces = [piece for piece, item in zip(pieces, full, strict=True) if not item]
@@ -206,9 +183,3 @@ def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int
     """Return the same as `volumes` for the all-gather alone."""
     theory = sum(piece.codec.theory(piece.own(rank)) for piece in pieces)
     return 4 * (ranks - 1) * sum(piece.own(rank) for piece in pieces), (ranks - 1) * theory
-
-
-def _in_memory_order(values: Tensor, gradient: Tensor) -> Tensor:
-    """Return the values of a gradient in memory order, as a view of `values`."""
-    index = gradient.storage_offset() - values.storage_offset()
-    return values[index : index + gradient.numel()]

@@ -1,8 +1,7 @@
 """Benchmarks of gradient codecs, and of reductions compared with torch's own comm hooks.
 
-`measured` times encoding and decoding against a copy of the same memory, `reductions` whole
-reductions on all ranks. Runs are interleaved, so that noise affects all candidates; a ratio is the
-median of the ratios within a round.
+Runs are interleaved, so that noise affects all candidates; a ratio is the median of the ratios
+within a round.
 """
 
 from __future__ import annotations
@@ -12,38 +11,31 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codecs import buffers, codec_named
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
-from qsync_fx.communication.hierarchical import NodeGroups
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured speed of a codec.
-
-    Attributes:
-        bits: bits on the wire for each value.
-        encode, decode: FP32 bytes/s; `decode` adds to existing values.
-        read: FP32 bytes/s of decoding that overwrites the output.
-        copy: bytes/s of memcpy in the same rounds.
-        encode_to_copy, decode_to_copy, read_to_copy: speed relative to memcpy.
-    """
+    """Measured speed of a codec in FP32 bytes/s, and relative to memcpy in the same rounds."""
 
     codec: str
-    bits: float
+    bits: float  # on the wire for each value
     encode: float
-    decode: float
-    read: float
+    decode: float  # adding to existing values
+    read: float  # overwriting the output
     copy: float
     encode_to_copy: float
     decode_to_copy: float
@@ -58,22 +50,19 @@ def measured(
     device: torch.device | str = "cpu",
     chunk: int | None = None,
 ) -> list[Speed]:
-    """Return the speed of each codec with torch's number of threads.
+    """Return the speed of each codec on FP32 values, with torch's number of threads.
 
-    Args:
-        values: number of FP32 values.
-        clock: process time by default, which sums all threads. On a GPU, the clock must
-            synchronize the device.
-        chunk: values that are coded at once, as in messages; all if None.
+    The clock is process time by default; on a GPU, it must synchronize the device. `chunk` is the
+    number of values coded at once, as in messages; all if None.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     target = torch.zeros_like(source)
-    result = []
-    for codec in codecs:
-        fitted = codec.fitted((values,))
-        speed = _measured(fitted, codec.name, source, target, repeats, clock, chunk or values)
-        result.append(speed)
-    return result
+    return [
+        _measured(
+            codec.fitted((values,)), codec.name, source, target, repeats, clock, chunk or values
+        )
+        for codec in codecs
+    ]
 
 
 def _measured(
@@ -136,44 +125,15 @@ _WARMUP: Final = 3
 
 @dataclass(frozen=True)
 class Reduction:
-    """Measured method to average gradients.
-
-    Attributes:
-        way: name of a codec, or a baseline of torch.
-        to_plain, to_half: speed relative to torch in FP32 and to its FP16 hook.
-        coding: seconds of encoding and decoding in it; None for torch's hooks.
-    """
+    """Measured method to average gradients: a codec, or a baseline of torch."""
 
     way: str
     seconds: float
-    to_plain: float
-    to_half: float
-    coding: float | None = None
+    to_plain: float  # speed relative to torch in FP32
+    to_half: float  # speed relative to torch's FP16 hook
+    coding: float | None = None  # seconds of encoding and decoding; None for torch's hooks
     wire: float | None = None
     theory: float | None = None
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """All gradients as one bucket, with the methods of `GradBucket` that hooks call."""
-
-    parameter: nn.Parameter
-    values: Tensor
-
-    def buffer(self) -> Tensor:
-        return self.values
-
-    def gradients(self) -> list[Tensor]:
-        return [self.values.view(self.parameter.shape)]
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [self.parameter]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
 
 
 def reductions(
@@ -184,14 +144,20 @@ def reductions(
 ) -> list[Reduction]:
     """Return the duration of each method; all ranks call it together and get the same result.
 
-    Args:
-        values: number of FP32 values, rounded down to a multiple of 1024 (at least 1024).
-        nodes: reduce in FP32 within these nodes, and with the codec between them.
+    The number of FP32 values is rounded to 1024. With `nodes`, the codec is used between them.
     """
     rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
-    bucket = _Whole(parameter, torch.empty_like(source))
+    values_of_bucket = torch.empty_like(source)
+    # All gradients as one bucket, with the methods of `GradBucket` that hooks call.
+    bucket = SimpleNamespace(
+        buffer=lambda: values_of_bucket,
+        gradients=lambda: [values_of_bucket.view(parameter.shape)],
+        parameters=lambda: [parameter],
+        index=lambda: 0,
+        is_last=lambda: True,
+    )
     hooks: dict[str, Callable[[Any, Any], Any]] = {
         PLAIN: default_hooks.allreduce_hook,
         HALF: default_hooks.fp16_compress_hook,
@@ -205,7 +171,7 @@ def reductions(
         handles[name], hooks[name] = handle, handle.hook
 
     def seconds(method: str) -> float:
-        bucket.values.copy_(source)
+        values_of_bucket.copy_(source)
         meet()
         begin = time.perf_counter()
         reduced = hooks[method](plain, bucket)

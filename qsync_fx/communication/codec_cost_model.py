@@ -1,9 +1,8 @@
 """Cost model of gradient codecs: bytes on the wire and seconds of coding for a bucket.
 
 `Rates` are the speeds of codecs on a device (`of_device`), `by_bucket` the cost of all buckets of a
-step, `coded` that of one bucket. The speed of a codec relative to a memory copy is almost the same
-on all processors, and predicts codecs without measurement. Invariant: bytes are those that
-`Reducer` and `Hierarchy` send, headers included, averaged over the ranks.
+step. The speed of a codec relative to a memory copy is almost the same on all processors.
+Invariant: bytes are the mean over ranks of what `Reducer` and `Hierarchy` send, with headers.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of codecs.
-
-    Attributes:
-        source: origin of the numbers, in words.
-        by_codec: rates by codec name.
-    """
+    """Speeds of codecs by name, and the origin of the numbers in words."""
 
     source: str
     by_codec: Mapping[str, Rate] = field(repr=False)
@@ -98,8 +92,6 @@ _TO_COPY_OF_A_GPU: Final = {
     "qsgd4": (0.21, 0.44),
     "qsgd8": (0.20, 0.53),
     "qsgd16": (0.17, 0.34),
-    **dict.fromkeys((f"aqgb{bits}" for bits in (12, 16, 20, 24, 28, 32)), (0.057, 0.089)),
-    "aqgb": (0.057, 0.089),
     **dict.fromkeys((codec.name for codec in CASTS[1:]), (1.13, 0.73)),
 }
 """The same relative to a copy in GPU memory, fused by Inductor: H200, 100 MB (gpu_codecs.json)."""
@@ -107,12 +99,9 @@ _MANY: Final = 2**20
 
 
 def of_device(device: Device | None, name: str, speeds: Iterable[Timed] = ()) -> Rates:
-    """Return the rates of a device: measured if there are speeds, else predicted.
+    """Return the rates of a device class `name`: measured if there are speeds, else predicted.
 
-    Args:
-        device: row of the device catalog; None predicts for a CPU core with common memory.
-        name: device class, for the source of the rates.
-        speeds: measured speeds.
+    `device` is a row of the catalog; None predicts for a CPU core with common memory.
     """
     if speeds := list(speeds):
         return of_speeds(speeds, f"measured on {name}")
@@ -127,7 +116,7 @@ def of_device(device: Device | None, name: str, speeds: Iterable[Timed] = ()) ->
 
 
 def of_copy(copy: float, source: str) -> Rates:
-    """Return predicted rates of the codecs in the table, for memory that copies `copy` bytes/s."""
+    """Return predicted rates, for memory that copies `copy` bytes/s."""
     table = {
         name: Rate(copy * encode, copy * decode) for name, (encode, decode) in _TO_COPY.items()
     }
@@ -135,17 +124,15 @@ def of_copy(copy: float, source: str) -> Rates:
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
-    """Return predicted rates for a GPU, of the codecs in the table.
-
-    Args:
-        copy: bytes/s of a copy in GPU memory.
-        host: bytes/s between GPU and host, which sends and receives the coded bytes.
-    """
+    """Return predicted rates, for bytes/s of a copy in GPU memory, and to and from the host."""
     table = {}
-    for name, (encode, decode) in _TO_COPY_OF_A_GPU.items():
-        share = codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY)
+    for name, (encode, decode) in {**_TO_COPY, **_TO_COPY_OF_A_GPU}.items():
+        memory, share = COPY, 1.0  # AQGB codes on the host
+        if name in _TO_COPY_OF_A_GPU:
+            memory, share = copy, codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY)
         sending = share / host  # seconds for each FP32 byte
-        table[name] = Rate(1 / (1 / (copy * encode) + sending), 1 / (1 / (copy * decode) + sending))
+        encoding, decoding = 1 / (memory * encode), 1 / (memory * decode)
+        table[name] = Rate(1 / (encoding + sending), 1 / (decoding + sending))
     return Rates(source, table)
 
 
@@ -160,10 +147,7 @@ def slowed(rates: Rates, times: float) -> Rates:
 
 
 def slowest(several: Sequence[Rates]) -> Rates:
-    """Return the slowest rates over all devices, for the codecs that all of them have.
-
-    A bucket is exchanged once all ranks have encoded it.
-    """
+    """Return the slowest rates over all devices, for the codecs that all of them have."""
     result = {}
     for name in several[0].by_codec:
         rates = [item.by_codec[name] for item in several if name in item.by_codec]
@@ -196,8 +180,7 @@ def coded(
 
     Args:
         name: codec name for the result; by default the codec of most values.
-        size: ranks of a node, which reduce in FP32 among themselves; 1 if the codec is used
-            between all ranks.
+        size: ranks of a node, which reduce in FP32 among themselves.
 
     Raises:
         ProfileError: a codec depends on shapes, which profiles do not contain, or has no rate.
@@ -216,13 +199,12 @@ def coded(
         sent += _as_all_reduce(codec.nbytes(parameter.numel), nodes, full)
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] += parameter.numel
-    # In each phase, each rank of a node sends one message to every other node. A reduce-scatter
-    # with an all-gather has two phases.
+    # In each phase, each rank of a node sends one message to every other node.
     headers, phases = 0.0, 0
-    if True in methods:
-        headers, phases = headers + size * _as_all_reduce(HEADER, nodes, True), phases + 1
-    if False in methods:
-        headers, phases = headers + size * HEADER * nodes, phases + 2
+    for full, phases_of_method, nbytes in ((True, 1, HEADER), (False, 2, HEADER * nodes)):
+        if full in methods:
+            headers += size * _as_all_reduce(nbytes, nodes, full)
+            phases += phases_of_method
     inside = inside_seconds = 0.0
     if size > 1:
         rate, nbytes = rates.of(PLAIN.name), _WIDE * values.total()
@@ -232,7 +214,9 @@ def coded(
         inside = float(nbytes + HEADER * size)
     name = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # A message covers the rank's shard of the node; in a reduce-scatter, a shard of this shard.
-    shards = size if all(methods) else size * nodes
+    shards = size
+    if not all(methods):
+        shards *= nodes
     chunks = max(math.ceil(values.total() / shards / VALUES), 1)
     return CompressedTransfer(name, sent + headers, seconds, phases, inside, chunks, inside_seconds)
 
@@ -251,11 +235,7 @@ def by_bucket(
 
 
 def volumes(ranks: int, full: bool) -> tuple[float, float]:
-    """Return how often a rank encodes and decodes the values, as multiples of their number.
-
-    Args:
-        full: whether one all-gather replaces reduce-scatter and all-gather.
-    """
+    """Return how often a rank encodes and decodes the values; `full` for one all-gather."""
     if ranks == 1:
         return 0.0, 0.0
     # Reduce-scatter and all-gather: encode all, decode one shard of all ranks, encode its mean,
@@ -281,18 +261,15 @@ def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
 
 
 def _codec_for(parameter: SizedBucket, name: str) -> Codec:
-    codec = codec_named(name)
+    codec, remedy = codec_named(name), None
     if isinstance(codec, Adaptive):
-        raise ProfileError(
-            f"{codec.name} adapts its bits to the link during training, so its cost cannot be "
-            "predicted",
-            where=parameter.path,
-            do="predict one of its levels",
-        )
-    if codec.fitted((parameter.numel,)) != codec:
-        raise ProfileError(
-            f"{codec.name} depends on the shapes of parameters, which a profile does not contain",
-            where=parameter.path,
-            do="use another codec, such as 1bit*, which has the same rule for consecutive values",
-        )
-    return codec
+        reason, remedy = "adapts its bits to the link", "predict one of its levels"
+    elif codec.fitted((parameter.numel,)) != codec:
+        reason, remedy = "depends on the shapes of parameters", "use a codec such as 1bit*"
+    if remedy is None:
+        return codec
+    raise ProfileError(
+        f"the cost of {codec.name} cannot be predicted: it {reason}",
+        where=parameter.path,
+        do=remedy,
+    )

@@ -1,9 +1,8 @@
 """Communication thread, which runs tasks in order off the threads of autograd.
 
 A DDP comm hook must not block on other ranks: with several buckets in flight, all threads that gloo
-calls it from would block. Hooks submit tasks to a `Worker` instead, and its thread alone
-communicates. Invariant: after an error, no task runs any more, and all futures get that error. At
-exit, each thread finishes its queued tasks and is joined.
+calls it from would block. Invariant: after an error, no task runs any more, and all futures get
+that error. At exit, each thread finishes its queued tasks and is joined.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
     """Start a daemon thread that is stopped and joined before the interpreter exits.
 
     A daemon thread in a C++ call of torch during interpreter finalization would end the process by
-    `std::terminate`. A thread that is no daemon would be joined without a limit, and gloo cannot be
-    interrupted.
+    `std::terminate`; a thread that is no daemon would be joined without a limit.
 
     Args:
         stop: makes `run` return after its queued tasks, without blocking. It must not reference the
@@ -53,9 +51,9 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
 def wait_for_gloo() -> None:
     """Return once gloo's threads have freed their completed all-reduces, after 10 s at most.
 
-    Gloo's thread acquires the GIL to free the Python object of an all-reduce, perhaps after the
-    main thread has the result. If the process group is freed by then, torch waits for that thread
-    with the GIL, and hangs; if the interpreter finalizes, the process aborts (torch 2.13).
+    Gloo's thread acquires the GIL to free the Python object of an all-reduce. If the process group
+    is freed by then, torch waits for that thread with the GIL, and hangs; if the interpreter
+    finalizes, the process aborts (torch 2.13).
     """
     deadline = time.monotonic() + _GLOO_LIMIT_S
     # Sleeping releases the GIL to threads that wait for it. A runnable thread still needs the CPU.
@@ -100,14 +98,7 @@ Work = Callable[[], Tensor]
 
 
 class Worker:
-    """Thread that runs tasks one at a time, in submission order.
-
-    Args:
-        device: device of the tensors that the tasks use; the CPU by default.
-
-    Attributes:
-        error: exception that ended the work; None without an error.
-    """
+    """Thread that runs tasks one at a time, in submission order; see `start`."""
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.error: BaseException | None = None

@@ -1,9 +1,8 @@
 """State of gradient compression, and the handle that users get.
 
-`Residuals` is the error feedback of each parameter, in coding order, with GradScaler support;
-`CompressorState` adds the position of the random streams. `CompressorHandle` is the interface of
-all compressors. Invariant: each rank saves and loads its own state, and a rank that resumes from it
-sends the same bits as one that never stopped.
+`Residuals` is the error feedback of each parameter, with GradScaler support; `CompressorState` adds
+the position of the random streams. `CompressorHandle` is the interface of all compressors.
+Invariant: a rank that resumes from its saved state sends the same bits as one that never stopped.
 """
 
 from __future__ import annotations
@@ -29,35 +28,23 @@ from qsync_fx.errors import OptionError
 class CompressorHandle(ABC):
     """Handle of a compressed model, which `qsync_fx.distributed.compress` returns."""
 
-    _buckets = 0
-    """Number of buckets in the last step; for FSDP, of units."""
-
     def __repr__(self) -> str:
-        """Return a one-line summary, without waiting for other ranks."""
-        return self.report().line(self._buckets)
+        return str(self.report())
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once all submitted gradients are sent and received.
-
-        Raises:
-            RankError: a rank is gone, or a message could not be read.
-        """
+        """Return once all submitted gradients are sent and received; raise `RankError` if not."""
 
     def flush(self) -> None:
-        """Apply all pending full-precision gradients to the parameters.
+        """Apply all pending full-precision gradients, which only DUO has between steps.
 
         Call it before evaluation, before saving parameters for use, and at the end of training.
-        Only DUO has pending gradients between steps.
         """
         self.wait()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's compression state for a bit-identical resume.
-
-        Save it on each rank, with the states of the model and the optimizer.
-        """
+        """Return this rank's state for a bit-identical resume; each rank saves its own."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,30 +88,20 @@ class Residuals:
 
     It is stored with the loss scale of its gradient, and rescaled only when it is used, so that a
     change of the scale alone cannot overflow FP32. With powers of two as scales, as GradScaler has,
-    it is bit-identical to training without a scaler and without the skipped steps, except for
-    denormal FP32 values.
-
-    Attributes:
-        values: FP32 tensors by parameter name, 1-D in coding order.
-        scales: loss scale of each tensor in `values`.
-        scale: loss scale of the current gradients; 1 if unknown.
-        undone: whether a step can be rolled back, which needs a copy of all feedback in use.
+    results are those without a scaler and without skipped steps, except for denormal values.
     """
 
-    values: dict[str, Tensor] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-    scale: float = 1.0
-    undone: bool = False
+    values: dict[str, Tensor] = field(default_factory=dict)  # FP32, 1-D in coding order
+    scales: dict[str, float] = field(default_factory=dict)  # loss scale of each tensor in `values`
+    scale: float = 1.0  # loss scale of the current gradients; 1 if unknown
+    undone: bool = False  # whether a step can be rolled back, with a copy of its feedback
     device: torch.device = CPU
     _before: dict[str, Tensor] = field(default_factory=dict)
     _spent: set[str] = field(default_factory=set)
     _used: list[tuple[str, slice]] = field(default_factory=list)
 
     def part(self, name: str, size: int, part: slice) -> Tensor:
-        """Return the feedback of a part, in the current loss scale, for in-place update.
-
-        Call it once a step for each part of a parameter of `size` values.
-        """
+        """Return the feedback of a part, for in-place update; call it once a step for each part."""
         if name not in self.values:
             self.values[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
             self.scales[name] = self.scale
@@ -162,11 +139,9 @@ class Residuals:
         return self.values.pop(name), self.scales.pop(name)
 
     def saved(self) -> dict[str, Any]:
-        """Return a CPU copy of the values for `load`."""
         return {name: values.to("cpu", copy=True) for name, values in self.values.items()}
 
     def load(self, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
-        """Restore copies of these values and scales."""
         self.values = {name: item.to(self.device, copy=True) for name, item in values.items()}
         self.scales = {name: scales[name] for name in values}
         self._used.clear()
@@ -176,48 +151,33 @@ class Residuals:
 _FORMAT: Final = "qsync-compression"
 _VERSION: Final = 2
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of steps
-_SAME_MODEL: Final = "load the state of the same model"
 
 
 @dataclass
 class CompressorState:
-    """Error feedback and random streams of this rank.
-
-    Attributes:
-        rank, world: rank and size of the process group.
-        codec: description of the codecs that all ranks agree on.
-        step: number of steps begun.
-        sent: error feedback of this rank's gradients.
-        owned: error feedback of the means that this rank sends: of its shard of each parameter.
-        control: link rate and block times from which AQGB predicts the next step; else empty.
-    """
+    """Error feedback and random streams of this rank."""
 
     rank: int
     world: int
-    codec: str
+    codec: str  # text that all ranks agree on
     seed: int
     device: torch.device = CPU
-    step: int = 0
-    sent: Residuals = field(default_factory=Residuals)
-    owned: Residuals = field(default_factory=Residuals)
-    control: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # number of steps begun
+    sent: Residuals = field(default_factory=Residuals)  # feedback of this rank's gradients
+    owned: Residuals = field(default_factory=Residuals)  # feedback of the means of its shards
+    control: dict[str, Any] = field(default_factory=dict)  # what AQGB predicts the next step from
 
     def __post_init__(self) -> None:
         self.sent.device = self.owned.device = self.device
 
     def draw(self, piece: ParameterSlice, step: int, first: int, summed: bool) -> Draw:
-        """Return the random stream position for values of a parameter, from index `first` on.
-
-        Means use a stream that does not depend on the rank, so that all ranks round them equally.
-        """
+        """Return the random stream position for values of a parameter, from index `first` on."""
+        # All ranks round means equally.
         stream = piece.index * (self.world + 1) + (self.world if summed else self.rank)
         return Draw((self.seed + step * _GOLDEN) % 2**64, stream % 2**32, first)
 
     def residual(self, piece: ParameterSlice, part: slice, summed: bool) -> Tensor | None:
-        """Return the error feedback of a part of a parameter, for in-place update.
-
-        Return None if the codec has none, or the part is empty.
-        """
+        """Return the error feedback of a part of a parameter, for in-place update, if any."""
         size = part.stop - part.start
         if not piece.codec.residual or not size:
             return None
@@ -233,11 +193,8 @@ class CompressorState:
     def recode(self, old: ParameterSlice, new: ParameterSlice, like: Tensor) -> None:
         """Convert the error feedback of a parameter to another codec's coding order.
 
-        The feedback of a mean is multiplied by the world size: one rank adds it to its own
-        gradient, and the next mean divides it again.
-
-        Args:
-            like: tensor with the layout of the gradients.
+        `like` has the layout of the gradients. The feedback of a mean is multiplied by the world
+        size: one rank adds it to its own gradient, and the next mean divides it again.
         """
         scale, gradient = 0.0, torch.zeros_like(like)
         result = bucket.flat(old, gradient)
@@ -253,21 +210,17 @@ class CompressorState:
             self.sent.values[new.name] = bucket.flat(new, gradient).clone()
             self.sent.scales[new.name] = scale
 
-    def begin(self, scale: float) -> None:
-        """Set the loss scale of the gradients to come."""
+    def begin(self, scale: float, undone: bool) -> None:
+        """Set the loss scale of the gradients to come, and whether their step may be undone."""
         self.sent.scale = self.owned.scale = scale
+        self.sent.undone = self.owned.undone = undone
 
-    @property
-    def undone(self) -> bool:
-        """True if a step can be rolled back."""
-        return self.sent.undone
-
-    @undone.setter
-    def undone(self, wanted: bool) -> None:
-        self.sent.undone = self.owned.undone = wanted
+    def like(self, codec: str) -> CompressorState:
+        """Return a new state of this rank for messages in other codecs."""
+        return CompressorState(self.rank, self.world, codec, self.seed, self.device)
 
     def settle(self, used: bool) -> None:
-        """End a step; roll it back if its gradients are not used and `undone` is set."""
+        """End a step; roll it back if its gradients are not used and it may be undone."""
         self.sent.settle(used)
         self.owned.settle(used)
 
@@ -287,11 +240,7 @@ class CompressorState:
         }
 
     def load(self, saved: Mapping[str, Any], pieces: Iterable[ParameterSlice]) -> None:
-        """Resume from `saved`; drop the error feedback with a warning if rank or world size differ.
-
-        Raises:
-            OptionError: `saved` is not such a state, or is of another codec or model.
-        """
+        """Resume from `saved`; drop the error feedback if rank or world size differ."""
         expected = {"format": _FORMAT, "version": _VERSION}
         if not isinstance(saved, Mapping) or not expected.items() <= saved.items():
             raise OptionError(
@@ -315,16 +264,11 @@ class CompressorState:
             sent, owned = {}, {}
         sizes = {piece.name: piece.size for piece in pieces}
         for name in [*sent, *owned]:
-            if name not in sizes:
+            size = sizes.get(name, 0)
+            if not size or (name in sent and sent[name].numel() != size):
                 raise OptionError(
-                    f"the state has error feedback of {name}, which the model does not have",
-                    do=_SAME_MODEL,
-                )
-        for name, values in sent.items():
-            if values.numel() != sizes[name]:
-                raise OptionError(
-                    f"the state has {values.numel()} values for {name}, which has {sizes[name]}",
-                    do=_SAME_MODEL,
+                    f"the state has error feedback of {name}, which has {size} values here",
+                    do="load the state of the same model",
                 )
         self.seed, self.step = saved["seed"], saved["step"]
         self.sent.load(sent, saved["scales"]["sent"])

@@ -29,10 +29,9 @@ def control() -> ProcessGroup | None:
     for group in groups:
         if group.group_desc == _DESCRIPTION:
             return group  # type: ignore[no-any-return]
-    limits = [limit_of(default._get_backend(device)) for device in default._device_types]
-    timeout = min((limit for limit in limits if limit is not None), default=None)
+    limit = limit_of_group()
     made: ProcessGroup = distributed.new_group(
-        backend="gloo", timeout=timeout, group_desc=_DESCRIPTION
+        backend="gloo", timeout=limit and datetime.timedelta(seconds=limit), group_desc=_DESCRIPTION
     )
     return made
 
@@ -65,3 +64,10 @@ def limit_of(backend: Any) -> datetime.timedelta | None:
     """Return the timeout of a torch.distributed backend; None if it has none."""
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit if isinstance(limit, datetime.timedelta) else None
+
+
+def limit_of_group() -> float | None:
+    """Return the timeout of the default process group in seconds; None if it has none."""
+    default: Any = distributed_c10d._get_default_group()
+    limits = [limit_of(default._get_backend(device)) for device in default._device_types]
+    return min((limit.total_seconds() for limit in limits if limit is not None), default=None)

@@ -2,8 +2,7 @@
 
 `Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`). Invariant:
 the result of a step depends only on its gradients, the codec, the error feedback, the seed and the
-step, and not on thread timing or buckets. The hook does not block; the backward pass waits for the
-reductions at its end. Equal `Assigned.text` means equal coding, on ranks and in saved states.
+step, and not on thread timing or buckets. The backward pass waits for the reductions at its end.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.communication import bucket
-from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication import bucket as geometry
+from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer
 from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
@@ -33,28 +32,19 @@ from qsync_fx.communication.compressor_state import (
     scale_of,
 )
 from qsync_fx.communication.control_group import CPU
-from qsync_fx.communication.hierarchical import Hierarchy, NodeGroups
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError, PlanError, shown
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """Codec of each parameter's gradient.
+    """Codec of each parameter's gradient, in model order."""
 
-    Attributes:
-        name: short name for reports.
-        said: longer description, which ranks compare.
-        text: identity for message headers and saved states.
-        codecs: codec of each parameter, in model order.
-        coded: for each parameter, whether it is coded; otherwise it is small, or stays in FP32.
-    """
-
-    name: str
-    said: str
-    text: str
+    name: str  # for reports
+    said: str  # what ranks compare
+    text: str  # identity for message headers and saved states
     codecs: tuple[Codec, ...]
-    coded: tuple[bool, ...]
+    coded: tuple[bool, ...]  # whether the codec is not FP32
 
     @property
     def adaptive(self) -> Adaptive | None:
@@ -63,10 +53,7 @@ class Assigned:
 
 
 def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assigned:
-    """Return one codec for all parameters with at least `least` values.
-
-    By default, the threshold is the largest that codes more than 99% of all values.
-    """
+    """Return one codec for parameters with at least `least` values; see `bucket.threshold`."""
     if least is None:
         least = threshold(sizes)
     coded = tuple(size >= least for size in sizes)
@@ -79,8 +66,7 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     for name in planned:
         if name not in names:
             raise PlanError(
-                f"the plan has a codec for the gradient of {shown(name)}, which is not a trained "
-                "parameter of the model",
+                f"the plan codes {shown(name)}, which is not a trained parameter of the model",
                 where="codecs",
                 do="use a plan of this model, whose parameters have other names",
             )
@@ -94,19 +80,9 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
 
 
 class DdpCompressor(CompressorHandle):
-    """Compressor of a DistributedDataParallel.
+    """Compressor of a DistributedDataParallel; with `nodes`, the codec is used between them."""
 
-    Args:
-        nodes: ranks of each node, which reduce in FP32 among themselves; None for a codec between
-            all ranks.
-
-    Attributes:
-        pieces: slice of each parameter, in model order.
-        controller: controller of AQGB's levels; None for other codecs.
-    """
-
-    _unit = 1
-    """Unit of values at which parameters may be cut, in addition to the codec's unit."""
+    _unit = 1  # of values at which parameters may be cut, in addition to the codec's unit
 
     def __init__(
         self,
@@ -126,15 +102,12 @@ class DdpCompressor(CompressorHandle):
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
-        device = coding_device = next((p.device for p in self._parameters), CPU)
+        device = next((p.device for p in self._parameters), CPU)
         adaptive, text, members = assigned.adaptive, assigned.text, tuple[int, ...]()
-        if adaptive is not None:
-            # AQGB adapts its levels to the link during encoding. It codes on the host, where the
-            # progress of the bytes is known.
-            coding_device = CPU
         if nodes is not None:
             text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
-        self._state = CompressorState(rank, world, text, seed, coding_device)
+        # AQGB codes on the host, where the progress of the bytes is known.
+        self._state = CompressorState(rank, world, text, seed, device if adaptive is None else CPU)
         self._reducer = Reducer(group, self._state, members)
         self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
         self.controller: Controller | None = None
@@ -143,9 +116,8 @@ class DdpCompressor(CompressorHandle):
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
         self._worker = Worker("qsync communication", device)
-        self._check_every = check_every
-        self._watched = -1
-        self._loss_scaler, self._scale = scaler, 1.0
+        self._check_every, self._watched = check_every, -1
+        self._loss_scaler, self._scale, self._undone = scaler, 1.0, False
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket asynchronously; DDP calls it in the same bucket order on all ranks."""
@@ -153,19 +125,25 @@ class DdpCompressor(CompressorHandle):
         step, last, index = self._state.step, bool(bucket.is_last()), int(bucket.index())
         self._watch(step)
         self._state.step += last
-        if last:
-            self._buckets = index + 1
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
-        gradients, submitted, scale = bucket.gradients(), time.perf_counter(), self._scale
+        gradients, submitted = bucket.gradients(), time.perf_counter()
+        scale, undone = self._scale, self._undone
         if self.controller is not None and self._state.world > 1:
             self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
         def work() -> Tensor:
             self._reducer.tally.wait += time.perf_counter() - submitted
-            self._state.begin(scale)
+            self._state.begin(scale, undone)
             with torch.no_grad():
                 if self._state.world > 1:
-                    self._reduce(index, step, buffer, pieces, gradients)
+                    values = buffer.to(self._state.device, torch.float32)
+                    views = geometry.views(values, buffer, gradients)
+                    checks = self._checks(step)
+                    self._average(Bucket(index, step, values, pieces, views, checks))
+                    if values is not buffer:
+                        buffer.copy_(values)
+                    if undone:
+                        self._reducer.outcome.finite &= finite(buffer)
                 if last:
                     self._reducer.settle(step, compared=self._checks(step))
             return buffer
@@ -186,24 +164,16 @@ class DdpCompressor(CompressorHandle):
     def change(self, assigned: Assigned) -> None:
         """Change the codecs between two steps, at the same step on all ranks.
 
-        Error feedback of the old codecs is sent with the next gradients.
-
-        Raises:
-            OptionError: AQGB is the old or new codec, or the codec is used between nodes.
+        Error feedback of the old codecs is sent with the next gradients. Raise `OptionError` for
+        AQGB, and for codecs between nodes.
         """
         self.wait()
-        if self.nodes is not None:
+        adapts = self.controller is not None or assigned.adaptive is not None
+        if adapts or self.nodes is not None:
             raise OptionError(
-                "codecs between nodes cannot change during training",
+                "codecs between nodes, and AQGB, cannot change during training",
                 where="codecs",
-                do="remove hierarchical=True, or train without replanning",
-            )
-        if self.controller is not None or assigned.adaptive is not None:
-            raise OptionError(
-                "AQGB chooses its levels itself and cannot be exchanged for another codec during "
-                "training",
-                where="codecs",
-                do="train with codecs that a plan can name",
+                do="remove hierarchical=True, use another codec, or train without replanning",
             )
         pieces = self._pieces(assigned, self._state.world)
         for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
@@ -217,10 +187,10 @@ class DdpCompressor(CompressorHandle):
             register, self._register = self._register, None
             register()
 
-    def _pieces(self, assigned: Assigned, world: int) -> tuple[bucket.ParameterSlice, ...]:
+    def _pieces(self, assigned: Assigned, world: int) -> tuple[geometry.ParameterSlice, ...]:
         parameters = zip(self.names, self._parameters, assigned.codecs, strict=True)
         return tuple(
-            bucket.piece(name, index, p.shape, codec, world, self._unit)
+            geometry.piece(name, index, p.shape, codec, world, self._unit)
             for index, (name, p, codec) in enumerate(parameters)
         )
 
@@ -241,7 +211,7 @@ class DdpCompressor(CompressorHandle):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.wait()
-        pieces: Sequence[bucket.ParameterSlice] = self.pieces
+        pieces: Sequence[geometry.ParameterSlice] = self.pieces
         if self._hierarchy is not None:
             pieces = [self._hierarchy.share(piece) for piece in pieces]
         self._state.load(state, pieces)
@@ -281,28 +251,12 @@ class DdpCompressor(CompressorHandle):
         self._watched, self._scale = step, scale_of(self._loss_scaler)
         # Only error feedback depends on whether the optimizer step is skipped.
         feedback = bool(self._state.sent.values) or any(p.codec.residual for p in self.pieces)
-        self._state.undone = feedback and is_scaled(self._loss_scaler)
+        self._undone = feedback and is_scaled(self._loss_scaler)
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         except RuntimeError:
             # Under `join`, a rank without data has no backward pass; its future raises the error.
             return
-
-    def _reduce(
-        self,
-        index: int,
-        step: int,
-        buffer: Tensor,
-        pieces: Sequence[bucket.ParameterSlice],
-        gradients: Sequence[Tensor],
-    ) -> None:
-        values = buffer.to(self._state.device, torch.float32)
-        views = bucket.views(values, buffer, gradients)
-        self._average(Bucket(index, step, values, pieces, views, self._checks(step)))
-        if values is not buffer:
-            buffer.copy_(values)
-        if self._state.undone:
-            self._reducer.outcome.finite &= finite(buffer)
 
     def _average(self, bucket: Bucket) -> None:
         (self._gatherer or self._hierarchy or self._reducer).reduce(bucket)

@@ -1,9 +1,8 @@
 """Compressed reduce-scatter of FSDP2.
 
 FSDP passes the gradients of one unit as one row for each rank, which concatenates that rank's
-shards of all parameters. Codec units may cross the ends of parameters, but not of rows. A rank
-sends each other rank its row; it sums the received rows and its own, which is not coded, in rank
-order. A shard has one owner, so there are no replicas to compare.
+shards of all parameters. A rank sends each other rank its row; it sums the received rows and its
+own, which is not coded, in rank order. A shard has one owner, so no replicas are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from qsync_fx.communication import point_to_point
+from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
 from qsync_fx.communication.compressor_state import (
@@ -27,26 +27,19 @@ from qsync_fx.communication.compressor_state import (
     scale_of,
 )
 from qsync_fx.communication.control_group import CPU
-from qsync_fx.communication.point_to_point import HEADER, MessageHeader, StepOutcome, exchange
-from qsync_fx.communication.statistics import CommunicationStatistics, Report
+from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
+from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import QSyncError
 
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """FSDP unit, whose gradients are reduced together.
-
-    Attributes:
-        name: name of its module; "" for the root.
-        index: position among the model's units.
-        row: values of a rank's row, padding included.
-        rows: codec slice for the row of each rank.
-    """
+    """FSDP unit `name` ("" for the root), whose gradients are reduced together."""
 
     name: str
     index: int
-    row: int
-    rows: tuple[ParameterSlice, ...]
+    row: int  # values of a rank's row, padding included
+    rows: tuple[ParameterSlice, ...]  # codec slice for the row of each rank
 
     @classmethod
     def of(cls, name: str, index: int, row: int, codec: Codec, world: int) -> FsdpUnit:
@@ -68,12 +61,7 @@ class FsdpUnit:
 
 
 class ShardedCompression(CompressorHandle):
-    """Compressor of a model that FSDP2 shards.
-
-    Args:
-        sizes: values of a row by unit name.
-        least: units with fewer values in all rows stay in FP32.
-    """
+    """Compressor of a model that FSDP2 shards; `sizes` has the values of a row by unit name."""
 
     def __init__(
         self,
@@ -94,11 +82,9 @@ class ShardedCompression(CompressorHandle):
             FsdpUnit.of(name, index, row, codecs[index], world)
             for index, (name, row) in enumerate(sizes.items())
         )
-        self._buckets = len(self.units)
-        self._group, self._check_every = group, check_every
+        self._check_every, self._begun = check_every, False
         self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
-        self._tally = CommunicationStatistics()
-        self._begun, self._outcome = False, StepOutcome()
+        self._reducer = Reducer(group, self._state)  # for statistics and the end of steps
         self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
@@ -114,7 +100,7 @@ class ShardedCompression(CompressorHandle):
         rank, world = self._state.rank, self._state.world
         coded = sum(unit.row * world for unit in self.units if unit.codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
-        tally = replace(self._tally)
+        tally = replace(self._reducer.tally)
         return Report(self.codec.name, rank, world, coded, plain, tally, replicated=False)
 
     def statement(self) -> dict[str, list[str]]:
@@ -125,22 +111,13 @@ class ShardedCompression(CompressorHandle):
         seed = [str(self._state.seed)]
         return {"gradient codec": codec, "gradient seed": seed, "tensor codec": rows}
 
-    def scatter(self, unit: FsdpUnit) -> Scatter:
-        return Scatter(self, unit)
-
     def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
-        """Reduce-scatter a unit: write the sum or mean of this rank's rows into `output`.
+        """Reduce-scatter a unit: write the sum or mean of this rank's rows into `output` [row].
 
-        Args:
-            output: [row], this rank's shard.
-            value: [world * row], this rank's rows for all ranks.
-            op: ReduceOp.SUM or ReduceOp.AVG.
-
-        Raises:
-            RankError: a rank is gone.
-            QSyncError: `op` is another reduction, or a gradient is missing for error feedback.
+        `value` [world * row] has this rank's rows for all ranks. Raise `RankError` if a rank is
+        gone, `QSyncError` for an unsupported `op`, or if a gradient is missing for error feedback.
         """
-        state, row, tally = self._state, output.numel(), self._tally
+        state, row, tally = self._state, output.numel(), self._reducer.tally
         divisor = _divisor(op, state.world)
         self._watch()
         if row != unit.row:
@@ -153,7 +130,7 @@ class ShardedCompression(CompressorHandle):
             outgoing = {peer: self._encoded(unit, peer, rows[peer]) for peer in peers}
             encoded = time.perf_counter()
             incoming = {peer: buffers.host(unit.length, rows.device) for peer in peers}
-            exchange(self._group, outgoing, incoming, about)
+            exchange(self._reducer.group, outgoing, incoming, about)
             received = time.perf_counter()
             total = torch.zeros(row, dtype=torch.float32, device=rows.device)
             for sender in range(state.world):
@@ -162,8 +139,8 @@ class ShardedCompression(CompressorHandle):
                 else:
                     self._add(unit, sender, incoming[sender], total, about)
             output.copy_(total.div_(divisor))
-            if state.undone:
-                self._outcome.finite &= finite(output)
+            if state.sent.undone:
+                self._reducer.outcome.finite &= finite(output)
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received
@@ -185,7 +162,7 @@ class ShardedCompression(CompressorHandle):
         draw = state.draw(piece, state.step, 0, summed=False)
         piece.codec.encode(values, near, draw, residual)
         if measured:
-            self._tally.measure(full, piece.codec, near)
+            self._reducer.tally.measure(full, piece.codec, near)
         if not buffers.native(values):
             message[HEADER:].copy_(near)
         return message
@@ -194,7 +171,8 @@ class ShardedCompression(CompressorHandle):
         """Add a received row to `total`, or record why it cannot be read."""
         rank = self._state.rank
         if (fault := self._header(unit, sender).fault(message)) is not None:
-            self._outcome.faults.append(point_to_point.unread(rank, sender, about, fault))
+            text = point_to_point.unread(rank, sender, about, fault)
+            self._reducer.outcome.faults.append(text)
             return
         wire = buffers.on_device_of(message[HEADER:], total)
         unit.rows[rank].codec.decode(wire, total, add=True)
@@ -203,12 +181,10 @@ class ShardedCompression(CompressorHandle):
         """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
-                f"FSDP reduces {row} values per rank instead of {unit.row}, as some parameters "
-                f"had no gradients: the error feedback of {self.codec.name} cannot be assigned to "
-                "parameters",
+                f"some parameters had no gradients, so the error feedback of {self.codec.name} "
+                f"for {unit.row} values does not fit {row}",
                 where=unit.name or "the model",
-                do="call model.set_reduce_scatter_unused_params(True), or use a codec without "
-                "error feedback, such as qsgd4",
+                do="call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4",
             )
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
@@ -220,18 +196,14 @@ class ShardedCompression(CompressorHandle):
         """Start a step, and queue its end after the backward pass."""
         if not self._begun:
             self._begun = True
-            self._state.begin(scale_of(self._loss_scaler))
-            self._state.undone = is_scaled(self._loss_scaler)
+            self._state.begin(scale_of(self._loss_scaler), is_scaled(self._loss_scaler))
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        state, outcome = self._state, self._outcome
-        self._begun, self._outcome = False, StepOutcome()
-        used = point_to_point.settle(self._group, state.rank, state.world, state.step, outcome)
-        state.settle(used)
-        state.step += 1
-        self._tally.steps += 1
+        self._begun = False
+        self._reducer.settle(self._state.step)
+        self._state.step += 1
 
 
 class Scatter:
@@ -261,9 +233,7 @@ def _divisor(op: Any, world: int) -> int:
     if op == distributed.ReduceOp.AVG:
         return world
     raise QSyncError(
-        "compressed gradients can only be summed or averaged, but FSDP divides them by a custom "
-        "factor",
+        "FSDP divides gradients by a custom factor, but compression only sums or averages them",
         where="FSDP",
-        do="do not call set_gradient_divide_factor, or call "
-        "set_force_sum_reduction_for_comms(True)",
+        do="remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)",
     )

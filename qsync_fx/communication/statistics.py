@@ -13,17 +13,11 @@ from qsync_fx.communication.codecs.codec import Codec
 
 @dataclass(frozen=True)
 class BitLevelSummary:
-    """Summary of the decisions of AQGB's controller so far.
-
-    Attributes:
-        decisions: their number.
-        levels: share of all sent values by number of bits.
-        rate: link bandwidth in bytes/s in the last step with transfers; None before.
-    """
+    """Number of decisions of AQGB's controller so far, and their results."""
 
     decisions: int
-    levels: Mapping[int, float]
-    rate: float | None
+    levels: Mapping[int, float]  # share of all sent values by number of bits
+    rate: float | None  # bytes/s of the link in the last step with transfers
 
     def __str__(self) -> str:
         levels = sorted(self.levels.items())
@@ -36,32 +30,21 @@ class BitLevelSummary:
 
 @dataclass
 class CommunicationStatistics:
-    """Sums over all buckets so far, on this rank.
-
-    Attributes:
-        raw: bytes that the same exchanges would send in FP32.
-        wire, theory: bytes sent, and bytes according to the papers.
-        inside: bytes sent in FP32 within the node by `Hierarchy`; not part of the others.
-        encode, decode, transfer, wait: seconds. `transfer` is the rest of the exchanges without
-            coding, `wait` the time of buckets in the queue.
-        checks: number of comparisons of gradients across ranks, all equal.
-        error, power: in measured steps, the squared coding error of this rank's gradients, and the
-            squares of the gradients.
-    """
+    """Sums of bytes and seconds over all buckets so far, on this rank."""
 
     buckets: int = 0
     steps: int = 0
-    raw: int = 0
+    raw: int = 0  # bytes of the same exchanges in FP32
     wire: int = 0
-    theory: float = 0.0
-    inside: int = 0
+    theory: float = 0.0  # bytes according to the papers
+    inside: int = 0  # bytes in FP32 within the node, not part of the others
     encode: float = 0.0
     decode: float = 0.0
-    transfer: float = 0.0
-    wait: float = 0.0
-    checks: int = 0
-    error: float = 0.0
-    power: float = 0.0
+    transfer: float = 0.0  # without coding
+    wait: float = 0.0  # of buckets in the queue
+    checks: int = 0  # equal comparisons of gradients across ranks
+    error: float = 0.0  # squared coding error of this rank's measured gradients
+    power: float = 0.0  # squares of these gradients
 
     @property
     def coding(self) -> float:
@@ -83,23 +66,16 @@ _UNCOMPRESSED = "DistributedDataParallel sends all gradients uncompressed"
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a compressor; `str` formats it.
-
-    Attributes:
-        rank, world: rank and world size.
-        coded, plain: parameter values that are coded, and values in FP32.
-        adapted: AQGB's choices; None for other codecs.
-        replicated: whether every rank has all parameters.
-    """
+    """Report of a compressor; `str` formats it."""
 
     codec: str
     rank: int
     world: int
-    coded: int
-    plain: int
+    coded: int  # parameter values that are coded
+    plain: int  # parameter values in FP32
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
-    adapted: BitLevelSummary | None = None
-    replicated: bool = True
+    adapted: BitLevelSummary | None = None  # AQGB's choices; None for other codecs
+    replicated: bool = True  # whether every rank has all parameters
 
     @property
     def ratio(self) -> float:
@@ -111,62 +87,37 @@ class Report:
         """Squared coding error relative to the squared gradient; None if not measured."""
         return self.tally.error / self.tally.power if self.tally.power else None
 
-    def line(self, buckets: int) -> str:
-        """Return codec, buckets of the last step and mean bytes per step of this rank in a line."""
-        who = f"rank {self.rank} of {self.world}"
-        start = f"{self.codec} over gloo, {who}: "
-        if self.world == 1:
-            return f"{start}one rank, no communication"
-        if self._is_unused:
-            return f"{self.codec}, {who}: {_UNCOMPRESSED}"
-        if not self.tally.steps:
-            return f"{start}no step yet, {self.coded} values encoded and {self.plain} in FP32"
-        return f"{start}{buckets} bucket{'s' * (buckets != 1)}, {self._bytes_of_step()}"
-
-    @property
-    def _is_unused(self) -> bool:
-        return not self.coded and not self.tally.buckets
-
-    def _bytes_of_step(self) -> str:
-        sums = self.tally
-        wire, raw = round(sums.wire / sums.steps), round(sums.raw / sums.steps)
-        text = f"{wire} bytes per step instead of {raw} in FP32"
-        if sums.inside:
-            text += f", {round(sums.inside / sums.steps)} within the node in FP32"
-        return text
-
     def __str__(self) -> str:
         sums = self.tally
-        lines = [
+        start = (
             f"{self.codec} on rank {self.rank} of {self.world}: {sums.steps} steps, "
-            f"{sums.buckets} buckets",
-            f"  {self.coded} values encoded, {self.plain} in FP32",
-        ]
+            f"{sums.buckets} buckets\n  {self.coded} values encoded, {self.plain} in FP32\n"
+        )
         if self.world == 1:
-            return "\n".join([*lines, "  one rank: no communication, gradients are unchanged"])
-        if self._is_unused:
-            return "\n".join([*lines, f"  {_UNCOMPRESSED}"])
-        lines += [
-            f"  sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
+            return f"{start}  one rank: no communication, gradients are unchanged"
+        if not self.coded and not sums.buckets:
+            return f"{start}  {_UNCOMPRESSED}"
+        lines = [
+            f"sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
             f"ratio {self.ratio:.4f}",
-            f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
+            f"seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
             f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
             lines.append(
-                f"  sent {sums.inside / 1e6:.3f} MB in FP32 within the node; the lines above "
-                "are for traffic between nodes"
+                f"sent {sums.inside / 1e6:.3f} MB in FP32 within the node; the lines above are for "
+                "traffic between nodes"
             )
         if self.replicated and sums.checks:
-            lines.append(f"  replicas compared {_times(sums.checks)}, bit-identical")
+            lines.append(f"replicas compared {_times(sums.checks)}, bit-identical")
         elif self.replicated:
-            lines.append("  replicas not compared yet")
+            lines.append("replicas not compared yet")
         if self.adapted is not None:
-            lines.append(f"  {self.adapted}")
+            lines.append(str(self.adapted))
         if self.variance is not None:
             share = f"{self.variance:.3g} of the squared norm of a rank's gradient"
-            lines.append(f"  added variance: {share}")
-        return "\n".join(lines)
+            lines.append(f"added variance: {share}")
+        return start + "\n".join(f"  {line}" for line in lines)
 
 
 def _times(count: int) -> str:
@@ -175,13 +126,7 @@ def _times(count: int) -> str:
 
 @dataclass
 class LookaheadStatistics:
-    """Counts of DUO's steps so far, on this rank.
-
-    Attributes:
-        committed: steps committed with full-precision gradients.
-        skipped: steps without an update, because of non-finite values or dropped gradients.
-        waited: seconds that a step or flush waited for the slow reduction of the step before.
-    """
+    """Counts of DUO's steps so far, and seconds that steps waited for the slow reduction."""
 
     committed: int = 0
     skipped: int = 0
@@ -190,43 +135,28 @@ class LookaheadStatistics:
 
 @dataclass(frozen=True)
 class DuoReport(Report):
-    """Report on DUO's fast and slow reduction.
-
-    Attributes:
-        slow: statistics of the slow reduction.
-        outstanding: whether gradients are pending that were not yet applied in full precision.
-        parameters: statistics of parameter exchange; None if the optimizer is not sharded.
-        held: bytes of the optimizer's state and of the parameter copies.
-    """
+    """Report on DUO's fast and slow reduction."""
 
     slow: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     ahead: LookaheadStatistics = field(default_factory=LookaheadStatistics)
-    outstanding: bool = False
-    parameters: CommunicationStatistics | None = None
-    held: int = 0
-
-    def _bytes_of_step(self) -> str:
-        slow = round(self.slow.wire / max(1, self.slow.steps))
-        text = f"{super()._bytes_of_step()}, {slow} in full precision during the next step"
-        if self.parameters is not None:
-            text += f", {round(self.parameters.wire / self.tally.steps)} of parameters"
-        return text
+    outstanding: bool = False  # whether gradients await their full precision
+    parameters: CommunicationStatistics | None = None  # of parameter exchange; None if not sharded
+    held: int = 0  # bytes of the optimizer's state and the parameter copies
 
     def __str__(self) -> str:
         if self.world == 1:
             return super().__str__()
-        slow, ahead = self.slow, self.ahead
-        lines = [
-            super().__str__(),
-            f"  full precision, during the next step: sent {slow.wire / 1e6:.3f} MB instead of "
-            f"{slow.raw / 1e6:.3f} MB, transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s",
-            f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, "
-            f"{ahead.skipped} skipped",
-        ]
+        slow, ahead, text = self.slow, self.ahead, super().__str__()
+        text += (
+            f"\n  full precision, during the next step: sent {slow.wire / 1e6:.3f} MB instead of "
+            f"{slow.raw / 1e6:.3f} MB, transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s"
+            f"\n  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, "
+            f"{ahead.skipped} skipped"
+        )
         if (sent := self.parameters) is not None:
-            lines.append(
-                f"  parameters: sent {sent.wire / 1e6:.3f} MB instead of {sent.raw / 1e6:.3f} MB, "
-                f"transfer {sent.transfer:.3f} s, compared {_times(sent.checks)}, bit-identical; "
+            text += (
+                f"\n  parameters: sent {sent.wire / 1e6:.3f} MB instead of {sent.raw / 1e6:.3f} MB"
+                f", transfer {sent.transfer:.3f} s, compared {_times(sent.checks)}, bit-identical; "
                 f"memory of this rank's optimizer {self.held / 1e6:.3f} MB"
             )
-        return "\n".join(lines)
+        return text

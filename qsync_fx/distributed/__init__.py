@@ -1,16 +1,16 @@
 """Data-parallel training over unequal ranks. Start with guard_training.py.
 
-`guard` wraps training: ranks agree before the first step (consensus/) and an error on one rank ends
-training on every rank. `measure_and_plan` profiles each rank and returns the plan of the cluster;
-`Replanning` solves again when monitoring/ detects drift in speed, memory or links. `compress`
-compresses gradients, `average_by_batch` weights them, `check_replicas` compares parameters.
+`guard` wraps training: ranks agree before the first step (agreement.py), and an error on one rank
+ends training on every rank. `measure_and_plan` profiles each rank and returns the plan of the
+cluster; `Replanning` solves again upon drift in speed, memory or links. `compress` compresses
+gradients, `average_by_batch` weights them, `check_replicas` compares parameters.
 """
 
+from qsync_fx.distributed.agreement import check_replicas
 from qsync_fx.distributed.compress_gradients import compress
 from qsync_fx.distributed.fleet_plan import FleetPlan, measure_and_plan
 from qsync_fx.distributed.guard_training import Guard, guard
 from qsync_fx.distributed.replan import Replanning, ReplanReport
-from qsync_fx.distributed.replica_check import check_replicas
 from qsync_fx.distributed.sample_weighted_mean import average_by_batch
 
 __all__ = [

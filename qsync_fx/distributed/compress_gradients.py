@@ -1,9 +1,9 @@
 """Gradient compression for DistributedDataParallel and FSDP2.
 
-`compress` validates its arguments on each rank without communication, has all ranks agree on codec,
-seed and model, and installs a DDP communication hook or a custom FSDP2 reduce-scatter. Invariant:
-no rank sends gradients before all ranks agree; an error of one rank raises on every rank. This is
-the only file that reads private attributes of torch's FSDP.
+`compress` validates its arguments on each rank without communication, has all ranks agree, and
+installs a DDP communication hook or a custom FSDP2 reduce-scatter. Invariant: no rank sends
+gradients before all ranks agree; an error of one rank raises on every rank. This is the only file
+that reads private attributes of torch's FSDP.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from qsync_fx.communication import ddp_hook
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.bucket import threshold
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
@@ -30,11 +31,14 @@ from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
 from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
-from qsync_fx.communication.fsdp_hook import ShardedCompression
-from qsync_fx.communication.hierarchical import NodeGroups
-from qsync_fx.distributed.consensus import rendezvous
-from qsync_fx.distributed.consensus.agreement import parallel_in
-from qsync_fx.distributed.consensus.rendezvous import Meeting, several_ranks, told_to_all
+from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
+from qsync_fx.distributed.agreement import (
+    Meeting,
+    parallel_in,
+    patience,
+    several_ranks,
+    told_to_all,
+)
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
@@ -49,15 +53,7 @@ _TYPES: Final = 4
 
 @dataclass(frozen=True)
 class CompressRequest:
-    """Validated arguments of `compress`.
-
-    Attributes:
-        way: how gradients are coded.
-        hierarchical: whether only gradients between nodes are coded; an int is the number of
-            consecutive ranks per node.
-        planned: ranks per node that the plan assumes; 0 if no plan specifies it or the user
-            overrides it.
-    """
+    """Validated arguments of `compress`; `planned` are the ranks per node that a plan assumes."""
 
     way: Way
     hierarchical: bool | int = False
@@ -75,7 +71,8 @@ class CompressRequest:
         elif self.planned and self.planned != size:
             warnings.warn(
                 f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these nodes "
-                f"have {size}: the predicted step time does not apply. Find a plan for these nodes",
+                f"have {size}: the predicted step time does not apply. Find a plan for these nodes "
+                "or remove hierarchical=...",
                 stacklevel=3,
             )
 
@@ -89,57 +86,46 @@ def checked(
     least: int | None,
     fsdp: bool,
 ) -> CompressRequest:
-    """Return the validated request.
-
-    Raises:
-        OptionError: the arguments do not fit together.
-        PlanError: the plan cannot be read.
-    """
-    plan = _plan(codec)
+    """Return the request; raise `OptionError` or `PlanError` if it is invalid."""
+    plan: Any = given_plan(codec)
+    if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
+        plan = read_plan(plan)
     planned: Mapping[str, str] | None = None
-    if plan is not None:
-        planned = plan.codecs if isinstance(plan, ClusterPlan) else {}
-    chosen = _made(codec) if planned is None else planned
+    if isinstance(plan, Plan | ClusterPlan):
+        planned = getattr(plan, "codecs", {})
+    elif isinstance(codec, str):
+        codec = way_named(codec)
+    elif not isinstance(codec, Codec | Duo):
+        raise OptionError(
+            f"compress requires a codec or a plan, not {type(codec).__name__}",
+            do='pass the name of a codec, such as "qsgd8", or a plan',
+        )
+    chosen: Any = codec if planned is None else planned
     description, is_duo = None, isinstance(chosen, Duo)
     if optimizer is not None and not is_duo:
-        name = "optimizer"
-        description = (
-            "only DUO uses an optimizer; with a codec, the training loop calls optimizer.step()"
-        )
-        do = 'remove optimizer=..., or use "duo4" instead of the codec'
+        name, do = "optimizer", 'remove optimizer=..., or use "duo4" instead of the codec'
+        description = "only DUO uses an optimizer; with a codec, your loop calls optimizer.step()"
     elif sharded and not is_duo:
         name, description = "sharded", "only DUO shards the optimizer over ranks"
-        do = (
-            'remove sharded=..., use "duo4" with an optimizer, or shard the model with '
-            "fully_shard(model)"
-        )
+        do = 'remove sharded=..., use "duo4", or shard the model with fully_shard(model)'
     elif planned is not None and least is not None:
         name, description = "least", "a plan defines which tensors are sent in FP32"
         do = "remove least=..."
     elif scaler is not None and not (
         hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")
     ):
+        name, do = "scaler", "pass the torch.amp.GradScaler"
         kind = type(scaler).__name__
-        name = "scaler"
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
-        do = "pass the torch.amp.GradScaler"
     elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
         name = "hierarchical"
         description = "hierarchical compression does not support FSDP, DUO and AQGB"
         do = "remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel"
     if description is not None:
         raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
-    if not planned or plan is None or (noted := nodes_noted(plan.notes)) is None:
+    if not planned or (noted := nodes_noted(plan.notes)) is None:
         return CompressRequest(chosen, hierarchical or False)
     size, in_a_row = noted
-    if hierarchical is False:
-        warnings.warn(
-            f"the plan's codecs were chosen for traffic between nodes of {size} ranks, but with "
-            "hierarchical=False they apply between all ranks: steps take longer than predicted. "
-            "Remove hierarchical=False",
-            stacklevel=3,
-        )
-        return CompressRequest(chosen)
     if hierarchical is None:
         hierarchical = size if in_a_row else True
     return CompressRequest(chosen, hierarchical, size)
@@ -163,11 +149,7 @@ def _number(name: str, value: object, expected: str, do: str, smallest: float) -
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
-    """Return the DistributedDataParallel of a model and its trained parameters, by name.
-
-    Raises:
-        OptionError: the gradients of the model cannot be compressed.
-    """
+    """Return the DistributedDataParallel of a model and its trained parameters, by name."""
     parallel = parallel_in(model)
     if parallel is None:
         raise OptionError(
@@ -188,60 +170,47 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
         )
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
-        compressible(
-            name,
-            p,
-            "train this model in FP32 on the CPU or a GPU, or use a hook of "
-            "torch.distributed.algorithms.ddp_comm_hooks",
-        )
+        compressible(name, p)
         if p.device != named[0][1].device:
             raise OptionError(
-                f"the model has parameters on {named[0][1].device} and on {p.device}, but "
-                "compression supports one device per rank",
+                f"the model has parameters on {named[0][1].device} and on {p.device}",
                 where=name,
                 do="train on one device per rank",
             )
     return parallel, named
 
 
-def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
-    """Raise `OptionError` if no codec supports the device or dtype of a parameter.
-
-    Args:
-        do: the remedy in the error message.
-    """
+def compressible(name: str, parameter: nn.Parameter) -> None:
+    """Raise `OptionError` if no codec supports the device or dtype of a parameter."""
     if (
         parameter.device.type not in _DEVICES
         or not parameter.is_floating_point()
         or parameter.dtype.itemsize > _TYPES
     ):
         raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs "
-            "support floats of at most 32 bits on the CPU and on NVIDIA GPUs",
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed",
             where=name,
-            do=do,
+            do="train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress",
         )
 
 
 def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
+    do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     if isinstance(chosen, Duo):
         description = (
             "DUO requires a DistributedDataParallel: with FSDP, a rank does not have the "
             "parameters that DUO must store"
         )
-        do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     elif not isinstance(chosen, Codec):
         description = (
             "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
             "parameters as one row"
         )
-        do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     elif isinstance(chosen, Adaptive):
         description = (
             "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
         )
-        do = 'use one level, such as "aqgb16", or another codec'
     elif chosen.fitted((3, 5)) != chosen:
         description = (
             f"{chosen.name} encodes columns of parameters, but FSDP reduces the gradients of many "
@@ -264,64 +233,19 @@ def assignment(
     return ddp_hook.by_plan(chosen, names)
 
 
-def weight_codecs(
-    duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: int | None
-) -> Sequence[Codec] | None:
-    """Return the codec of each parameter's updates; None if the optimizer is not sharded."""
-    if isinstance(sharded, bool):
-        if not sharded:
-            return None
-        codec = weights_codec(duo, None)
-    else:
-        codec = weights_codec(duo, sharded)
-    return ddp_hook.to_all(codec, sizes, least).codecs
-
-
-def _plan(result: object) -> Plan | ClusterPlan | None:
-    """Return the given plan, or read it from its file; None if `result` is not a plan."""
-    inputs = given_plan(result)
-    if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and inputs.endswith(".json")):
-        return read_plan(inputs)
-    return inputs if isinstance(inputs, Plan | ClusterPlan) else None
-
-
-def _made(value: object) -> Codec | Duo:
-    if isinstance(value, Codec | Duo):
-        return value
-    if isinstance(value, str):
-        return way_named(value)
-    raise OptionError(
-        f"compress requires a codec or a plan, not {type(value).__name__}",
-        do='pass the name of a codec, such as "qsgd8", or a plan',
-    )
-
-
-_TORCHS: Final = "DefaultReduceScatter"
-"""Name of torch's class that reduces gradients by default."""
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards the model or a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def unit_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of values in each unit's padded shard, of units that train, by unit name.
-
-    Raises:
-        OptionError: the gradients of the model cannot be compressed.
-    """
+    """Return the number of values in each trained unit's padded shard, by unit name."""
     result: dict[str, int] = {}
     for name, module in _units(model).items():
         where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
             raise OptionError(
-                "FSDP shards the parameters of one module over several meshes, which compression "
-                "does not support",
+                "FSDP shards the module over several meshes, which compression does not support",
                 where=where,
                 do="shard the module over one mesh",
             )
-        if any(type(group._reduce_scatter_comm).__name__ != _TORCHS for group in groups):
+        reductions = {type(group._reduce_scatter_comm).__name__ for group in groups}
+        if reductions - {"DefaultReduceScatter"}:
             raise OptionError(
                 "the model already has a custom reduce-scatter, and FSDP supports one",
                 where=where,
@@ -338,13 +262,6 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
                 do="call fully_shard(model) on the root module",
             )
     return result
-
-
-def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
-    """Install `compression` as the reduce-scatter of all FSDP units."""
-    modules: Any = _units(model)
-    for unit in compression.units:
-        modules[unit.name].set_custom_reduce_scatter(compression.scatter(unit))
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
@@ -367,35 +284,19 @@ def _groups(module: Any) -> list[Any]:
 
 def _row(where: str, parameter: Any) -> int:
     """Return the values of a parameter's padded shard."""
-    mesh, placement, world = (
-        parameter.device_mesh,
-        parameter.placements[0],
-        distributed.get_world_size(),
-    )
+    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
         raise OptionError(
-            f"the parameter is sharded by {parameter.placements} over {mesh}, but compression "
-            "requires one shard on each rank",
+            f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank",
             where=where,
             do="shard over a one-dimensional mesh of all ranks",
         )
-    compressible(where, parameter, "train this model in FP32, or without compress")
+    compressible(where, parameter)
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:
         return -(-shape[0] // world) * math.prod(shape[1:])
     return math.prod(shape) // world
-
-
-_REMEDIES: Final = {
-    "gradient codec": "pass the same codec or plan to compress on all ranks, and a scaler on all "
-    "ranks or on none",
-    "node layout": "pass the same hierarchical=... to compress on all ranks",
-    "gradient seed": "pass the same seed to compress on all ranks",
-    "tensor codec": "create the same model on all ranks, and pass the same least=... or plan to "
-    "compress",
-    "optimizer": "create the optimizer with the same arguments on all ranks, and pass a scaler to "
-    "compress on all ranks or on none",
-}
 
 
 @overload
@@ -435,23 +336,18 @@ def compress(
 ) -> DdpCompressor | ShardedCompression:
     """Install gradient compression on a model; call it once before training, on all ranks.
 
-    Gradients on a GPU are coded there and sent through host memory; AQGB encodes on the host,
-    because its levels follow the link.
-
     Args:
         model: a DistributedDataParallel over all ranks, or a model sharded by `fully_shard`,
             compiled or not, on the CPU or on one GPU per rank.
-        codec: the codec of gradients, or a plan that names a codec for each parameter. Codecs:
-            "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb" (ranks
+        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb" (ranks
             choose the bits by the bandwidth of the link), one AQGB level ("aqgb12" to "aqgb32"), or
             a `Codec` object. DUO: "duo0", "duo1", "duo2", "duo4", "duo8", "duo32", or `Duo(...)`.
-            Plan: the result of `find_plan(..., codecs=...)`, or the path of its file (a
-            `pathlib.Path`, or a string that ends with ".json"). If no tensor is to be coded,
-            DistributedDataParallel reduces gradients as without `compress`.
+            A plan with a codec for each parameter: the result of `find_plan(..., codecs=...)`, or
+            the path of its file (a `pathlib.Path`, or a string that ends with ".json"). If no
+            tensor is to be coded, DistributedDataParallel reduces gradients itself.
         optimizer: with DUO, the optimizer that steps all parameters of the model.
-        scaler: the GradScaler of the loss, if there is one. DUO needs it, and so do codecs with
-            error feedback ("1bit", "1bit*"): they rescale the error feedback to the current scale,
-            and undo its change of a skipped step. Other codecs do not need it.
+        scaler: the GradScaler of the loss, for DUO and codecs with error feedback ("1bit",
+            "1bit*"), which rescale the feedback and undo its change of a skipped step.
         sharded: with DUO, whether the optimizer of each rank steps a shard of every parameter, and
             ranks exchange the updates. True codes updates in 4 bits ("duo8": 8 bits, "duo32":
             FP32); a codec such as "qsgd8" replaces this default. The parameters of the optimizer
@@ -476,7 +372,7 @@ def compress(
     """
     with told_to_all():
         seed = checked_numbers(seed, least, check_every)
-        fsdp = is_sharded(model)
+        fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
         chosen = request.way
         if fsdp:
@@ -486,15 +382,21 @@ def compress(
             sizes = [p.numel() for _, p in named]
             assigned = assignment(chosen, [name for name, _ in named], sizes, least)
             if isinstance(chosen, Duo):
-                weights = weight_codecs(chosen, sharded, sizes, least)
+                weights = None
+                if sharded:
+                    requested = None if sharded is True else sharded
+                    codec_of_weights = weights_codec(chosen, requested)
+                    weights = ddp_hook.to_all(codec_of_weights, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
-    nodes = None
+    nodes = group = None
     if several_ranks():
-        nodes = nodes_of_ranks(request.hierarchical, rendezvous.patience())
+        nodes = nodes_of_ranks(request.hierarchical, patience())
         request.tell(nodes)
-    rank, world, group = distributed.get_rank(), distributed.get_world_size(), _group_of_our_own()
+        timeout = datetime.timedelta(seconds=patience())
+        group = distributed.new_group(backend="gloo", timeout=timeout)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
     if fsdp:
         device = next(p.device for p in model.parameters() if p.requires_grad)
         if least is None:
@@ -503,7 +405,9 @@ def compress(
             group, rank, world, rows, units, seed, least, check_every, scaler, device
         )
         _agree(compression)
-        reduce_by(model, compression)
+        modules = _units(model)
+        for unit in compression.units:
+            modules[unit.name].set_custom_reduce_scatter(Scatter(compression, unit))
         return compression
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
@@ -522,16 +426,7 @@ def compress(
     return result
 
 
-def _group_of_our_own() -> distributed.ProcessGroup | None:
-    if not several_ranks():
-        return None
-    group: distributed.ProcessGroup = distributed.new_group(
-        backend="gloo", timeout=datetime.timedelta(seconds=rendezvous.patience())
-    )
-    return group
-
-
 def _agree(result: CompressorHandle) -> None:
     if several_ranks():
-        with Meeting(rendezvous.patience(), None, collectives=False) as meeting:
-            meeting.agree("codecs", result.statement(), _REMEDIES)
+        with Meeting(patience(), None, collectives=False) as meeting:
+            meeting.agree("codecs", result.statement())

@@ -1,9 +1,8 @@
 """Plan of a running cluster: ranks profile themselves, rank 0 solves and broadcasts.
 
-`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later without
-measuring again; `FleetPlan` is the cluster plan with its survey. Invariant: all ranks return the
-same plan, or all raise. While a rank measures or rank 0 solves, no other rank waits in a
-collective, so errors propagate at once.
+`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later. Invariant: all
+ranks return the same plan, or all raise. While a rank measures or rank 0 solves, no other rank
+waits in a collective, so errors propagate at once.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import PlanRequest
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.device_catalog import names
-from qsync_fx.distributed.consensus import agreement
-from qsync_fx.distributed.consensus.rendezvous import COMPILING, Meeting, several_ranks
-from qsync_fx.distributed.monitoring.link_probe import LinkProbe
+from qsync_fx.distributed.agreement import COMPILING, Meeting, of_model, several_ranks
+from qsync_fx.distributed.drift import LinkProbe
 from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_between_nodes
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
@@ -54,18 +52,12 @@ CODECS: Final = "codecs"
 
 @dataclass(frozen=True)
 class PlanSurvey:
-    """Measurements of all ranks, from which plans are solved; an immutable value.
-
-    Attributes:
-        profiles: profile of the slowest rank of each class.
-        wishes: planning request of the user: keyword arguments of `qsync_fx.find_plan`.
-        batches: samples per step on that slowest rank, by class, if known.
-    """
+    """Measurements of all ranks, from which plans are solved."""
 
     ranks: tuple[str, ...]
     profiles: Mapping[str, Profile] = field(repr=False)
-    wishes: Mapping[str, Any]
-    batches: Mapping[str, int] = field(default_factory=dict)
+    wishes: Mapping[str, Any]  # keyword arguments of `qsync_fx.find_plan`
+    batches: Mapping[str, int] = field(default_factory=dict)  # samples per step, by class, if known
     links: NodeLinks = FLAT
 
     @classmethod
@@ -77,12 +69,7 @@ class PlanSurvey:
         samples: Sequence[int],
         links: NodeLinks = FLAT,
     ) -> PlanSurvey:
-        """Return the survey of ranks that have measured themselves.
-
-        Args:
-            ranks, profiles, samples: device class, profile, and samples per step of each rank; 0
-                samples if unknown.
-        """
+        """Return the survey of all ranks, whose samples per step are 0 if unknown."""
         slowest: dict[str, Profile] = {}
         batches: dict[str, int] = {}
         for name, profile, batch in zip(ranks, profiles, samples, strict=True):
@@ -99,25 +86,20 @@ class PlanSurvey:
     ) -> PlanResult:
         """Return the result of `qsync_fx.find_plan`.
 
-        Args:
-            slowdowns: by class, factor on all durations of its profile.
-            memory: by class, bytes that a step may use; replaces the limit of the user. None for
-                the user's limit.
-            links: (bytes, seconds) of all-reduces; replaces the measurements of the profiles. Empty
-                for these.
-
-        Raises:
-            QSyncError: no plan satisfies the limits.
+        `slowdowns` are factors on all durations and `memory` the bytes that a step may use, by
+        class; `links` are the (bytes, seconds) of all-reduces, which replace those of the profiles.
         """
         counts = Counter(self.ranks)
-        devices = {}
-        for name in self.profiles:
+        devices, profiles = {}, dict(self.profiles)
+        for name, profile in self.profiles.items():
             slowdown, batch = slowdowns.get(name, 1.0), self.batches.get(name)
             devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch)
+            if links:
+                collectives = [replace(item, seconds=list(links)) for item in profile.collectives]
+                profiles[name] = replace(profile, collectives=collectives)
         wishes = dict(self.wishes)
         if memory is not None:
             wishes["memory"] = memory
-        profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # The link measurements of the cluster are in the profiles.
         result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
         if self.links.uneven:
@@ -127,13 +109,10 @@ class PlanSurvey:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class FleetPlan(ClusterPlan):
-    """Cluster plan that ranks found for themselves, with its survey.
+    """Cluster plan that ranks found for themselves; it compares equal to the plain cluster plan.
 
-    It compares equal to the plain cluster plan; survey and answer are neither saved nor pickled.
-
-    Attributes:
-        survey: measurements of all ranks, on rank 0; None on the others.
-        answer: result of the solver, on rank 0; None on the others.
+    On rank 0 it has the measurements of all ranks and the result of the solver, which are neither
+    saved nor pickled; they are None on the others.
     """
 
     survey: PlanSurvey | None
@@ -172,14 +151,6 @@ def under(plans: PlanResult, now: PlanResult) -> Evaluation:
     return evaluate_plan(now.problem, plans.plans, plans.evaluation.codecs)
 
 
-def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
-    """Return a profile with other all-reduce measurements, if there are any."""
-    if not links:
-        return profile
-    collectives = [replace(item, seconds=list(links)) for item in profile.collectives]
-    return replace(profile, collectives=collectives)
-
-
 def _seconds(profile: Profile) -> float:
     return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)
 
@@ -215,23 +186,20 @@ def measure_and_plan(
         model, step, batches, optimizer: as of `qsync_fx.measure`.
         device_class: name of this rank's device class; by default the environment variable
             QSYNC_DEVICE_CLASS, or the name of the device. Ranks of one class share one plan.
-        objective, budget, memory, target, margin: as of `qsync_fx.find_plan`, with these class
-            names.
+        objective, budget, memory, target, margin: as of `qsync_fx.find_plan`, with these classes.
         precisions: formats to measure and to choose from.
-        codecs: codecs of gradient buckets to choose from in addition to FP32, as of
-            `qsync_fx.find_plan`. A plan with codecs is applied by `compress(ddp, plan)` on all
-            ranks.
+        codecs: codecs of gradient buckets to choose from in addition to FP32; apply them by
+            `compress(ddp, plan)` on all ranks.
         hierarchical: whether codecs are chosen for traffic between nodes only, as of `compress`,
             which follows the plan. Default: True if there are several nodes, each with the same
             number of ranks, which is more than one.
         save: path of the file that rank 0 writes the plan to.
         max_replans: maximum number of rounds in which every rank runs its part of the plan and
-            corrects its profile, and rank 0 solves again, until prediction and measurement agree. 0
-            disables this.
+            corrects its profile, and rank 0 solves again, until prediction and measurement agree.
         compiling, silence: seconds that a rank may measure or send no heartbeat, as of a guard.
         progress: whether rank 0 shows progress.
-        measuring: further arguments of `qsync_fx.measure`. Each rank writes its own profile: with
-            `path="profile.json"` rank 1 writes "profile.1.json".
+        measuring: further arguments of `qsync_fx.measure`. With `path="profile.json"` rank 1 writes
+            "profile.1.json".
 
     Raises:
         RankError: another rank has failed, or has a different model.
@@ -279,25 +247,27 @@ def measure_and_plan(
 
         first, batches = first_batch(batches)
         meeting.put("class", mine)
-        meeting.agree("models", agreement.of_model(model), agreement.REMEDIES)
+        meeting.agree("models", of_model(model))
         if meeting.rank == 0:
             _check_classes(memory, meeting.get_all("class", compiling))
         if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
             in_a_row(hierarchical, meeting.world)
-        meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
+        meeting.agree("arguments", {})  # no rank measures before rank 0 has checked the classes
         measuring |= {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
         if (path := measuring.get("path")) is not None:
-            measuring["path"] = _of_rank(path, meeting.rank)
+            path = pathlib.Path(path)
+            measuring["path"] = path.with_stem(f"{path.stem}.{meeting.rank}")
 
         def current() -> None:
             # All ranks arrive here before any of them waits for another in a collective.
-            meeting.agree("measurements", {}, {}, patient=True)
+            meeting.agree("measurements", {}, patient=True)
 
         profile = measure(
             model, watched, batches, precisions, **{**measuring, "all_reduce": current}
         )
         device = next((parameter.device for parameter in model.parameters()), CPU)
-        links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
+        grouping = bool(codecs) and hierarchical
+        links = links_between_nodes(meeting, grouping, compiling, device)
         meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())
         choosing: _Choosing | None = None
@@ -308,8 +278,10 @@ def measure_and_plan(
             choosing = _Choosing(classes, profiles, wishes, samples, max_replans, links)
         for index in itertools.count():
             if choosing is not None:
-                following = choosing.next
-                meeting.put(f"plan {index} to run", following.to_json() if following else "")
+                text = ""
+                if (plan := choosing.next) is not None:
+                    text = plan.to_json()
+                meeting.put(f"plan {index} to run", text)
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
@@ -321,7 +293,7 @@ def measure_and_plan(
             chosen = choosing.final(save)
             meeting.put("plan", chosen.to_json())
         result = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
-        meeting.agree("plans", {"plan": [result.to_json()]}, {})
+        meeting.agree("plans", {"plan": [result.to_json()]})
         return FleetPlan(result) if choosing is None else chosen
 
 
@@ -350,12 +322,12 @@ class _Choosing:
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Solve again from the profiles that ranks corrected by running the last plan."""
         before = self._survey
-        ranks, wishes, links = before.ranks, before.wishes, before.links
-        self._survey = PlanSurvey.of(ranks, profiles, wishes, self._samples, links)
+        self._survey = PlanSurvey.of(
+            before.ranks, profiles, before.wishes, self._samples, before.links
+        )
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def final(self, save: Path | None) -> FleetPlan:
-        """Return the final plan; write it to a file if one is given."""
         result = self._found()
         if save is not None:
             result.save(save)
@@ -390,20 +362,12 @@ def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequen
         return
     for name in memory:
         if name not in classes:
-            description, do = (
-                f"no rank has the device class {shown(name)}",
-                nearest(name, set(classes)),
-            )
-            raise PlanError(description, where="memory", do=do)
+            description = f"no rank has the device class {shown(name)}"
+            raise PlanError(description, where="memory", do=nearest(name, set(classes)))
 
 
 def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
     return [PROFILE.decode(text) for text in meeting.get_all(key, limit)]
-
-
-def _of_rank(path: Path, rank: int) -> pathlib.Path:
-    path = pathlib.Path(path)
-    return path.with_stem(f"{path.stem}.{rank}")
 
 
 def _class_of(device: str) -> str:

@@ -21,16 +21,10 @@ from torch.optim.optimizer import (
 )
 
 from qsync_fx.allocator.plan_result import PredictedCost
-from qsync_fx.distributed.consensus import agreement
-from qsync_fx.distributed.consensus.rendezvous import (
-    COMPILING,
-    Meeting,
-    compiles_told,
-    several_ranks,
-)
-from qsync_fx.distributed.monitoring.memory_use import PeakCheck
+from qsync_fx.distributed import agreement
+from qsync_fx.distributed.agreement import COMPILING, Meeting, check_replicas
+from qsync_fx.distributed.memory_use import PeakCheck
 from qsync_fx.distributed.replan import Replanner, Replanning, ReplanReport
-from qsync_fx.distributed.replica_check import check_replicas
 from qsync_fx.distributed.sample_weighted_mean import averages_by_batch
 from qsync_fx.errors import OptionError
 from qsync_fx.plan import ClusterPlan
@@ -61,8 +55,7 @@ def guard(
         check_every: optimizer steps between bit-exact comparisons of the parameters; 0 for never.
         same_batch: whether it is an error that ranks start with batches of different sizes, unless
             gradients are weighted by batch size.
-        replan: switches to another plan when the speed of a device or its free memory changes; see
-            `Replanning`.
+        replan: switches to another plan when the speed of a device or its free memory changes.
 
     Raises:
         OptionError: an argument is invalid.
@@ -121,26 +114,22 @@ class Guard:
         return () if self._replanner is None else tuple(self._replanner.history)
 
     def __enter__(self) -> Guard:
-        """Compare the statements of all ranks and install the hooks.
-
-        Raises:
-            RankError: on every rank: statements differ, a rank does not arrive, or one has failed.
-        """
-        if not several_ranks():
+        """Compare the statements of all ranks and install the hooks."""
+        if not agreement.several_ranks():
             return self
         with contextlib.ExitStack() as stack:
             meeting = stack.enter_context(Meeting(self._compiling, self._silence))
-            mine = {**agreement.of_model(self._model), **agreement.of_replanning(self._replan)}
-            meeting.agree("models and plans", mine, agreement.REMEDIES)
-            stack.enter_context(compiles_told(meeting))
+            settings = "none" if self._replan is None else str(self._replan.hysteresis)
+            mine = {**agreement.of_model(self._model), "replanning": [settings]}
+            meeting.agree("models and plans", mine)
+            stack.enter_context(agreement.compiles_told(meeting))
             if self._model._compiled_call_impl is None:
                 # Hooks of a module that is compiled in place are compiled with it.
-                handle = self._model.register_forward_pre_hook(
-                    self._first_call(meeting), with_kwargs=True
-                )
+                compare = self._first_call(meeting)
+                handle = self._model.register_forward_pre_hook(compare, with_kwargs=True)
                 stack.callback(handle.remove)
             self._watch(meeting, stack)
-            if self._check_every or self._peaks is not None or self._replanner is not None:
+            if self._check_every or self._peaks is not None:
                 before, after = map(agreement.uncompiled, (self._before_step, self._after_step))
                 stack.callback(register_optimizer_step_pre_hook(before).remove)
                 stack.callback(register_optimizer_step_post_hook(after).remove)
@@ -153,11 +142,7 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Compare parameters after the last step; report an error, or raise its cause.
-
-        Raises:
-            RankError: training ends because another rank has failed, or parameters differ.
-        """
+        """Compare parameters after the last step; report an error, or raise its cause."""
         if error is not None or self._steps == 0 or not self._check_every:
             self._stack.__exit__(kind, error, traceback)
             return
@@ -174,7 +159,7 @@ class Guard:
         names = [plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes]
         who = " ".join([f"rank {meeting.rank}", *(f"({name})" for name in names[:1])])
         self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
-        self._peaks.follow(limited[0] if limited else PredictedCost())
+        self._peaks.follow([*limited, PredictedCost()][0])
         stack.callback(self._peaks.close)
         stack.callback(when_called(self._model, self._peaks.called))
         if self._replan is not None:
@@ -192,19 +177,16 @@ class Guard:
                 return
             called = True
             sizes = self._same_batch and not averages_by_batch(self._model)
-            mine = agreement.of_batch(args, kwargs, sizes)
-            meeting.agree("batches", mine, agreement.REMEDIES, patient=True)
+            meeting.agree("batches", agreement.of_batch(args, kwargs, sizes), patient=True)
 
         return agreement.uncompiled(compare)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Compare parameters that previous steps produced.
-
-        During a step of a sharded optimizer, parameters may be updated on one rank only.
-        """
+        """Compare the parameters that previous steps produced."""
         if not self._trains(optimizer):
             return
         self._optimizers.add(optimizer)
+        # Within a step of a sharded optimizer, parameters may be updated on one rank only.
         if self._within == 0:
             if self._replanner is not None:
                 self._replanner.begin()

@@ -1,8 +1,7 @@
 """Node topology: which ranks share a node, and the links inside and between nodes.
 
-Nodes come from torchrun, from host names, or from the user.
-
-Invariant: all ranks obtain the same nodes, each with the same number of ranks, or all raise.
+Nodes come from torchrun, from host names, or from the user. Invariant: all ranks obtain the same
+nodes, each with the same number of ranks, or all raise.
 """
 
 from __future__ import annotations
@@ -17,30 +16,22 @@ import torch
 from torch import distributed
 
 from qsync_fx import environment
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.control_group import CPU, carrying
-from qsync_fx.communication.hierarchical import NodeGroups
-from qsync_fx.distributed.consensus.rendezvous import Meeting
+from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replayer import cluster
 from qsync_fx.profiler.links.collective_times import all_reduces
-
-_REMEDIES: Final = {"hierarchy": "pass the same hierarchical=... to compress on all ranks"}
 
 
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
     """Return the nodes; None if ranks are not grouped, or each has a node of its own.
 
-    Args:
-        hierarchical: whether to group ranks by node; an int is the number of consecutive ranks per
-            node.
-        limit: seconds to wait for another rank.
-
-    Raises:
-        OptionError: nodes have different numbers of ranks.
-        RankError: ranks give different arguments.
+    An int as `hierarchical` is the number of consecutive ranks per node; `limit` are the seconds to
+    wait for another rank. Raise `OptionError` if nodes have different numbers of ranks.
     """
     with Meeting(limit, None, collectives=False) as meeting:
-        meeting.agree("hierarchies", {"hierarchy": [f"hierarchical={hierarchical!r}"]}, _REMEDIES)
+        meeting.agree("hierarchies", {"hierarchy": [f"hierarchical={hierarchical!r}"]})
         if hierarchical is False:
             return None
         if hierarchical is True:
@@ -50,17 +41,11 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """Node topology that a plan is solved for.
-
-    Attributes:
-        nodes: ranks per node with measured links; one rank per node if ranks are not grouped.
-        in_a_row: whether the user gave the number of consecutive ranks per node.
-        uneven: whether nodes have different numbers of ranks, so that ranks are not grouped.
-    """
+    """Node topology that a plan is solved for."""
 
     nodes: cluster.NodeGroup = field(default_factory=cluster.NodeGroup)
-    in_a_row: bool = False
-    uneven: bool = False
+    in_a_row: bool = False  # whether the user gave the number of consecutive ranks per node
+    uneven: bool = False  # whether nodes differ in the number of ranks
 
 
 FLAT: Final = NodeLinks()
@@ -70,40 +55,27 @@ FLAT: Final = NodeLinks()
 def nodes_to_plan_for(
     meeting: Meeting, hierarchical: bool | int | None, limit: float
 ) -> tuple[NodeGroups | None, bool]:
-    """Return the nodes that a plan is solved for, and whether they have different sizes.
+    """Return the nodes that a plan is solved for, if any, and whether they have different sizes.
 
-    The nodes are None if ranks are not grouped, as with nodes of different sizes.
-
-    Args:
-        hierarchical: as of `nodes_of_ranks`; None groups ranks if there are several nodes, each
-            with the same number of ranks. Rank 0's value is used.
-        limit: seconds to wait for another rank.
-
-    Raises:
-        OptionError: on rank 0, nodes have different numbers of ranks.
-        RankError: on the other ranks, for the same reason.
+    Rank 0's `hierarchical` is used; None groups ranks if there are several nodes, each with the
+    same number of ranks. Raise `OptionError` if nodes have different numbers of ranks.
     """
     names = _node_names(meeting, limit)
-    if meeting.rank == 0:
-        uneven = hierarchical is None and len({names.count(name) for name in names}) > 1
-        one_node = hierarchical is None and len(set(names)) == 1
-        nodes = None
-        if not (hierarchical is False or uneven or one_node):
-            if not isinstance(hierarchical, bool | None):
-                names = in_a_row(hierarchical, meeting.world)
-            nodes = grouped(names)
-        meeting.put("nodes", json.dumps([nodes and nodes.ranks, uneven]))
-    ranks, uneven = json.loads(meeting.get("nodes", 0, limit))
-    return ranks and NodeGroups(tuple(map(tuple, ranks))), uneven
+    meeting.put("hierarchical", json.dumps(hierarchical))
+    hierarchical = json.loads(meeting.get("hierarchical", 0, limit))
+    uneven = hierarchical is None and len({names.count(name) for name in names}) > 1
+    one_node = hierarchical is None and len(set(names)) == 1
+    if hierarchical is False or uneven or one_node:
+        return None, uneven
+    if not isinstance(hierarchical, bool | None):
+        names = in_a_row(hierarchical, meeting.world)
+    return grouped(names), uneven
 
 
 def links_between_nodes(
     meeting: Meeting, hierarchical: bool | int | None, limit: float, device: torch.device = CPU
 ) -> NodeLinks:
-    """Return the topology of the running ranks, with all-reduces measured by all of them.
-
-    Arguments and errors are as of `nodes_to_plan_for`; `device` is that of the gradients.
-    """
+    """Return the topology of the running ranks, with all-reduces measured by all of them."""
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
         return NodeLinks(uneven=uneven)
@@ -141,11 +113,11 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
     result: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         result.setdefault(name, []).append(rank)
-    most, fewest = (pick(result, key=lambda name: len(result[name])) for pick in (max, min))
-    if len(result[most]) != len(result[fewest]):
+    sizes = {name: len(ranks) for name, ranks in result.items()}
+    most, fewest = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
+    if sizes[most] != sizes[fewest]:
         raise OptionError(
-            f"the node {most} has {len(result[most])} ranks, but {fewest} has "
-            f"{len(result[fewest])}",
+            f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}",
             where="hierarchical",
             do="start the same number of ranks on each node, or set hierarchical=False",
         )

@@ -1,9 +1,9 @@
 """Replanning during training, when device speed, free memory or link speed changes.
 
-Every `patience` steps the ranks exchange summaries of their windows, probe links if the plan has
-codecs, and evaluate `drift`. On drift, rank 0 solves again with the profiles from before training,
-scaled by the measured changes, and all ranks switch plans between the same two steps. Invariant:
-at every step all ranks run parts of the same plan, and no rank waits in a collective meanwhile.
+Every `patience` steps the ranks exchange summaries of their windows and evaluate `drift`. On drift,
+rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
+ranks switch plans between the same two steps. Invariant: at every step all ranks run parts of the
+same plan, and no rank waits in a collective meanwhile.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.evaluator import Evaluation
-from qsync_fx.allocator.plan_result import PlanResult, PredictedCost
+from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.communication.control_group import control
 from qsync_fx.communication.ddp_hook import DdpCompressor, by_plan
-from qsync_fx.distributed.consensus.rendezvous import Meeting
-from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan, under
-from qsync_fx.distributed.monitoring.drift import (
+from qsync_fx.distributed.agreement import Meeting
+from qsync_fx.distributed.drift import (
     Clock,
     Drift,
     Hysteresis,
     Pace,
+    ProbedLinks,
     Room,
     StepWindow,
     WindowSummary,
     drift,
     wins,
 )
-from qsync_fx.distributed.monitoring.link_probe import ProbedLinks
-from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes, held_bytes
+from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan, under
+from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
@@ -62,49 +62,30 @@ class PlanChange(StrEnum):
 
 @dataclass(frozen=True)
 class ReplanCause:
-    """Reason of a rank for replanning.
-
-    Attributes:
-        rank, device: the rank and its device class; -1 and "" for links, which all ranks share.
-        foreseen, measured: predicted and measured compute seconds of a step, or seconds of an
-            all-reduce. For memory: bytes that the plan needs or was solved for, and bytes that are
-            available.
-    """
+    """Reason of a rank for replanning; for links, which all ranks share, the rank is -1."""
 
     rank: int
     device: str
     change: PlanChange
-    foreseen: float
-    measured: float
+    foreseen: float  # predicted seconds, or bytes that the plan needs or was solved for
+    measured: float  # measured seconds, or available bytes
 
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.device})"
         if self.change in (PlanChange.TIGHT, PlanChange.ROOMY):
-            needs = "needs" if self.change is PlanChange.TIGHT else "was made for"
-            return (
-                f"{who} has {short(self.measured, 'B')} of memory for a step, but its plan {needs} "
-                f"{short(self.foreseen, 'B')}"
-            )
-        ratio = f"(ratio {self.measured / self.foreseen:.2f})"
-        seconds = f"{duration(self.foreseen)} {ratio}"
+            needs = {PlanChange.TIGHT: "needs", PlanChange.ROOMY: "was made for"}[self.change]
+            has, needed = short(self.measured, "B"), short(self.foreseen, "B")
+            return f"{who} has {has} of memory for a step, but its plan {needs} {needed}"
+        text = f"{who} computes {duration(self.measured)} per step"
         if self.change is PlanChange.LINKS:
-            return (
-                f"an all-reduce takes {duration(self.measured)} instead of the predicted {seconds}"
-            )
-        return (
-            f"{who} computes {duration(self.measured)} per step instead of the predicted {seconds}"
-        )
+            text = f"an all-reduce takes {duration(self.measured)}"
+        ratio = self.measured / self.foreseen
+        return f"{text} instead of the predicted {duration(self.foreseen)} (ratio {ratio:.2f})"
 
 
 @dataclass(frozen=True)
 class ReplanCosts:
-    """Costs of plans.
-
-    Attributes:
-        seconds: of a step.
-        formats: by class, number of operators that request each format.
-        codecs: number of gradient buckets per codec; empty if the plan has no codecs.
-    """
+    """Seconds and variance of a step, operators per format by class, and buckets per codec."""
 
     seconds: float
     variance: float
@@ -128,21 +109,13 @@ def _counts(by: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class ReplanReport:
-    """Decision on drift; equal on all ranks.
+    """Decision on drift; equal on all ranks."""
 
-    Attributes:
-        step: optimizer step after which it was decided.
-        causes: reasons for replanning.
-        before: costs of the previous plan under current conditions; None if not evaluated.
-        after: costs of the new plan; None if the previous plan stays active.
-        kept: why the previous plan stays active; "" if it does not.
-    """
-
-    step: int
+    step: int  # optimizer step after which it was decided
     causes: tuple[ReplanCause, ...]
-    before: ReplanCosts | None
-    after: ReplanCosts | None = None
-    kept: str = ""
+    before: ReplanCosts | None  # of the previous plan under current conditions
+    after: ReplanCosts | None = None  # None if the previous plan stays active
+    kept: str = ""  # why the previous plan stays active
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -156,16 +129,13 @@ class ReplanReport:
         if (more := len(self.causes) - _SHOWN) > 0:
             why += f"; and {more} more causes"
         if self.after is None:
-            lines = [f"the plan stays active after step {self.step}, although {why}"]
-            lines.append(f"  reason: {self.kept}")
-            if self.before is not None:
-                lines.append(f"  now:    {self.before}")
-            return "\n".join(lines)
-        lines = [f"a new plan is active from step {self.step + 1}, because {why}"]
-        if self.before is not None:
-            lines.append(f"  before: {self.before}")
-        return "\n".join(
-            [*lines, f"  after:  {self.after}", "  the model is recompiled at its next call"]
+            text = f"the plan stays active after step {self.step}, although {why}\n"
+            now = f"\n  now:    {self.before}" if self.before is not None else ""
+            return f"{text}  reason: {self.kept}{now}"
+        return (
+            f"a new plan is active from step {self.step + 1}, because {why}\n"
+            f"  before: {self.before}\n  after:  {self.after}\n"
+            "  the model is recompiled at its next call"
         )
 
 
@@ -178,8 +148,7 @@ class Replanning(Hysteresis):
 
     Attributes:
         found: the result of `qsync_fx.distributed.measure_and_plan` that the model trains under.
-        compression: the result of `compress(ddp, found)`, required for plans with codecs, because
-            another plan may have other codecs.
+        compression: the result of `compress(ddp, found)`, required for plans with codecs.
         free: returns the free bytes of this rank's device, or None if unknown; overrides the
             system's value.
         clock: in seconds; by default wall time, which includes delays by other programs.
@@ -194,7 +163,7 @@ class Replanning(Hysteresis):
         super().__post_init__()
         if not isinstance(self.found, FleetPlan):
             raise OptionError(
-                f"replanning requires a FleetPlan with its measurements, not a value of type "
+                "replanning requires a FleetPlan with its measurements, not a value of type "
                 f"{type(self.found).__name__}",
                 where="Replanning(found=...)",
                 do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
@@ -204,10 +173,13 @@ class Replanning(Hysteresis):
             raise OptionError(
                 "codecs between nodes cannot change during training",
                 where="Replanning",
-                do="pass hierarchical=False to measure_and_plan and compress, plan without codecs, "
-                "or train without replanning",
+                do="pass hierarchical=False to measure_and_plan and compress, or do not replan",
             )
-        if CODECS in self.found.notes and not _sends(self.compression, self.found):
+        assigned = self.compression and self.compression.assigned.text
+        if CODECS in self.found.notes and (
+            self.compression is None
+            or assigned != by_plan(self.found.codecs, self.compression.names).text
+        ):
             raise OptionError(
                 "the plan has gradient codecs, but replanning has no compression that uses them",
                 where="Replanning(compression=...)",
@@ -221,12 +193,7 @@ class Replanning(Hysteresis):
 
 
 class Replanner:
-    """Replanning of one training, on one rank; call `begin` and `end` around optimizer steps.
-
-    Attributes:
-        found: the active plan.
-        history: decisions so far.
-    """
+    """Replanning of one training, on one rank; call `begin` and `end` around optimizer steps."""
 
     def __init__(
         self,
@@ -265,7 +232,9 @@ class Replanner:
             self._window = self._window.after_step(seconds / predicted, room, patience)
         self._steps += 1
         if self._steps % patience == 0:
-            everyones = self._exchanged(self._window.summary(self._settings))
+            everyones: list[Any] = [None] * self._meeting.world
+            mine = self._window.summary(self._settings)
+            distributed.all_gather_object(everyones, mine, group=control())
             result, links = drift(everyones, self.found.ranks), self._links.look()
             if links is not None:
                 result = replace(result or Drift(), links=links)
@@ -284,11 +253,6 @@ class Replanner:
         allowed = min(free + self._held, cap) / max(1.0, self._peaks.over or 1.0)
         return Room(allowed, peak, self._planned.get(self._own))
 
-    def _exchanged(self, mine: WindowSummary) -> list[WindowSummary]:
-        everyones: list[Any] = [None] * self._meeting.world
-        distributed.all_gather_object(everyones, mine, group=control())
-        return everyones
-
     def _replan(self, result: Drift, everyones: list[WindowSummary]) -> None:
         causes = tuple(self._causes(result, everyones))
         self._slowdowns = {
@@ -299,9 +263,11 @@ class Replanner:
             self._all_reduces = self._links.table()
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
-        for name in [*self._planned]:
-            if self._planned[name] >= (self._caps[name] or math.inf):
-                del self._planned[name]
+        self._planned = {
+            name: size
+            for name, size in self._planned.items()
+            if size < (self._caps[name] or math.inf)
+        }
         about = f"plan after step {self._steps}"
         if self._meeting.rank == 0:
             self._meeting.put(about, json.dumps(self._solved(causes)))
@@ -312,19 +278,16 @@ class Replanner:
                 computing = cost.computing and cost.computing * result.paces.get(name, 1.0)
                 self._predicted[name] = replace(cost, computing=computing)
         else:
-            self._switch(ClusterPlan.from_json(reported["plan"]))
+            plan = ClusterPlan.from_json(reported["plan"])
+            self.found, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
+            switch_plan(self._model, plan)
+            if (compression := self._settings.compression) is not None:
+                compression.change(by_plan(plan.codecs, compression.names))
+            self._peaks.follow(self._predicted[self._own])
         self._links.decided(None)
         self.history.append(decided)
         self._window = StepWindow(resting=self._settings.cooldown)
         _LOG.warning("%s", decided)
-
-    def _switch(self, plan: ClusterPlan) -> None:
-        self.found = self._solution or FleetPlan(plan)
-        self._predicted = _predicted(plan)
-        switch_plan(self._model, plan)
-        if (compression := self._settings.compression) is not None:
-            compression.change(by_plan(plan.codecs, compression.names))
-        self._peaks.follow(self._predicted[self._own])
 
     def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
         """Return rank 0's decision and the plan to switch to, as a JSON-compatible dict."""
@@ -341,43 +304,34 @@ class Replanner:
             now = under(old, answer)
             fits = not any(name.startswith("memory") for name in now.exceeds(answer.problem))
             before = ReplanCosts.of(now, old.plans)
-            after = ReplanCosts.of(answer.evaluation, answer.plans)
-            reason = self._why_kept(old, answer, before, after, fits)
-            if reason:
-                after = None
+            new, reason = ReplanCosts.of(answer.evaluation, answer.plans), ""
+            gain = self._settings.gain
+            if (answer.plans, answer.codecs) == (old.plans, old.codecs):
+                reason = "the active plan is still the best one"
+            elif not wins(
+                (before.seconds, before.variance), (new.seconds, new.variance), fits, gain
+            ):
+                reason = f"the best new plan gains less than {gain:.0%} of time or variance"
             else:
-                self._solution = FleetPlan.of(answer, survey)
+                self._solution, after = FleetPlan.of(answer, survey), new
         decided = ReplanReport(self._steps, causes, before, after, reason)
         plan = self._solution and self._solution.to_json()
         return {"plan": plan, "replanned": decided.to_dict()}
-
-    def _why_kept(
-        self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool
-    ) -> str:
-        """Return why the active plan stays; "" if the new plan replaces it."""
-        if new.plans == old.plans and new.codecs == old.codecs:
-            return "the active plan is still the best one"
-        gain = self._settings.gain
-        if wins((before.seconds, before.variance), (after.seconds, after.variance), fits, gain):
-            return ""
-        return f"the best new plan gains less than {gain:.0%} of time or variance"
 
     def _causes(self, result: Drift, everyones: list[WindowSummary]) -> Iterable[ReplanCause]:
         if result.links is not None and self._links.probe is not None:
             seconds = self._links.probe.seconds
             yield ReplanCause(-1, "", PlanChange.LINKS, seconds, seconds * result.links)
-        for change in PlanChange:
-            for rank in getattr(result, change.value) if change is not PlanChange.LINKS else ():
+        for change in ("slower", "faster", "tight", "roomy"):
+            for rank in getattr(result, change):
                 name, summary = self.found.ranks[rank], everyones[rank]
-                predicted = self._predicted[name]
-                seconds = predicted.computing or 0.0
-                before, after = {
-                    PlanChange.SLOWER: (seconds, seconds * (summary.pace or 1.0)),
-                    PlanChange.FASTER: (seconds, seconds * (summary.pace or 1.0)),
-                    PlanChange.TIGHT: (predicted.peak, summary.allowed),
-                    PlanChange.ROOMY: (self._planned.get(name), summary.allowed),
-                }[change]
-                yield ReplanCause(rank, name, change, before or 0.0, after or 0.0)
+                before = self._predicted[name].computing
+                after = (before or 0.0) * (summary.pace or 1.0)
+                if change == "tight":
+                    before, after = self._predicted[name].peak, summary.allowed or 0.0
+                elif change == "roomy":
+                    before, after = self._planned.get(name), summary.allowed or 0.0
+                yield ReplanCause(rank, name, PlanChange(change), before or 0.0, after)
 
 
 def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:
@@ -398,13 +352,5 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
         raise OptionError(
             "the model is not compiled with the plan that replanning starts from",
             where="guard(..., replan=...)",
-            do='compile the model with torch.compile(model, backend="qsync", options={"plan": '
-            "found}) and the same found",
+            do='compile the model with options={"plan": found} and the same found',
         )
-
-
-def _sends(compression: DdpCompressor | None, result: FleetPlan) -> bool:
-    return (
-        compression is not None
-        and compression.assigned.text == by_plan(result.codecs, compression.names).text
-    )

@@ -1,9 +1,8 @@
 """Gradient averaging over samples for ranks with batches of different sizes.
 
-DistributedDataParallel averages over ranks the means over samples of each rank. If rank r has b(r)
-samples, the mean over all samples weights its gradient by b(r) * ranks / sum(b). The sample counts
-are reduced with the first bucket of each step, so batch sizes may change between steps, and a rank
-without data (`join`) has weight 0.
+If rank r has b(r) samples, the mean over all samples weights its gradient by
+b(r) * ranks / sum(b). The sample counts are reduced with the first bucket of each step, so batch
+sizes may change between steps, and a rank without data (`join`) has weight 0.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils import _pytree as pytree
 
-from qsync_fx.distributed.consensus.agreement import parallel_in, uncompiled
+from qsync_fx.distributed.agreement import parallel_in, uncompiled
 from qsync_fx.errors import OptionError
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -34,9 +33,6 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
         model: a DistributedDataParallel, compiled or not.
         hook, state: a communication hook of DistributedDataParallel that averages over ranks, and
             its state; by default the plain all-reduce.
-
-    Raises:
-        OptionError: the model contains no DistributedDataParallel.
     """
     parallel = parallel_in(model)
     if parallel is None:
@@ -45,20 +41,22 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
             do="wrap the model first with DistributedDataParallel(model)",
         )
     group = parallel.process_group
-    counted = _Counted()
+    samples, weight = 0, torch.tensor(1.0)
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal samples
         if module.training and torch.is_grad_enabled():
-            counted.samples += samples_in((args, kwargs))
+            samples += samples_in((args, kwargs))
 
     def weigh(value: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        nonlocal samples, weight
         gradients: torch.Tensor = bucket.buffer()
         if bucket.index() == 0:
-            total = gradients.new_tensor(counted.samples, dtype=torch.float64)
+            total = gradients.new_tensor(samples, dtype=torch.float64)
             distributed.all_reduce(total, group=group)
-            share = counted.samples * distributed.get_world_size(group)
-            counted.weight, counted.samples = share / total.clamp(min=1), 0
-        gradients.mul_(counted.weight.to(gradients.dtype))
+            share = samples * distributed.get_world_size(group)
+            weight, samples = share / total.clamp(min=1), 0
+        gradients.mul_(weight.to(gradients.dtype))
         if hook is not None:
             return hook(value, bucket)
         return default_hooks.allreduce_hook(group, bucket)
@@ -73,13 +71,6 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
 def averages_by_batch(model: nn.Module) -> bool:
     """Return whether the gradients of a model are averaged over samples."""
     return parallel_in(model) in _WEIGHTED
-
-
-class _Counted:
-    """Samples of this rank since the last reduction, and the weight of its gradients."""
-
-    samples = 0
-    weight = torch.tensor(1.0)
 
 
 def samples_in(argument: Any) -> int:

@@ -34,7 +34,7 @@ def test_the_example_of_the_paper() -> None:
     assert [decision.ratio for decision in found.decisions] == pytest.approx(
         [0.4375, 1, 0.375, 0.575], abs=5e-4
     )
-    assert found.decisions[2].wanted == pytest.approx(0.257, abs=5e-4)
+    assert found.decisions[2].drained / found.decisions[2].made == pytest.approx(0.257, abs=5e-4)
     assert found.end == pytest.approx(0.7567, abs=5e-5)
     assert found.overlap(DEADLINE) == 1
     without = broadcast(BLOCKS, DEADLINE, gigabit, adaptive=False)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
-from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row
@@ -116,7 +116,7 @@ def test_nodes_are_detected_and_planned(tmp_path: Path) -> None:
         0,
     ]
     flat, larger = first["plan of others"]
-    assert "between nodes of 2 ranks, but with hierarchical=False" in flat
+    assert "for nodes of 2 ranks, but these nodes have 1" in flat
     assert "for nodes of 4 ranks, but these nodes have 2" in larger
     holds_of_plans(*(rank["planned"] for rank in (first, *others)))
     for name, text in {
@@ -145,8 +145,7 @@ def test_plan_records_the_scope_of_its_codecs() -> None:
     assert asked(between_nodes(4, in_a_row=True)) == CompressRequest({"weight": "qsgd8"}, 4, 4)
     assert asked(between_nodes(4), 2) == CompressRequest({"weight": "qsgd8"}, 2, 4)
     assert asked(between_nodes(4), codec="") == CompressRequest({}), "nothing is coded"
-    with pytest.warns(UserWarning, match="nodes of 4 ranks, but with hierarchical=False"):
-        assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"})
+    assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"}, False, 4)
     with pytest.warns(UserWarning, match="nodes of 4 ranks, but these nodes have 1"):
         asked(between_nodes(4)).tell(None)
     with pytest.warns(UserWarning, match="not compressed"):

@@ -33,7 +33,7 @@ def test_a_message_is_cut_into_all_of_it(
     edges = [0, *(one.wire.stop for one in found)]
     assert [(one.wire.start, one.wire.stop) for one in found] == list(itertools.pairwise(edges))
     assert edges[-1] == HEADER + sum(
-        one.nbytes(part) for one, part in zip(pieces, parts, strict=True)
+        one.codec.nbytes(part.stop - part.start) for one, part in zip(pieces, parts, strict=True)
     )
     assert all(one.wire.stop > one.wire.start for one in found)
     for place, (one, part) in enumerate(zip(pieces, parts, strict=True)):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.distributed.monitoring.drift import (
+from qsync_fx.distributed.drift import (
     Drift,
     Hysteresis,
     Room,

@@ -16,9 +16,8 @@ from hypothesis import given, strategies as st
 
 from benchmarks.communication import links as made_links
 from qsync_fx import OptionError
-from qsync_fx.distributed.monitoring import link_probe as watched
-from qsync_fx.distributed.monitoring.drift import Hysteresis, link_drift
-from qsync_fx.distributed.monitoring.link_probe import LinkProbe, ProbedLinks
+from qsync_fx.distributed import drift as watched
+from qsync_fx.distributed.drift import Hysteresis, LinkProbe, ProbedLinks, link_drift
 from qsync_fx.distributed.replan import PlanChange, ReplanCause, ReplanReport
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from tests.support import tiers

@@ -21,17 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.allocator.plan_result import PredictedCost
+from qsync_fx.communication.control_group import limit_of_group
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
-from qsync_fx.distributed.consensus.rank_liveness import has_ended, identity
-from qsync_fx.distributed.consensus.rendezvous import (
+from qsync_fx.distributed.agreement import (
     Meeting,
     at_least,
     compiles_told,
-    limit_of_group,
+    digests,
 )
-from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.fleet_plan import under
-from qsync_fx.distributed.replica_check import digests
+from qsync_fx.distributed.rank_liveness import Channel, Failure, StoreLost, has_ended, identity
 from qsync_fx.errors import PlanError
 from tests.support import tiers
 

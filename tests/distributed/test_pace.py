@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qsync_fx.distributed.monitoring.drift import Pace
+from qsync_fx.distributed.drift import Pace
 
 FORWARD, BACKWARD, LOSS, STEP, OUTSIDE = 3.0, 5.0, 0.5, 2.0, 100.0
 OPTIONS = {"precision": "bf16", "inner_backend": "aot_eager"}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx.allocator.plan_result import PredictedCost
-from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes
+from qsync_fx.distributed.memory_use import PeakCheck, free_bytes
 from qsync_fx.plan_switching import when_called
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 from tests.support import tiers

@@ -6,29 +6,10 @@ are on the same device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from qsync_fx.errors import QSyncError
-
-
-def kernels() -> Any:
-    """Return the native module.
-
-    Raises:
-        QSyncError: the module is older than the Python code, as after an update without a build.
-    """
-    from qsync_fx import _C
-
-    if not hasattr(_C, "qsgd_encode"):
-        raise QSyncError(
-            "the native module has no gradient codecs: it is older than the rest of qsync_fx",
-            where=str(_C.__file__),
-            do="rebuild it with pip install .",
-        )
-    return _C
 
 
 def native(values: Tensor) -> bool:
@@ -66,37 +47,33 @@ def put(result: Tensor, values: Tensor, add: bool) -> None:
 
 def floats(values: Tensor) -> int:
     """Return the address of contiguous FP32 values on the CPU."""
-    if values.dtype != torch.float32 or not native(values) or not values.is_contiguous():
-        raise QSyncError(
-            "codecs require contiguous FP32 values on the CPU, "
-            f"not {values.dtype} on {values.device}"
-        )
-    return values.data_ptr()
-
-
-def long_enough(wire: Tensor, least: int) -> None:
-    """Raise `QSyncError` if a buffer has fewer than `least` contiguous bytes, on any device."""
-    if wire.dtype != torch.uint8 or not wire.is_contiguous() or wire.numel() < least:
-        raise QSyncError(
-            f"the buffer needs {least} contiguous bytes, but has {wire.numel()} values of "
-            f"{wire.dtype}"
-        )
+    return _address(values, torch.float32, 0)
 
 
 def bytes_of(wire: Tensor, least: int) -> int:
     """Return the address of at least `least` contiguous bytes on the CPU."""
-    long_enough(wire, least)
-    if not native(wire):
-        raise QSyncError(f"the buffer must be on the CPU, not on {wire.device}")
-    return wire.data_ptr()
+    return _address(wire, torch.uint8, least)
 
 
-def same_size(values: Tensor, residual: Tensor | None) -> int:
-    """Return the address of the error feedback; 0 for None."""
-    if residual is None:
-        return 0
-    if residual.numel() != values.numel():
+def feedback(residual: Tensor | None, values: Tensor) -> int:
+    """Return the address of error feedback for these values; 0 for None."""
+    return 0 if residual is None else _address(residual, torch.float32, values.numel())
+
+
+def long_enough(wire: Tensor, least: int) -> None:
+    """Raise `QSyncError` if a buffer has fewer than `least` contiguous bytes, on any device."""
+    _check(wire, torch.uint8, least, wire.device.type)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, least: int) -> int:
+    _check(tensor, dtype, least, "cpu")
+    return tensor.data_ptr()
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, least: int, device: str) -> None:
+    usable = tensor.dtype == dtype and tensor.device.type == device and tensor.is_contiguous()
+    if not usable or tensor.numel() < least:
         raise QSyncError(
-            f"the error feedback has {residual.numel()} values for {values.numel()} gradients"
+            f"a codec requires at least {least} contiguous values of {dtype} on {device}, not "
+            f"{tensor.numel()} of {tensor.dtype} on {tensor.device}"
         )
-    return floats(residual)

@@ -1,9 +1,8 @@
 """Interface of gradient codecs.
 
 A codec converts n values to bytes and back, in units that each have a scale or two means. A tensor
-may be cut between units: the parts have the same bytes as the whole. Invariant: a codec has no
-state. NaN and infinity stay non-finite, or make their unit NaN, and leave the error feedback
-unchanged. Values, error feedback and bytes are on one device.
+may be cut between units. Invariant: a codec has no state. NaN and infinity stay non-finite, or make
+their unit NaN, and leave the error feedback unchanged. All tensors are on one device.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draw:
-    """Position in the random streams.
-
-    Attributes:
-        seed, stream: 64 and 32 bits.
-        first: index of the first value.
-    """
+    """Position in the random streams: 64-bit seed, 32-bit stream, index of the first value."""
 
     seed: int = 0
     stream: int = 0
@@ -57,22 +51,16 @@ class Codec(ABC):
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
-        """Encode values into `wire`.
+        """Encode FP32 values into `wire`, uint8, at least `nbytes` long.
 
-        Args:
-            wire: output, uint8, at least `nbytes` long.
-            residual: error feedback, FP32; it is added to the values, and replaced by the coding
-                error.
+        The error feedback `residual`, FP32, is added to the values and replaced by their error.
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        """Decode `wire` into FP32 `values`.
+        """Decode `wire` into `values`, 1-D, FP32; with `add`, add to them.
 
-        Args:
-            values: output, 1-D, FP32.
-            add: whether to add to the values, or to replace them.
-            last: whether the values are not read soon, so that stores may bypass the caches.
+        With `last`, the values are not read soon, so that stores may bypass the caches.
         """
 
     def settle(self, values: Tensor) -> Tensor:
@@ -88,15 +76,11 @@ class Codec(ABC):
         return None
 
     def variance(self, values: Tensor) -> float:
-        """Return the expected squared error for FP32 values, summed over them.
-
-        For stochastic rounding this is the variance. With error feedback it is the part that the
-        next gradient makes up for.
-        """
+        """Return the expected squared error for FP32 values, summed over them."""
         return float((self._coded(values) - values).double().square().sum())
 
     def prepare(self, device: torch.device) -> None:
-        """Compile the kernels for a device ahead of the first step; without effect on the CPU."""
+        """Compile the kernels for a device ahead of the first step."""
         if device.type != "cpu":
             self._coded(torch.zeros(3 * self.unit, dtype=torch.float32, device=device))
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
+from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.errors import QSyncError
@@ -33,8 +34,7 @@ class Reshaped(Codec):
         return self.size
 
     def nbytes(self, n: int) -> int:
-        result: int = buffers.kernels().onebit_bytes(n, self.size)
-        return result
+        return _C.onebit_bytes(n, self.size)
 
     def theory(self, n: int) -> float:
         return n * (1 + 64 / self.size) / 8
@@ -45,14 +45,13 @@ class Reshaped(Codec):
         n = values.numel()
         if not buffers.native(values):
             feedback = torch.zeros_like(values) if residual is None else residual
-            coded, error = torch_kernels.onebit_encode(values, feedback, self.size)
+            coded, left = torch_kernels.onebit_encode(values, feedback, self.size)
             wire[: coded.numel()].copy_(coded)
-            feedback.copy_(error)
+            feedback.copy_(left)
             return
-        source, feedback_of = buffers.floats(values), buffers.same_size(values, residual)
+        source, error = buffers.floats(values), buffers.feedback(residual, values)
         target = buffers.bytes_of(wire, self.nbytes(n))
-        threads = torch.get_num_threads()
-        buffers.kernels().onebit_encode(source, feedback_of, target, n, self.size, threads)
+        _C.onebit_encode(source, error, target, n, self.size, torch.get_num_threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
@@ -61,13 +60,12 @@ class Reshaped(Codec):
             buffers.put(decoded, values, add)
             return
         source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
-        threads = torch.get_num_threads()
-        buffers.kernels().onebit_decode(source, target, n, self.size, add, threads, last=last)
+        _C.onebit_decode(source, target, n, self.size, add, torch.get_num_threads(), last=last)
 
 
 @dataclass(frozen=True)
 class Columns(Codec):
-    """1bitSGD: units are columns, by the shape of the parameter.
+    """1bitSGD: units are columns; `fitted` returns the codec for the shape of a parameter.
 
     A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
     of a vector, as in CNTK, which stores tensors with reversed dimensions.
@@ -77,9 +75,9 @@ class Columns(Codec):
     residual: ClassVar[bool] = True
 
     def fitted(self, shape: Sequence[int]) -> Codec:
-        if not shape:
-            return _Column(1, self.name)
-        return _Column(max(shape[0 if len(shape) == 2 else -1], 1), self.name)
+        if len(shape) == 2:
+            return _Column(max(shape[0], 1), self.name)
+        return _Column(max([1, *shape[-1:]]), self.name)
 
     @property
     def unit(self) -> int:
@@ -89,15 +87,15 @@ class Columns(Codec):
         )
 
     def nbytes(self, n: int) -> int:
-        return n // self.unit
+        return self.unit
 
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
-        raise QSyncError(f"1bitSGD cannot code {self.unit} values without the shape of a parameter")
+        self.nbytes(values.numel())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        raise QSyncError(f"1bitSGD cannot code {self.unit} values without the shape of a parameter")
+        self.nbytes(values.numel())
 
 
 @dataclass(frozen=True)

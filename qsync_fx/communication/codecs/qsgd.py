@@ -15,6 +15,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
@@ -46,8 +47,7 @@ class Qsgd(Codec):
         return (1 << bits) - 1
 
     def nbytes(self, n: int) -> int:
-        result: int = buffers.kernels().qsgd_bytes(n, self.bits, self.size)
-        return result
+        return _C.qsgd_bytes(n, self.bits, self.size)
 
     def theory(self, n: int) -> float:
         return n * (self.bits + 32 / self.size) / 8
@@ -75,9 +75,8 @@ class Qsgd(Codec):
             wire[: coded.numel()].copy_(coded)
             return
         source, target = buffers.floats(values), buffers.bytes_of(wire, self.nbytes(n))
-        position = draw.seed, draw.stream, draw.first
         threads = torch.get_num_threads()
-        buffers.kernels().qsgd_encode(source, target, n, *settings, *position, threads)
+        _C.qsgd_encode(source, target, n, *settings, draw.seed, draw.stream, draw.first, threads)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
@@ -87,8 +86,7 @@ class Qsgd(Codec):
             buffers.put(decoded, values, add)
             return
         source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
-        threads = torch.get_num_threads()
-        buffers.kernels().qsgd_decode(source, target, n, *settings, add, threads, last=last)
+        _C.qsgd_decode(source, target, n, *settings, add, torch.get_num_threads(), last=last)
 
 
 CODECS: Final = tuple(Qsgd(bits, size) for bits, size in UNITS.items())

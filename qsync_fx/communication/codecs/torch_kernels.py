@@ -1,9 +1,9 @@
 """Gradient codecs as torch operators, for devices without native kernels.
 
 A tensor is coded as rows, one for each unit; the last row is padded with zeros that are not sent.
-Inductor fuses the operators on a GPU, once for any number of rows. Invariant: the same bytes and
-values as the kernels in cpp/codecs/kernels.cpp, even if a compiler contracts multiply and add (FMA)
-or divides FP32 inexactly. Shapes follow from the number of values: the host never waits.
+Inductor fuses the operators on a GPU. Invariant: the same bytes and values as the kernels in
+cpp/codecs/kernels.cpp, even if a compiler contracts multiply and add (FMA) or divides FP32
+inexactly. Shapes follow from the number of values: the host never waits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
             text = next(iter(str(error).splitlines()), "")
             _failed.append(text)
             warnings.warn(
-                "gradients on the GPU are encoded by unfused operators, with the same bytes but "
-                f"several times slower, because Inductor failed ({type(error).__name__}: {text}). "
+                "gradients on the GPU are encoded by unfused operators, several times slower, "
+                f"because Inductor failed ({type(error).__name__}: {text}). "
                 "Install the Triton version of this torch",
                 stacklevel=2,
             )
@@ -73,8 +73,6 @@ _FOLDED: Final = 128
 """Largest unit whose order of summation is unrolled for the compiler."""
 _LOW: Final = 0xFFFFFFFF
 _LARGEST: Final = torch.finfo(torch.float32).max
-_QUIET: Final = 0x00400000
-_EXPONENT: Final = 0x7F800000
 
 
 def qsgd_encode(
@@ -102,14 +100,9 @@ def qsgd_rows(
     norm: Literal["max", "two"],
     layout: Literal["sign", "endpoints"],
 ) -> tuple[Tensor, Tensor]:
-    """Return scales and packed codes of units.
+    """Return scales [units], FP32, and codes [units, bytes], uint8, of rows [units, size], FP32.
 
-    Args:
-        rows: [units, size], FP32.
-        start: [1, 2], int64: key of the random numbers, and index of the first value.
-
-    Returns:
-        Scales [units], FP32, and codes [units, bytes], uint8.
+    `start` [1, 2], int64, is the key of the random numbers and the index of the first value.
     """
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
     finite = scale.isfinite()
@@ -171,14 +164,10 @@ def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, 
 
 
 def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return means, packed signs and error feedback of units.
+    """Return means [units, 2], signs [units, bytes], uint8, and error feedback [units, size].
 
-    Args:
-        value, old: [units, size], FP32: gradient and error feedback.
-        n: [1], number of values without padding.
-
-    Returns:
-        Means [units, 2], FP32; signs [units, bytes], uint8; error feedback [units, size], FP32.
+    `value` and `old` are gradient and error feedback [units, size], FP32; `n` [1] is the number of
+    values without padding.
     """
     rows = value + old
     valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
@@ -212,34 +201,6 @@ def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
     """Return the values of units, [units, size], FP32, from means [units, 2] and packed signs."""
     bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     return torch.where(bits.view(packed.shape[0], -1)[:, :size] != 0, means[:, :1], means[:, 1:])
-
-
-def truncated(values: Tensor, bits: int) -> Tensor:
-    """Return FP32 values with only their highest bits, as `truncate_encode` sends them."""
-    word = values.view(torch.int32)
-    saved = word & -(1 << (32 - bits))
-    return torch.where((word & 0x7FFFFFFF) > _EXPONENT, saved | _QUIET, saved).view(torch.float32)
-
-
-def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
-    """Return the bytes of FP32 values at one level, in partitions of `partition` bytes."""
-    per = partition * 8 // bits
-    full = values.numel() // per * per
-    parts = [values[:full].view(-1, per)] if full else []
-    parts += [values[full:].view(1, -1)] if full < values.numel() else []
-    planes = [_planes(truncated(part, bits).view(torch.int32), bits) for part in parts]
-    return torch.cat(planes or [_bytes(values)])
-
-
-def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
-    """Return n FP32 values that were all sent at one level."""
-    per, result = partition * 8 // bits, [wire.new_empty(0).view(torch.float32)]
-    index = n // per * _partition_bytes(per, bits)
-    if index:
-        result.append(_joined(wire[:index].view(n // per, -1), per, bits))
-    if n % per:
-        result.append(_joined(wire[index:].view(1, -1), n % per, bits))
-    return torch.cat(result)
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
@@ -337,32 +298,3 @@ def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
     shifts = torch.arange(8 // bits, device=packed.device)[:, None] * bits
     code = packed.view(packed.shape[0], -1, 1, _LANES).int() >> shifts & (1 << bits) - 1
     return code.view(packed.shape[0], -1)[:, :size]
-
-
-def _partition_bytes(per: int, bits: int) -> int:
-    return 4 + -(-(per * (bits // 8) + (-(-per // 2) if bits % 8 else 0)) // 4) * 4
-
-
-def _planes(words: Tensor, bits: int) -> Tensor:
-    """Return the bytes of partitions, given as rows."""
-    rows, per = words.shape
-    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device)
-    planes = [head.view(torch.uint8).expand(rows, 4)]
-    planes += [(words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8)]
-    if bits % 8:
-        half, middle = words >> 28 - bits // 8 * 8 & 15, -(-per // 2)
-        low, high = half[:, :middle], torch.nn.functional.pad(half[:, middle:], (0, per % 2))
-        planes.append((low | high << 4).to(torch.uint8))
-    return _fill(torch.cat(planes, 1), 4).view(-1)
-
-
-def _joined(rows: Tensor, per: int, bits: int) -> Tensor:
-    planes = rows[:, 4:].int()
-    word = torch.zeros_like(planes[:, :per])
-    for k in range(bits // 8):
-        word = word | planes[:, k * per : (k + 1) * per] << 24 - 8 * k
-    if bits % 8:
-        both = planes[:, bits // 8 * per :][:, : -(-per // 2)]
-        half = torch.cat([both & 15, both >> 4], 1)[:, :per]
-        word = word | half << 28 - bits // 8 * 8
-    return word.view(torch.float32).reshape(-1)

@@ -13,7 +13,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import buffers, torch_kernels
+from qsync_fx import _C
+from qsync_fx.communication.codecs import buffers
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 LEVELS = (12, 16, 20, 24, 28, 32)
@@ -43,8 +44,7 @@ class Truncated(Codec):
         return self.partition * 8 // self.bits
 
     def nbytes(self, n: int) -> int:
-        result: int = buffers.kernels().truncate_bytes(n, self.bits, self.partition)
-        return result
+        return _C.truncate_bytes(n, self.bits, self.partition)
 
     def theory(self, n: int) -> float:
         return n * self.bits / 8
@@ -53,53 +53,38 @@ class Truncated(Codec):
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
         n = values.numel()
-        if not buffers.native(values):
-            full = values if residual is None else values + residual
-            coded = torch_kernels.truncate_encode(full, self.bits, self.partition)
-            wire[: coded.numel()].copy_(coded)
-            if residual is not None:
-                error = full - torch_kernels.truncated(full, self.bits)
-                residual.copy_(torch.where(full.isfinite(), error, residual))
+        if not values.is_cpu:
+            coded, left = wire.cpu(), None if residual is None else residual.cpu()
+            self.encode(values.cpu(), coded, draw, left)
+            wire.copy_(coded)
+            if residual is not None and left is not None:
+                residual.copy_(left)
             return
-        source, feedback_of = buffers.floats(values), buffers.same_size(values, residual)
+        source, error = buffers.floats(values), buffers.feedback(residual, values)
         target = buffers.bytes_of(wire, self.nbytes(n))
         settings = self.bits, self.partition, torch.get_num_threads()
-        buffers.kernels().truncate_encode(source, feedback_of, target, n, *settings)
+        _C.truncate_encode(source, error, target, n, *settings)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        """Decode values of any levels; on a device other than the CPU, of this level only.
-
-        Raises:
-            ValueError: on the CPU, levels and counts in `wire` do not match the number of values.
-        """
+        """Decode values of any levels; raise `ValueError` if they do not match their number."""
         n = values.numel()
-        if not buffers.native(values):
-            coded = wire[: self.nbytes(n)]
-            decoded = torch_kernels.truncate_decode(coded, n, self.bits, self.partition)
-            buffers.put(decoded, values, add)
+        if not values.is_cpu:
+            decoded = torch.empty(n)
+            self.decode(wire.cpu(), decoded)
+            buffers.put(decoded.to(values.device), values, add)
             return
         source, target = buffers.bytes_of(wire, 0), buffers.floats(values)
-        threads = torch.get_num_threads()
-        buffers.kernels().truncate_decode(source, wire.numel(), target, n, add, threads)
+        _C.truncate_decode(source, wire.numel(), target, n, add, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
 class Adaptive(Truncated):
-    """AQGB: each rank chooses levels during a step (see `aqgb.controller`).
-
-    Without a controller it codes 32 bits.
-
-    Attributes:
-        segment: FP32 bytes for which levels are chosen together.
-        grace: seconds that a step may wait for gradients after its backward pass.
-        elapsed: whether the link rate includes idle time, as in the paper. A link with little
-            traffic then appears slow.
-    """
+    """AQGB: each rank chooses levels during a step; without a controller it codes 32 bits."""
 
     bits: int = LEVELS[-1]
-    segment: int = 2**22
-    grace: float = 0.0
-    elapsed: bool = False
+    segment: int = 2**22  # FP32 bytes for which levels are chosen together
+    grace: float = 0.0  # seconds that a step may wait for gradients after its backward pass
+    elapsed: bool = False  # whether the link rate includes idle time, as in the paper
 
     @property
     def name(self) -> str:  # type: ignore[override]

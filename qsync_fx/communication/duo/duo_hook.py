@@ -21,7 +21,7 @@ from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Codec
-from qsync_fx.communication.compressor_state import CompressorState, is_scaled
+from qsync_fx.communication.compressor_state import is_scaled
 from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer, optimizer_steps
 from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters, ShardedParameters
@@ -35,10 +35,8 @@ _SAVED: Final = "duo"
 class DuoCompressor(DdpCompressor):
     """DUO compressor of a DistributedDataParallel.
 
-    Args:
-        ahead: whether parameters take a lookahead step with the fast means.
-        joins: returns whether the model trains under `join`.
-        weights: with a sharded optimizer, the codec of each parameter's differences; else None.
+    `joins` returns whether the model trains under `join`. With a sharded optimizer, `weights` has
+    the codec of the differences of each parameter.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class DuoCompressor(DdpCompressor):
             self._unit = math.lcm(functional_optimizer.ALIGNED, *units)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(group, self._new_state(f"in full: {assigned.text}"))
+        self._slow = Reducer(group, self._state.like(f"in full: {assigned.text}"))
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
         self._optimized = self._optimized_parameters(group)
         self._outstanding = Outstanding(self, rank)
@@ -73,16 +71,8 @@ class DuoCompressor(DdpCompressor):
             optimizer, self._optimized, ahead, self._outstanding, self.wait, self._after_lookahead
         )
 
-    def _new_state(self, codec: str) -> CompressorState:
-        state = self._state
-        return CompressorState(state.rank, state.world, codec, state.seed, state.device)
-
     def follow(self) -> None:
-        """Hook into the optimizer's steps; call it once, after all ranks have agreed.
-
-        Raises:
-            OptionError: the optimizer cannot be sharded.
-        """
+        """Hook into the optimizer's steps; call it once, after all ranks have agreed."""
         if self._state.world > 1:
             self._optimized.take(self._optimizer)
             self._steps.follow()
@@ -107,11 +97,8 @@ class DuoCompressor(DdpCompressor):
     def flush(self) -> None:
         """Commit the pending gradients in full precision.
 
-        Call it before evaluation, before saving parameters for use, and at the end of training;
-        training may continue afterwards. With a sharded optimizer, all ranks call it together.
-
-        Raises:
-            OptionError: the gradients of a backward pass still await their step.
+        Call it before evaluation, before saving parameters for use, and at the end of training.
+        With a sharded optimizer, all ranks call it together.
         """
         begun = time.perf_counter()
         self.wait()
@@ -120,10 +107,7 @@ class DuoCompressor(DdpCompressor):
             self._optimized.show_exactly(self._state.step)
 
     def skip(self) -> None:
-        """Drop the gradients of the last backward pass, on all ranks.
-
-        Non-finite gradients are dropped without it.
-        """
+        """Drop the gradients of the last backward pass on all ranks, unless they are non-finite."""
         self.wait()
         if self._steps.averaged is not None:
             self._steps.averaged.finite = False
@@ -161,12 +145,7 @@ class DuoCompressor(DdpCompressor):
         return {**result, _SAVED: saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict`, after the model and the optimizer have loaded their states.
-
-        Raises:
-            OptionError: the state is of another codec or model, or, with a sharded optimizer, of
-                another rank.
-        """
+        """Resume from `state_dict`, after the model and the optimizer have loaded their states."""
         if self._optimized.sharded:
             optimizer_steps.check_rank(state, self._state.rank, self._state.world)
         super().load_state_dict(state)
@@ -199,8 +178,7 @@ class DuoCompressor(DdpCompressor):
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
             raise OptionError(
-                "DUO needs an optimizer step on every rank for each gradient, but under join() a "
-                "rank without data makes no step",
+                "DUO needs a step on every rank, but under join() a rank without data makes none",
                 where="ddp.join()",
                 do="use the same number of batches on all ranks, or a codec instead of DUO",
             )
@@ -260,7 +238,7 @@ class DuoCompressor(DdpCompressor):
         pieces = [
             replace(piece, codec=codec) for piece, codec in zip(self.pieces, weights, strict=True)
         ]
-        state = self._new_state(f"parameters in {self._weight_kinds}")
+        state = self._state.like(f"parameters in {self._weight_kinds}")
         return ShardedParameters(group, self._parameters, pieces, state, self._run_now)
 
     def _run_now(self, work: Callable[[], Tensor]) -> Tensor:

@@ -1,8 +1,7 @@
 """An optimizer as a function of parameters, state, gradients and settings.
 
 Its step can be repeated under recorded settings (the values of its parameter groups, such as
-learning rate and weight decay) or rolled back. `check` tests whether a step on shards equals the
-shards of a full step. Invariant: a restored state has the same tensor objects as before.
+learning rate and weight decay) or rolled back. Invariant: a restored state has the same tensors.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ Settings = list[dict[str, Any]]
 _PARAMETERS: Final = "params"
 _SCALING: Final = ("grad_scale", "found_inf")
 """Attributes that a GradScaler sets on an optimizer that unscales gradients itself."""
-_SHOWN: Final = 3
 
 
 def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Return the optimizer.
-
-    Raises:
-        OptionError: its step is not a function of these parameters, its state and gradients.
-    """
+    """Return the optimizer, if its step is a function of these parameters, state and gradients."""
     description, subject = None, type(optimizer).__name__
+    step = getattr(type(optimizer), "step", None)
+    closure = step and inspect.signature(step).parameters.get("closure")
+    requires_closure = closure and closure.default is inspect.Parameter.empty
     if optimizer is None:
         description = "DUO requires the optimizer for its committed and lookahead steps"
         do = "pass optimizer=..."
@@ -43,15 +40,9 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
     elif type(optimizer).__module__.startswith("torch.distributed"):
         description = f"{subject} communicates with other ranks in its step, which DUO runs twice"
         do = "pass the inner optimizer of all parameters"
-    elif _requires_closure(optimizer):
-        description = (
-            f"a step of {subject} requires a closure, so it is not a function of parameters, state "
-            "and gradients"
-        )
-        do = (
-            "train with SGD, Adam, AdamW or another optimizer without a closure, or with a codec "
-            "instead of DUO"
-        )
+    elif requires_closure:
+        description = f"a step of {subject} requires a closure, which DUO cannot repeat"
+        do = "use SGD, Adam, AdamW or another optimizer without a closure, or a codec without DUO"
     if description is not None:
         raise OptionError(description, where="compress(..., optimizer=...)", do=do)
     assert isinstance(optimizer, Optimizer)
@@ -66,19 +57,12 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
         if missing := [name for key, name in current.items() if key not in existing]:
-            more = f", ... ({len(missing)} in total)" if len(missing) > _SHOWN else ""
             raise OptionError(
                 f"{whose}: they would get no gradients, or none in full precision",
-                where=", ".join(missing[:_SHOWN]) + more,
-                do="create the optimizer with exactly those parameters of the model that require "
-                "gradients",
+                where=f"{', '.join(missing[:3])} ({len(missing)} in total)",
+                do="create the optimizer with exactly the trained parameters of the model",
             )
     return optimizer
-
-
-def _requires_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def described(optimizer: Optimizer) -> list[str]:
@@ -111,7 +95,7 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
             now |= {
                 name: value
                 for name, value in after.items()
-                if name in before and not _same(value, before[name])
+                if name in before and not torch.as_tensor(value == before[name]).all()
             }
         _put(optimizer, present)
 
@@ -120,10 +104,10 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
 def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
     """Let an optimizer that unscales gradients itself use this scale; None for unscaled."""
     present = {name: getattr(optimizer, name) for name in _SCALING if hasattr(optimizer, name)}
-    if scale is None:
-        _set(optimizer, {})
-    else:
-        _set(optimizer, dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True)))
+    scaling = {}
+    if scale is not None:
+        scaling = dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
+    _set(optimizer, scaling)
     try:
         yield
     finally:
@@ -138,19 +122,9 @@ def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
     return scale, infinite is not None and bool(infinite)
 
 
-def state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return a copy of the optimizer's state."""
-    return {key: copied(value) for key, value in optimizer.state.items()}
-
-
 def put_back(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Restore the state that `state` returned, in the tensors that were there."""
+    """Restore a copy of the state, in the tensors that were there."""
     _restored(optimizer.state, saved)
-
-
-def step(optimizer: Optimizer) -> None:
-    """Step like the user's call: run the optimizer's hooks, but bypass wrappers of the instance."""
-    type(optimizer).step(optimizer)
 
 
 def copied(value: Any) -> Any:
@@ -192,18 +166,8 @@ def _restored(now: Any, before: Any) -> Any:
     return before
 
 
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    return bool(value == other)
-
-
 ALIGNED: Final = 64
-"""Alignment of shards in values.
-
-Vectors of torch's kernels end there, so that the scalar tail has the same values with and without
-shards.
-"""
+"""Alignment of shards in values: vectors of torch's kernels end there, with and without shards."""
 _SHAPE: Final = (6, 40)
 _STEPS: Final = 3
 
@@ -222,20 +186,18 @@ def check(optimizer: Optimizer) -> None:
         try:
             (full,) = _stepped(optimizer, group, [weights], [[gradient] for gradient in gradients])
             parts = _stepped(optimizer, group, torch.split(weights.flatten(), ALIGNED), shards)
-        except Exception as error:
-            why = f"its step fails on a shard ({type(error).__name__}: {error})"
-            raise _not_shardable(optimizer, index, why) from error
-        if not torch.equal(full.flatten(), torch.cat(parts)):
-            why = "its step on a shard differs from the shard of its step on the full tensor"
-            raise _not_shardable(optimizer, index, why)
-
-
-def _not_shardable(optimizer: Optimizer, group: int, why: str) -> OptionError:
-    return OptionError(
-        f"{type(optimizer).__name__} cannot be sharded over ranks: {why}",
-        where=f"group {group} of the optimizer",
-        do="remove sharded=..., or train with SGD, Adam, AdamW or another elementwise optimizer",
-    )
+            is_elementwise, cause = torch.equal(full.flatten(), torch.cat(parts)), None
+        except Exception as error:  # noqa: BLE001  an optimizer of the user may raise anything
+            is_elementwise, cause = False, error
+        why = "on a shard is not the shard of a full step"
+        if cause is not None:
+            why = f"on a shard fails ({cause!r})"
+        if not is_elementwise:
+            raise OptionError(
+                f"{type(optimizer).__name__} cannot be sharded over ranks: its step {why}",
+                where=f"group {index} of the optimizer",
+                do="remove sharded=..., or use an elementwise optimizer such as SGD or AdamW",
+            ) from cause
 
 
 def _stepped(

@@ -1,9 +1,8 @@
 """Parameters that a rank's optimizer steps under DUO: replicated, or sharded.
 
 With a sharded optimizer each rank steps its shard of each parameter. After each step, ranks
-all-gather the low-bit differences of their shards from the model's parameters (the paper's weight
-differences); the next difference includes the coding error of this one. Invariant: the models of
-all ranks are bit-identical. Values are in memory order, so a step on a shard is part of a full one.
+all-gather the low-bit differences of their shards from the model's parameters; the next difference
+includes the coding error of this one. Invariant: the models of all ranks are bit-identical.
 """
 
 from __future__ import annotations
@@ -36,18 +35,14 @@ _DIFFERENT_PARAMETERS: Final = (
 
 
 class ReplicatedParameters:
-    """All parameters on every rank.
+    """Parameters that the optimizer steps: all of them on every rank.
 
-    Attributes:
-        stepped: parameters of the optimizer, by parameter index.
-        committed: values before the lookahead step.
-        tally: statistics of parameter exchange; None without exchange.
+    `committed` are their values before the lookahead step.
     """
 
     tally: CommunicationStatistics | None = None
     sharded = False
     clip_advice = "clip_grad_norm_ and returns nothing"
-    """Function that clips gradients in a step hook of the optimizer."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], keeps: bool = True) -> None:
         self.stepped: Sequence[nn.Parameter] = parameters
@@ -100,12 +95,7 @@ class ReplicatedParameters:
 
 
 class ShardedParameters(ReplicatedParameters):
-    """This rank's shard of each parameter.
-
-    Args:
-        pieces: codec and shards of each parameter.
-        now: runs a function on the communication thread and returns its result.
-    """
+    """This rank's shard of each parameter; `now` runs a function on the communication thread."""
 
     sharded = True
     clip_advice = "handle.clip_grad_norm_(1.0)"
@@ -137,18 +127,19 @@ class ShardedParameters(ReplicatedParameters):
 
     def take(self, optimizer: Optimizer) -> None:
         places = {id(p): place for place, p in enumerate(self._parameters)}
-        before = {places[id(p)]: values for p, values in optimizer.state.items() if id(p) in places}
-        cut = {
-            place: {name: self._state_of(place, name, value) for name, value in values.items()}
-            for place, values in before.items()
-        }
+        shards: dict[Tensor, Any] = {}
+        for p, values in optimizer.state.items():
+            if (place := places.get(id(p))) is not None:
+                shards[self.stepped[place]] = {
+                    name: self._state_of(place, name, value) for name, value in values.items()
+                }
         for group in optimizer.param_groups:
             group["params"] = [self.stepped[places[id(p)]] for p in group["params"]]
         optimizer.state.clear()
-        for place, values in cut.items():
-            optimizer.state[self.stepped[place]] = values
+        optimizer.state.update(shards)
         theirs = optimizer.zero_grad
 
+        # Users see the gradients of the model; shards have copies, so both are cleared.
         @functools.wraps(theirs)
         def zero_grad(set_to_none: bool = True) -> None:
             theirs(set_to_none=set_to_none)
@@ -158,7 +149,6 @@ class ShardedParameters(ReplicatedParameters):
                 elif p.grad is not None:
                     p.grad = p.grad.detach().zero_()
 
-        # Users see the gradients of the model; shards have copies, so both are cleared.
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def own(self, place: int, gradient: Tensor) -> Tensor:
@@ -204,9 +194,7 @@ class ShardedParameters(ReplicatedParameters):
         self._show(self._reducer, self._pieces, step, compared)
 
     def show_exactly(self, step: int) -> None:
-        rank, world = self._state.rank, self._state.world
-        codec, seed, device = f"exactly, {self._state.codec}", self._state.seed, self._state.device
-        state = CompressorState(rank, world, codec, seed, device)
+        state = self._state.like(f"exactly, {self._state.codec}")
         exact = Reducer(self._reducer.group, state, tally=self._reducer.tally)
         pieces = [replace(piece, codec=PLAIN) for piece in self._pieces]
         self._show(exact, pieces, step, compared=True)
@@ -275,8 +263,8 @@ class ShardedParameters(ReplicatedParameters):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
             raise OptionError(
-                f"the optimizer state {name} has the shape {list(value.shape)} for a parameter of "
-                f"{list(p.shape)}, so it cannot be sharded",
+                f"the optimizer state {name} of shape {list(value.shape)} cannot be sharded like "
+                f"its parameter of shape {list(p.shape)}",
                 where=self._pieces[place].name,
                 do="remove sharded=...",
             )

@@ -17,8 +17,8 @@ COMMIT |                       |    | COMMIT
                   DROP
 
 A backward pass ends with BACKWARD, `optimizer.step()` is COMMIT (if steps are AHEAD) and LOOKAHEAD,
-`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. `Steps` allows no other
-transition. The FP32 reduction starts with AHEAD and ends before COMMIT.
+`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. There are no other
+transitions. The FP32 reduction starts with AHEAD and ends before COMMIT.
 
 Invariant: between steps, the optimizer's state and the committed parameters are those of a training
 with FP32 gradients, computed on parameters one lookahead step ahead.
@@ -26,14 +26,13 @@ with FP32 gradients, computed on parameters one lookahead step ahead.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Final
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,18 +51,12 @@ _INTEGERS = {integer.itemsize: integer for integer in (torch.int16, torch.int32)
 
 @dataclass(frozen=True)
 class Use:
-    """Inputs of an optimizer step apart from parameters, state and gradients.
-
-    Attributes:
-        used: for each parameter, whether it had a gradient.
-        factor: factor applied to the gradients after the backward pass; 1 for none.
-        scale: scale that the optimizer removes itself; None for none.
-    """
+    """Inputs of an optimizer step apart from parameters, state and gradients."""
 
     groups: Settings
-    used: Sequence[bool]
-    factor: float = 1.0
-    scale: Tensor | None = None
+    used: Sequence[bool]  # whether each parameter had a gradient
+    factor: float = 1.0  # applied to the gradients after the backward pass
+    scale: Tensor | None = None  # that the optimizer removes itself
 
     @property
     def is_scaled(self) -> bool:
@@ -73,44 +66,24 @@ class Use:
 
 @dataclass
 class PendingStep:
-    """Gradients of one step, copied before the fast reduction, that await their FP32 mean.
-
-    Attributes:
-        begun: time of its first bucket, in seconds of `time.perf_counter`.
-        buckets: copies of the gradients, reduced in place.
-        gradients: this rank's optimizer gradients in `buckets`, by parameter index.
-        means: the same of the fast reduction.
-        versions: identity and version counter of the optimizer's gradients after the backward pass;
-            None without a gradient.
-        aside: the same for gradients that the optimizer does not use.
-        finite: whether all fast means are finite.
-        plain, unscaled: digests of the fast means, and of their product with `factor`.
-        factor: inverse scale of the GradScaler; None without one.
-        use: inputs of the optimizer step; None before the optimizer's call.
-        reduced_at: time when the FP32 mean was complete.
-    """
+    """Gradients of one step, copied before the fast reduction, that await their FP32 mean."""
 
     step: int
     begun: float = field(default_factory=time.perf_counter)
-    buckets: list[Bucket] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    means: dict[int, Tensor] = field(default_factory=dict)
-    versions: list[tuple[int, int] | None] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)  # copies of the gradients, reduced in place
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # those in `buckets`
+    means: dict[int, Tensor] = field(default_factory=dict)  # the same of the fast reduction
+    versions: list[tuple[int, int] | None] = field(default_factory=list)  # after the backward pass
     aside: list[tuple[int, int] | None] = field(default_factory=list)
-    finite: bool = True
-    plain: int = 0
-    unscaled: int = 0
-    factor: float | None = None
-    use: Use | None = None
-    reduced_at: float = 0.0
+    finite: bool = True  # whether all fast means are finite
+    plain: int = 0  # digest of the fast means
+    unscaled: int = 0  # digest of their product with `factor`
+    factor: float | None = None  # inverse scale of the GradScaler
+    use: Use | None = None  # None before the optimizer's call
+    reduced_at: float = 0.0  # time of the complete FP32 mean
 
     def close(self, factor: float | None, used: bool) -> None:
-        """Record digests of the fast means, to detect changes of gradients before the step.
-
-        Args:
-            factor: inverse scale of the GradScaler; None without one.
-            used: whether the fast means are finite on all ranks.
-        """
+        """Record digests of the fast means, to detect changes of gradients before the step."""
         means, self.factor = list(self.means.values()), factor
         self.finite = used and all(map(finite, means))
         self.plain = self.unscaled = _digest(means)
@@ -121,10 +94,7 @@ class PendingStep:
     def factor_found(
         self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None]
     ) -> float | None:
-        """Return the factor applied to the gradients since the backward pass.
-
-        Return None if they, or the gradients `aside`, were changed in another way.
-        """
+        """Return the factor applied to the gradients; None if they, or `aside`, changed else."""
         if not self.finite:
             return 1.0
         if versions(aside) != self.aside:
@@ -152,11 +122,7 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 def saved(
     pending: PendingStep, committed: Sequence[Tensor], pieces: Sequence[ParameterSlice]
 ) -> dict[str, Any]:
-    """Return a copy of a pending step and the committed parameters, for `load`.
-
-    It is equal on all ranks, so any rank can load it with any world size, except with a sharded
-    optimizer.
-    """
+    """Return a copy of a pending step and the committed parameters, equal on unsharded ranks."""
     assert pending.use is not None
     names = [piece.name for piece in pieces]
     return {
@@ -170,11 +136,7 @@ def saved(
 def load(
     state: Mapping[str, Any], committed: Sequence[Tensor], pieces: Sequence[ParameterSlice]
 ) -> PendingStep:
-    """Write the parameters into `committed`, and return the pending step.
-
-    Raises:
-        OptionError: the state is of another model.
-    """
+    """Write the parameters into `committed`, and return the pending step, if of this model."""
     weights, gradients = state["weights"], state["gradients"]
     for piece, weight in zip(pieces, committed, strict=True):
         if piece.name not in weights or weights[piece.name].shape != weight.shape:
@@ -198,21 +160,12 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
             f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
             f"optimizer has other shards than rank {rank} of {world}",
             where="the sharded state of DUO",
-            do="resume with the same number of ranks, each with its own state. To resume with "
-            "another number, call handle.flush() before saving parameters, and start with a new "
-            "optimizer or one that has loaded handle.whole_optimizer_state() before compress",
+            do="load each rank's own state; for other ranks, use handle.whole_optimizer_state()",
         )
 
 
 class Outstanding:
-    """Pending step; warns if training ends before it is committed or saved.
-
-    Args:
-        training: object whose finalization, at process exit at the latest, ends the training.
-
-    Attributes:
-        step: number of the pending step, from the optimizer's call to its commit; None without.
-    """
+    """Number of the pending step; warns if `training` is finalized before it is committed."""
 
     def __init__(self, training: object, rank: int) -> None:
         self.step: int | None = None
@@ -223,52 +176,26 @@ class Outstanding:
         if self.step is not None:
             warnings.warn(
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
-                f"of step {self.step} were applied, so the parameters are those of a lookahead "
-                "step. Call handle.flush() before evaluation, before saving and at the end of "
-                "training",
+                f"of step {self.step} were applied: the parameters are those of a lookahead step. "
+                "Call handle.flush() before evaluation, before saving and at the end of training",
                 stacklevel=2,
             )
 
 
 class StepState(Enum):
-    """Which gradients exist between two calls of the user."""
+    """Which gradients exist: of a backward pass that no step has used, and of a lookahead step."""
 
-    IDLE = "no gradients"
-    AVERAGED = "gradients that no step has used"
-    AHEAD = "gradients of a lookahead step that await their commit"
-    AVERAGED_AHEAD = "gradients of a lookahead step, and those of the next backward pass"
-
-
-class StepEvent(Enum):
-    BACKWARD = auto()
-    LOOKAHEAD = auto()
-    COMMIT = auto()
-    DROP = auto()
-
-
-_NEXT: Final = {
-    (StepState.IDLE, StepEvent.BACKWARD): StepState.AVERAGED,
-    (StepState.AVERAGED, StepEvent.LOOKAHEAD): StepState.AHEAD,
-    (StepState.AVERAGED, StepEvent.DROP): StepState.IDLE,
-    (StepState.AHEAD, StepEvent.BACKWARD): StepState.AVERAGED_AHEAD,
-    (StepState.AHEAD, StepEvent.COMMIT): StepState.IDLE,
-    (StepState.AVERAGED_AHEAD, StepEvent.COMMIT): StepState.AVERAGED,
-    (StepState.AVERAGED_AHEAD, StepEvent.DROP): StepState.AHEAD,
-}
+    IDLE = False, False
+    AVERAGED = True, False
+    AHEAD = False, True
+    AVERAGED_AHEAD = True, True
 
 
 class Steps:
     """Commit and lookahead steps of an optimizer.
 
-    Args:
-        has_lookahead: whether parameters take a step with the fast means.
-        outstanding: updated with the pending step.
-        wait: returns once the communication thread is idle.
-        after_lookahead: called with each pending step after its lookahead step.
-
-    Attributes:
-        averaged: gradients of a backward pass that no step has used yet; None without.
-        pending: gradients of the lookahead step, which await their commit; None without.
+    `wait` returns once the communication thread is idle; `after_lookahead` is called with each
+    pending step after its lookahead step.
     """
 
     def __init__(
@@ -282,7 +209,6 @@ class Steps:
     ) -> None:
         self._optimizer, self._parameters, self._has_lookahead = optimizer, live, has_lookahead
         self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
-        self.state = StepState.IDLE
         self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
         self.statistics = LookaheadStatistics()
@@ -290,6 +216,10 @@ class Steps:
         self._saved_state: dict[Any, Any] | None = None
         self._unused_gradients: list[Tensor | None] | None = None
         self._in_own_step = False
+
+    @property
+    def state(self) -> StepState:
+        return StepState((self.averaged is not None, self.pending is not None))
 
     def follow(self) -> None:
         """Register the commit and lookahead step as step hooks of the optimizer."""
@@ -299,14 +229,13 @@ class Steps:
 
     def restore(self, pending: PendingStep | None) -> None:
         """Continue from a loaded pending step, or without one."""
-        self.averaged, self.pending, self.state = None, pending, StepState.IDLE
+        self.averaged, self.pending = None, pending
         if pending is not None:
-            self.state, self._outstanding.step = StepState.AHEAD, pending.step
+            self._outstanding.step = pending.step
 
     def begin(self, step: int) -> PendingStep:
         """Start to record the gradients of a backward pass."""
         self.drop_unused()
-        self._move(StepEvent.BACKWARD)
         self.averaged = PendingStep(step)
         return self.averaged
 
@@ -318,10 +247,8 @@ class Steps:
             raise OptionError(
                 "no optimizer step has used the averaged gradients of the previous backward pass",
                 where=f"step {self.averaged.step} of DUO",
-                do="accumulate gradients under ddp.no_sync(), because DUO stores the gradients of "
-                "one backward pass; call handle.skip() to discard gradients",
+                do="accumulate gradients under ddp.no_sync(); discard them with handle.skip()",
             )
-        self._move(StepEvent.DROP)
         self.statistics.skipped += 1
         self._release(self.averaged)
         self.averaged = None
@@ -329,8 +256,7 @@ class Steps:
     def commit(self, since: float) -> bool:
         """Apply the full-precision gradients of the previous step; return whether there were any.
 
-        Args:
-            since: time from which the caller waited for them, for the statistics.
+        `since` is the time from which the caller waited for them.
         """
         pending, live = self.pending, self._parameters
         if pending is None or (use := pending.use) is None:
@@ -342,7 +268,9 @@ class Steps:
                 p.copy_(saved)
                 p.grad = None
                 if use.used[place]:
-                    p.grad = _gradient(p, pending.gradients[place], use.factor)
+                    p.grad = pending.gradients[place].to(p.dtype)
+                    if use.factor != 1.0:
+                        p.grad.mul_(use.factor)
         if use.is_scaled and not live.finite(pending.step):
             self.statistics.skipped += 1
             warnings.warn(
@@ -351,17 +279,20 @@ class Steps:
                 stacklevel=4,
             )
         else:
-            with (
-                self._own_step(),
-                functional_optimizer.under(self._optimizer, use.groups),
-                functional_optimizer.scaled_by(self._optimizer, use.scale),
-            ):
-                functional_optimizer.step(self._optimizer)
+            self._in_own_step = True
+            try:
+                with (
+                    functional_optimizer.under(self._optimizer, use.groups),
+                    functional_optimizer.scaled_by(self._optimizer, use.scale),
+                ):
+                    # With the optimizer's hooks, but without wrappers of the instance.
+                    type(self._optimizer).step(self._optimizer)
+            finally:
+                self._in_own_step = False
             self.statistics.committed += 1
         for p, gradient in zip(live.stepped, present, strict=True):
             p.grad = gradient
         self._release(pending)
-        self._move(StepEvent.COMMIT)
         self.pending = self._outstanding.step = None
         return True
 
@@ -377,16 +308,12 @@ class Steps:
             self._free_buffers.setdefault(bucket.values.numel(), []).append(bucket.values)
         step.buckets, step.gradients = [], {}
 
-    def _move(self, event: StepEvent) -> None:
-        self.state = _NEXT[self.state, event]
-
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._in_own_step:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise OptionError(
-                "optimizer.step has arguments such as a closure, but DUO repeats the step without "
-                "them",
+                "optimizer.step has arguments such as a closure, which DUO cannot repeat",
                 where="optimizer.step(...)",
                 do="run the backward pass first, then call optimizer.step() without arguments",
             )
@@ -408,10 +335,9 @@ class Steps:
         self.commit(averaged.begun)
         for saved, p in zip(live.committed, live.stepped, strict=True):
             saved.copy_(p.detach())
-        self._move(StepEvent.LOOKAHEAD)
         self.averaged, self.pending = None, averaged
         self._outstanding.step = averaged.step
-        self._saved_state = functional_optimizer.state(optimizer)
+        self._saved_state = copied(optimizer.state)
         if not self._has_lookahead:
             self._unused_gradients = [p.grad for p in live.stepped]
             for p in live.stepped:
@@ -434,27 +360,13 @@ class Steps:
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
             raise OptionError(
-                "gradients were changed between the backward pass and the step, and DUO cannot "
-                "apply the same change to the full-precision gradients",
+                "gradients were changed between the backward pass and the step, which DUO cannot "
+                "repeat for the full-precision gradients",
                 where=f"step {averaged.step} of DUO",
-                do="change them in a hook of the optimizer, which runs for both: after "
-                "compress(...), call optimizer.register_step_pre_hook(clip) with a function "
-                f"clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler as "
-                "compress(..., scaler=scaler)",
+                do="after compress(...), call optimizer.register_step_pre_hook(clip) with a "
+                f"function clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler "
+                "as compress(..., scaler=scaler)",
             )
         used = [g is not None for g in gradients]
         settings = functional_optimizer.settings(self._optimizer)
         return Use(settings, used, factor, scale), infinite
-
-    @contextlib.contextmanager
-    def _own_step(self) -> Iterator[None]:
-        self._in_own_step = True
-        try:
-            yield
-        finally:
-            self._in_own_step = False
-
-
-def _gradient(p: Tensor, mean: Tensor, factor: float) -> Tensor:
-    result = mean.to(p.dtype)
-    return result if factor == 1.0 else result.mul_(factor)

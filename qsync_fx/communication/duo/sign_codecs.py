@@ -64,13 +64,10 @@ class SignBit(Reshaped):
 
 @dataclass(frozen=True)
 class Duo:
-    """Configuration of DUO.
+    """Configuration of DUO: the codec of the fast reduction, without error feedback.
 
-    Attributes:
-        fast: codec of the fast reduction, without error feedback.
-        ahead: whether parameters take a lookahead step with the fast mean. If not, they are the
-            committed ones, one gradient behind. With 0 bits, the lookahead step has a gradient of
-            zero and still applies momentum.
+    Without `ahead`, parameters take no lookahead step with the fast mean: they are the committed
+    ones, one gradient behind. With 0 bits, the lookahead step still applies momentum.
     """
 
     fast: Codec
@@ -80,11 +77,9 @@ class Duo:
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
             raise OptionError(
-                f"DUO's fast reduction cannot use {self.fast.name}, which depends on the gradients "
-                "of earlier steps",
+                f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps",
                 where="Duo(fast=...)",
-                do="use a codec without error feedback, such as SignBit(64) for one bit: the slow "
-                "reduction corrects the error of the fast one",
+                do="use a codec without error feedback, such as SignBit(64) for one bit",
             )
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
@@ -110,13 +105,9 @@ DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
 
 
 def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
-    """Return the codec for differences of sharded parameters.
+    """Return the codec for differences of sharded parameters; raise `OptionError` if unsuitable.
 
-    The default is FP32 for FP32 gradients, else QSGD with 4 bits, or more if the fast codec is QSGD
-    with more.
-
-    Raises:
-        OptionError: the requested codec has error feedback, is AQGB, or sends no values.
+    The default is FP32 for FP32 gradients, else QSGD with 4 bits, or those of the fast QSGD.
     """
     if requested is None:
         if duo.fast == PLAIN:
@@ -126,20 +117,15 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
         raise OptionError(
-            f"differences of parameters cannot be sent with {result.name}, which has error "
-            "feedback, an adaptive number of bits or no values",
+            f"differences of parameters cannot be sent with {result.name}",
             where="compress(..., sharded=...)",
-            do='use a codec without error feedback and with fixed bits, such as "qsgd4", or True',
+            do='use a codec with fixed bits and no error feedback, such as "qsgd4", or True',
         )
     return result
 
 
 def way_named(name: str) -> Codec | Duo:
-    """Return the codec or DUO configuration of this name.
-
-    Raises:
-        OptionError: the name is unknown.
-    """
+    """Return the codec or DUO configuration of this name; raise `OptionError` if it is unknown."""
     if name in DUOS:
         return DUOS[name]
     if name in NAMES:

@@ -15,7 +15,6 @@ from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.communication.codecs.truncation import LEVELS, STEP, Truncated
 from tests.support import tiers
 from tests.support.computing.native_reference import SEEDS, STREAMS, vectors
 
@@ -67,14 +66,6 @@ def test_onebit(data: Any, size: int) -> None:
     same(torch_kernels.onebit_decode(wire, x.numel(), size), values)
 
 
-@given(st.data(), st.sampled_from(LEVELS), st.sampled_from([STEP, 2 * STEP]))
-def test_truncation(data: Any, bits: int, partition: int) -> None:
-    x = data.draw(vectors(data.draw(st.integers(0, 1200))))
-    wire, values = kernels(Truncated(bits, partition), x, Draw())
-    same(torch_kernels.truncate_encode(x, bits, partition), wire)
-    same(torch_kernels.truncate_decode(wire, x.numel(), bits, partition), values)
-
-
 @tiers.ALL
 @pytest.mark.parametrize(
     ("bits", "layout", "sizes"),
@@ -106,7 +97,7 @@ def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int,
 
 
 @tiers.ALL
-def test_inductor_makes_the_same_bits_of_signs_and_of_levels() -> None:
+def test_inductor_makes_the_same_bits_of_signs() -> None:
     x = torch.randn(1001, generator=torch.Generator().manual_seed(0))
     residual = torch.randn(1001, generator=torch.Generator().manual_seed(1))
     left = residual.clone()
@@ -115,13 +106,6 @@ def test_inductor_makes_the_same_bits_of_signs_and_of_levels() -> None:
     same(found, wire)
     same(rest, left)
     same(torch.compile(torch_kernels.onebit_decode, fullgraph=True)(wire, 1001, 64), values)
-    for bits in tiers.chosen([12], [12], [12, 16, 28]):
-        wire, values = kernels(Truncated(bits, STEP), x, Draw())
-        same(torch.compile(torch_kernels.truncate_encode, fullgraph=True)(x, bits, STEP), wire)
-        same(
-            torch.compile(torch_kernels.truncate_decode, fullgraph=True)(wire, 1001, bits, STEP),
-            values,
-        )
 
 
 @pytest.mark.parametrize("codec", [Qsgd(4, 512), Qsgd(8, 512, "two", "endpoints"), Reshaped(64)])

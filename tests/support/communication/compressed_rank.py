@@ -20,7 +20,6 @@ import qsync_fx
 from qsync_fx.communication import point_to_point
 from qsync_fx.communication.codecs import buffers
 from qsync_fx.distributed import check_replicas, compress
-from tests.support.communication import compressed_training, sharded_training
 from tests.support.communication.compressed_training import (
     Network,
     batch,
@@ -388,34 +387,6 @@ def many(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "checks": tally.checks,
         "weights": weights(model),
     }
-
-
-def shown(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The line that a handle prints, before and after three steps, beside its report."""
-    result: dict[str, Any] = {}
-    for name in job["codecs"]:
-        model: Any = sharded_training.model() if name == "fsdp" else parallel()
-        optimizer = sgd(model)
-        arguments: dict[str, Any] = {"optimizer": optimizer} if name.startswith("duo") else {}
-        if name == "uncoded":
-            arguments["least"] = 10**9
-        handle = compress(model, "qsgd8" if name in ("fsdp", "uncoded") else name, **arguments)
-        before = str(handle)
-        list(
-            (sharded_training if name == "fsdp" else compressed_training).train(
-                model, optimizer, range(3)
-            )
-            or ()
-        )
-        handle.flush()
-        report: Any = handle.report()
-        slow = report.slow.wire if name.startswith("duo") else 0
-        result[name] = {
-            "before": before,
-            "after": f"{handle}",
-            "sums": [report.tally.wire, report.tally.raw, slow],
-        }
-    return result
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from qsync_fx.communication import allreduce
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.distributed import Replanning, check_replicas, compress, measure_and_plan
-from qsync_fx.distributed.consensus.rendezvous import Meeting
+from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES, between_nodes

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import ClusterPlan
 from qsync_fx.distributed import Replanning, compress, guard
-from qsync_fx.distributed.monitoring.memory_use import held_bytes
+from qsync_fx.distributed.memory_use import held_bytes
 from qsync_fx.profiler.links import link_measurement
 from qsync_fx.profiler.profile import Collective
 from tests.support.communication.compressed_training import refusal

@@ -1,25 +1,126 @@
-"""Heartbeat thread that detects failed ranks while the main thread is blocked.
+"""Messages between ranks through the store of torch.distributed, and detection of failed ranks.
 
-Every rank writes a heartbeat to the store. Rank 0 reads all heartbeats, the others only rank 0's
-and the first reported failure. A rank that is silent or compiles for too long is reported by its
-observer. The neighbours of a rank on the same machine also detect that its process has ended, from
-/proc. A reported failure is known and logged on every rank within about a second.
+A rank may be blocked in a collective, so a heartbeat thread talks to the store. Rank 0 reads all
+heartbeats, the others only rank 0's. Ranks on the same machine also detect, from /proc, that a
+process has ended. Invariant: each rank knows and logs a reported failure within about a second, and
+no call of `Channel` waits for another rank or raises anything but `StoreLost`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from torch import distributed
+from torch.distributed import distributed_c10d
 
 from qsync_fx.communication import communication_thread
-from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
+from qsync_fx.errors import QSyncError, RankError
 
+T = TypeVar("T")
+_LONGEST: Final = 20_000
+_LOG = logging.getLogger("qsync_fx.distributed")
+_PERIOD: Final = 0.25
+_HURRIED: Final = 3.0
+"""Limit of silence in seconds after a failed collective, which implies that a rank is gone."""
+_LINGERS: Final = 5.0
+_DONE: Final = "done"
+_REMEDY: Final = (
+    "check whether its process was killed or stopped, or its machine ran out of memory; then "
+    "restart all ranks"
+)
 _STATE, _STARTED = 0, 19
 """Indices of a process's state and start time in /proc/PID/stat, after its name."""
+
+
+class StoreLost(Exception):
+    """The store does not respond: its process has ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a rank, with the texts of a `RankError`."""
+
+    rank: int | None
+    what: str
+    where: str | None = None
+    do: str | None = None
+    lives: bool = True  # whether its process can still receive reports
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Return the failure that an error on `rank` causes."""
+        text = f"rank {rank} has failed: {type(error).__name__}"
+        if isinstance(error, QSyncError):
+            return cls(rank, f"{text}: {error.what}", error.where, error.do)
+        if reason := str(error).strip()[:_LONGEST]:
+            text += f": {reason}"
+        return cls(rank, text)
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def error(self) -> RankError:
+        do = self.do or "correct the error on that rank, and restart all ranks"
+        result = RankError(self.what, where=self.where, do=do)
+        result.rank = self.rank
+        return result
+
+
+class Channel:
+    """Message channel of all ranks, under a prefix of the store."""
+
+    _begun = 0
+
+    def __init__(self) -> None:
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        # Ranks create channels in the same order, so the counter names the same channel on each. A
+        # cloned store has its own connection, which no other thread blocks.
+        Channel._begun += 1
+        store: Any = distributed_c10d._get_default_store()
+        self._store: Any = distributed_c10d.PrefixStore(f"qsync/{Channel._begun}", store.clone())
+
+    def put(self, key: str, text: str) -> None:
+        packed = zlib.compress(text.encode())
+        self._ask(lambda: self._store.set(key, packed.hex()))
+
+    def get(self, key: str) -> str | None:
+        """Return the text of a key; None if it is not set yet."""
+        if not self._ask(lambda: bool(self._store.check([key]))):
+            return None
+        packed: bytes = self._ask(lambda: self._store.get(key))
+        return zlib.decompress(bytes.fromhex(packed.decode())).decode()
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add `more` to a counter that all ranks share, and return the sum."""
+        return self._ask(lambda: int(self._store.add(key, more)))
+
+    def tell(self, failure: Failure) -> None:
+        self.put(f"failure/{self.count('failures', 1)}", failure.to_json())
+
+    def told(self) -> Failure | None:
+        """Return the first reported failure; None without one."""
+        text = self.get("failure/1")
+        return None if text is None else Failure.from_json(text)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        # torch raises DistError (a RuntimeError) or a plain RuntimeError, depending on the store.
+        except (RuntimeError, OSError) as error:
+            raise StoreLost(str(error)) from error
 
 
 def identity() -> str:
@@ -33,10 +134,7 @@ def identity() -> str:
 
 
 def has_ended(other: str) -> bool:
-    """Return whether a process on this machine with this identity has ended.
-
-    False if its state is unknown: on another machine, or in another PID namespace.
-    """
+    """Return whether a process on this machine with this identity has ended; False if unknown."""
     mine, theirs = identity().split(), other.split()
     if len(mine) != 4 or len(theirs) != 4 or mine[:2] != theirs[:2]:
         return False
@@ -53,26 +151,11 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-_LOG = logging.getLogger("qsync_fx.distributed")
-_PERIOD: Final = 0.25
-_HURRIED: Final = 3.0
-"""Limit of silence in seconds after a failed collective, which implies that a rank is gone."""
-_LINGERS: Final = 5.0
-_DONE: Final = "done"
-_REMEDY: Final = (
-    "check whether its process was killed or stopped, or its machine ran out of memory; then "
-    "restart all ranks"
-)
-
-
 class Watcher:
     """Heartbeat thread of one rank, from `start` to `stop`.
 
-    Args:
-        silence: seconds without a heartbeat until a rank counts as failed.
-        compiling: seconds that a rank may compile.
-        ends: seconds after a failure until this process is terminated, if it stays blocked; None
-            for never.
+    A rank may be silent for `silence` seconds and compile for `compiling` seconds. If this process
+    is blocked `ends` seconds after a failure, it is terminated; None for never.
     """
 
     def __init__(
@@ -103,14 +186,13 @@ class Watcher:
             except StoreLost:
                 self.lost = True
 
-    def compiles(self, begins: bool) -> None:
-        """Record that this rank begins or ends to compile."""
+    def compiles(self, begins: bool, _: object = None) -> None:
+        """Record that this rank begins or ends to compile; a callback of Dynamo."""
         self._is_compiling = begins
 
-    def wait(self, seconds: float) -> Failure | None:
-        """Return the failure as soon as one is known; None after `seconds`."""
+    def wait(self, seconds: float) -> None:
+        """Return as soon as a failure is known, at the latest after `seconds`."""
         self._known.wait(seconds)
-        return self.failure
 
     def hurry(self) -> None:
         """Shorten the limit of silence on all ranks, because a collective has failed."""
@@ -172,6 +254,7 @@ class Watcher:
             os._exit(1)
 
     def _look(self, now: float) -> None:
+        """Report the first rank whose process has ended, that is silent or compiles too long."""
         channel = self.channel
         for rank in {(channel.rank + 1) % channel.world, (channel.rank - 1) % channel.world}:
             process = channel.get(f"process/{rank}")

@@ -1,9 +1,9 @@
-"""Drift detection: when compute time or memory differs from the plan for many steps.
+"""Drift detection: when compute time, memory or links differ from the plan for many steps.
 
-A rank compares its compute seconds and its available memory with the predictions of the plan. Drift
-is reported if all of the last `patience` steps exceed `tolerance` in the same direction. A class is
-as slow as its slowest rank: it is slower if one rank is, and faster only if all are. Invariant:
-decisions are pure functions of measurements, so ranks with equal statements decide the same.
+A rank compares its compute seconds and its memory with the predictions of the plan. Drift is
+reported if all of the last `patience` steps exceed `tolerance` in the same direction. A class is
+slower if one rank is, and faster only if all are. All ranks time one all-reduce together, between
+steps, so that a late rank is not mistaken for a slow link.
 """
 
 from __future__ import annotations
@@ -12,28 +12,36 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.errors import OptionError
 from qsync_fx.plan_switching import when_called
+from qsync_fx.predictor.replayer.cluster import Cluster
+from qsync_fx.profiler.links.collective_times import all_reduce_seconds
 
 Clock = Callable[[], float]
+_NOTE: Final = "link"
+_OUGHT: Final = 0.01
+"""Minimum seconds of the probe, well above clock and scheduler noise."""
+_LONGEST: Final = 0.5
+"""Seconds above which the probe uses fewer bytes."""
+_LATENCIES: Final = 3
+_REPEATS: Final = 3
+_SIZES: Final = tuple(2**power for power in range(12, 27, 2))
+_SMALLEST: Final = 2**10
+_IN_A_ROW: Final = 2
 
 
 class Pace:
     """Timer of this rank's compute seconds per step, without waiting for other ranks.
 
     A pass starts at the call of a compiled region and ends with the last gradient of autograd,
-    before DistributedDataParallel waits for others; the optimizer step is added. Calls without
-    gradients and calls inside a backward pass (recomputation) start no pass. Call `begin` and `end`
-    around the optimizer step.
-
-    Args:
-        model: the module that is called, or one that contains compiled modules.
-        clock: in seconds.
+    before DistributedDataParallel waits for others; the optimizer step is added. Call `begin` and
+    `end` around the optimizer step.
     """
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
@@ -63,10 +71,13 @@ class Pace:
     def end(self) -> float | None:
         """Return the mean seconds per pass plus the optimizer step; None without a pass."""
         took, passes = self._clock() - self._optimizing, self._passes
+        if not passes:
+            return None
         self._passes = []
-        return statistics.fmean(passes) + took if passes else None
+        return statistics.fmean(passes) + took
 
     def _called(self) -> None:
+        # A call inside a backward pass recomputes activations.
         recomputes = torch._C._current_graph_task_id() != -1
         if not (self._model.training and torch.is_grad_enabled()) or recomputes:
             return
@@ -93,8 +104,7 @@ class Hysteresis:
             15%.
         patience: consecutive steps that must exceed it.
         cooldown: steps after a decision that are ignored.
-        gain: relative improvement of step time or variance that justifies recompilation for another
-            plan.
+        gain: relative improvement of step time or variance that justifies recompilation.
         links: relative deviation of an all-reduce from the prediction, in two consecutive probes
             that are `patience` steps apart; for plans with codecs.
     """
@@ -116,36 +126,22 @@ class Hysteresis:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a rank, in bytes.
+    """Memory of a rank, in bytes."""
 
-    Attributes:
-        allowed: bytes that a step may use now, parameters included.
-        needed: predicted peak memory of the active plan.
-        planned: limit that the active plan was solved for, if less than the user's limit; None
-            otherwise.
-    """
-
-    allowed: float
-    needed: float
-    planned: float | None = None
+    allowed: float  # what a step may use now, parameters included
+    needed: float  # predicted peak memory of the active plan
+    planned: float | None = None  # limit that the plan was solved for, if less than the user's
 
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Observations of a rank in its last steps.
+    """Observations of a rank in its last steps."""
 
-    Attributes:
-        paces: measured over predicted seconds.
-        rooms: memory; None if unknown.
-        resting: steps that are still ignored.
-    """
-
-    paces: tuple[float, ...] = ()
+    paces: tuple[float, ...] = ()  # measured over predicted seconds
     rooms: tuple[Room | None, ...] = ()
-    resting: int = 0
+    resting: int = 0  # steps that are still ignored
 
     def after_step(self, pace: float, room: Room | None, patience: int) -> StepWindow:
-        """Return the window of the last `patience` steps after another one."""
         if self.resting:
             return replace(self, resting=self.resting - 1)
         paces, rooms = (*self.paces, pace), (*self.rooms, room)
@@ -174,51 +170,31 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class WindowSummary:
-    """Summary of a rank's window, sent to the other ranks.
+    """Summary of a rank's window, sent to the other ranks."""
 
-    Attributes:
-        pace: median of measured over predicted seconds; None before there are enough steps.
-        slower, faster: whether all steps exceed the tolerance.
-        allowed: minimum of the bytes that a step may use; None if unknown.
-        tight: whether the plan needs more than allowed in all steps.
-        roomy: whether the plan was solved for less memory than is available in all steps.
-    """
-
-    pace: float | None = None
-    slower: bool = False
-    faster: bool = False
-    allowed: float | None = None
-    tight: bool = False
-    roomy: bool = False
+    pace: float | None = None  # median of measured over predicted seconds
+    slower: bool = False  # whether all steps exceed the tolerance
+    faster: bool = False  # whether all steps exceed the tolerance
+    allowed: float | None = None  # minimum of the bytes that a step may use
+    tight: bool = False  # whether the plan needs more than allowed in all steps
+    roomy: bool = False  # whether all steps have more memory than the plan was solved for
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Reason for replanning, and the changed properties of the cluster.
+    """Reason for replanning: classes with changed speed or memory, and ranks with each change."""
 
-    Attributes:
-        paces: measured over predicted seconds, by class, if known.
-        allowed: bytes that a step may use, by class, if known.
-        slower, faster, tight, roomy: ranks with this change.
-        links: measured over predicted seconds of an all-reduce; None without a change.
-    """
-
-    paces: Mapping[str, float] = field(default_factory=dict)
-    allowed: Mapping[str, float] = field(default_factory=dict)
+    paces: Mapping[str, float] = field(default_factory=dict)  # measured over predicted seconds
+    allowed: Mapping[str, float] = field(default_factory=dict)  # bytes that a step may use
     slower: tuple[int, ...] = ()
     faster: tuple[int, ...] = ()
     tight: tuple[int, ...] = ()
     roomy: tuple[int, ...] = ()
-    links: float | None = None
+    links: float | None = None  # measured over predicted seconds of an all-reduce
 
 
 def drift(everyones: Sequence[WindowSummary], classes: Sequence[str]) -> Drift | None:
-    """Return the reason for replanning; None without drift.
-
-    Args:
-        everyones: summary of each rank.
-        classes: device class of each rank.
-    """
+    """Return the reason for replanning, from the summary and device class of each rank."""
     by_class: dict[str, list[WindowSummary]] = {}
     for name, summary in zip(classes, everyones, strict=True):
         by_class.setdefault(name, []).append(summary)
@@ -246,11 +222,7 @@ def drift(everyones: Sequence[WindowSummary], classes: Sequence[str]) -> Drift |
 
 
 def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
-    """Return the median of `ratios` if all deviate in the same direction; None otherwise.
-
-    Args:
-        ratios: last measured over predicted seconds of an all-reduce; several, to exclude noise.
-    """
+    """Return the median of measured over predicted seconds if all deviate in one direction."""
     limit = 1 + settings.links
     if not ratios or (min(ratios) <= limit and max(ratios) >= 1 / limit):
         return None
@@ -258,14 +230,83 @@ def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
 
 
 def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, gain: float) -> bool:
-    """Return whether another plan is worth compiling for.
+    """Return whether a plan with (step seconds, variance) `after` is worth compiling for.
 
-    Args:
-        before, after: (step seconds, gradient variance) under the active plan and the other plan.
-        fits: whether the active plan satisfies the memory limits.
-        gain: relative improvement that the other plan must reach.
+    `fits` tells whether the active plan satisfies the memory limits, `gain` the improvement to
+    reach.
     """
     (old_seconds, old_variance), (seconds, variance) = before, after
     if not fits or seconds < old_seconds * (1 - gain):
         return True
     return variance < old_variance * (1 - gain) and seconds <= old_seconds * (1 + gain)
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """All-reduce of `nbytes` with its predicted `seconds`; 0 bytes if there is no traffic."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> LinkProbe:
+        """Return a probe that is sensitive to the bandwidth of a cluster, not to latency."""
+        if cluster.ranks == 1:
+            return cls()
+        seconds = cluster.all_reduce.seconds(list(map(float, _SIZES)), cluster.ranks).tolist()
+        probes = [cls(size, time) for size, time in zip(_SIZES, seconds, strict=True)]
+        least = max(_OUGHT, _LATENCIES * seconds[0])
+        return next((probe for probe in probes if probe.seconds >= least), probes[-1])
+
+    @classmethod
+    def noted(cls, notes: Mapping[str, str]) -> LinkProbe | None:
+        """Return the probe in the notes of a plan; None without one."""
+        if _NOTE not in notes:
+            return None
+        nbytes, seconds = notes[_NOTE].split()
+        return cls(int(nbytes), float(seconds))
+
+    def notes(self) -> dict[str, str]:
+        return {_NOTE: f"{self.nbytes} {self.seconds:.6g}"} if self.nbytes else {}
+
+
+class ProbedLinks:
+    """Link monitor of one training, on one rank; `probe` is None if the plan has none."""
+
+    def __init__(
+        self, notes: Mapping[str, str], settings: Hysteresis, device: torch.device = CPU
+    ) -> None:
+        self._settings, self._device = settings, device
+        self._resting, self._ratios = 0, list[float]()
+        self.probe = LinkProbe.noted(notes)
+
+    def look(self) -> float | None:
+        """Measure on all ranks, every `patience` steps; return measured over predicted seconds or
+        None.
+        """
+        if self.probe is None:
+            return None
+        if self._resting > 0:
+            self._resting -= self._settings.patience
+            return None
+        seconds = all_reduce_seconds(self.probe.nbytes, _REPEATS, self._device)
+        self._ratios = [*self._ratios, seconds / self.probe.seconds][-_IN_A_ROW:]
+        if len(self._ratios) < _IN_A_ROW:
+            return None
+        return link_drift(self._ratios, self._settings)
+
+    def decided(self, ratio: float | None) -> None:
+        """Start the cooldown after a decision; scale the prediction by `ratio` if links changed."""
+        self._resting, self._ratios = self._settings.cooldown, []
+        if self.probe is not None and ratio is not None:
+            nbytes, seconds = self.probe.nbytes, self.probe.seconds * ratio
+            while seconds > _LONGEST and nbytes > _SIZES[0]:
+                nbytes, seconds = nbytes // 4, seconds / 4
+            self.probe = LinkProbe(nbytes, seconds)
+
+    def table(self) -> list[tuple[int, float]]:
+        """Measure all-reduces up to the size of the probe, on all ranks: (bytes, seconds)."""
+        if self.probe is None:
+            return []
+        sizes = [size for size in (_SMALLEST, *_SIZES) if size <= self.probe.nbytes]
+        return [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]

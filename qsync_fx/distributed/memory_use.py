@@ -1,16 +1,14 @@
 """Peak memory of a step, measured against the memory limit of the plan.
 
-Measured once per plan after its first steps, and only if the plan has a memory limit, because
-recording costs time. On the CPU two steps are recorded, unless another profiler is active; on a GPU
-torch's allocator statistics of one step are used.
+Measured once per plan after its first steps, and only if the plan has a memory limit. On the CPU
+two steps are recorded, unless another profiler is active; on a GPU torch's statistics are used.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.plan_result import PredictedCost
-from qsync_fx.distributed.consensus.agreement import parallel_in
+from qsync_fx.backend.cuda.kernel_build.compiler import available_memory
+from qsync_fx.distributed.agreement import parallel_in
 from qsync_fx.errors import PlanError
 from qsync_fx.formatting import short
 from qsync_fx.profiler.timing.measured_memory import AllocationRecording
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def parallel_around(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel that a model is, contains, or is being called by."""
-    return parallel_in(model) or DistributedDataParallel._active_ddp_module
 
 
 def held_bytes(
@@ -55,34 +47,14 @@ def held_bytes(
     return total
 
 
-def gradients(
-    model: nn.Module, parallel: DistributedDataParallel | None
-) -> list[weakref.ref[Tensor]]:
-    """Return weak references to the gradients that exist and are not views of a bucket."""
-    if parallel is not None and parallel.gradient_as_bucket_view:
-        return []
-    return [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
-
-
 def free_bytes(device: torch.device) -> float | None:
     """Return the free bytes of a device, including torch's reserve; None if unknown."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + reserve)
-    return min(_of_system(), default=None)
-
-
-def _of_system() -> Iterator[float]:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield 1024.0 * int(line.split()[1])
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit.isdecimal():
-            yield float(int(limit) - int((_CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):
-        if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-            yield float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if Path("/proc/meminfo").exists():
+        return float(available_memory())
+    return None
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -91,17 +63,10 @@ _FIRST = 3
 
 
 class PeakCheck:
-    """Peak memory check of one training on one rank.
+    """Peak memory check of one training on one rank; `who` is its name in messages.
 
-    Call `called` before each pass and `stepped` after each optimizer step.
-
-    Args:
-        who: name of this rank in messages.
-        optimizers: returns the optimizers that have stepped.
-
-    Attributes:
-        parallel: the DistributedDataParallel, once known.
-        over: measured over predicted bytes of the active plan; None before it is measured.
+    Call `called` before each pass and `stepped` after each optimizer step. `over` is the ratio of
+    measured to predicted bytes of the active plan; None before it is measured.
     """
 
     def __init__(
@@ -125,7 +90,8 @@ class PeakCheck:
         return self._predicted.memory is not None and self.over is None
 
     def called(self) -> None:
-        self.parallel = self.parallel or parallel_around(self._model)
+        called_by = DistributedDataParallel._active_ddp_module
+        self.parallel = self.parallel or parallel_in(self._model) or called_by
         if not self._is_open or self._steps < _FIRST or not torch.is_grad_enabled():
             return
         if self._device.type != "cpu":
@@ -134,7 +100,10 @@ class PeakCheck:
                 self._began = self._steps
         elif self._began < 0:
             if not _profiler_enabled():
-                self._before = gradients(self._model, self.parallel)
+                self._before = []
+                if self.parallel is None or not self.parallel.gradient_as_bucket_view:
+                    gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+                    self._before = [weakref.ref(gradient) for gradient in gradients]
                 self._recording, self._began = AllocationRecording(), self._steps
         elif self._recording is not None and self._steps == self._began + 1 and not self._second:
             self._recording.second()
