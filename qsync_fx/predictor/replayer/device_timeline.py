@@ -27,28 +27,16 @@ def ends(ready: Array, seconds: Array) -> Array:
 
         ends[n] = max over m <= n of (ready[m] + seconds[m] + ... + seconds[n])
 
-    This is the sum of all durations so far plus the running maximum of the delays. It describes
-    buckets that travel one after the other (QSync, Eq. (6)), and kernels launched by a host.
-
-    Args:
-        ready: (..., pieces), start times at the earliest, in seconds.
-        seconds: (..., pieces), durations.
+    It describes buckets that travel one after the other (QSync, Eq. (6)), and kernels launched by a
+    host. Both arguments are (..., pieces), in seconds.
     """
     total = np.cumsum(seconds, axis=-1)
-    late: Array = ready - (total - seconds)
-    np.maximum.accumulate(late, axis=-1, out=late)
-    late += total
-    return late
+    return np.asarray(np.maximum.accumulate(ready - (total - seconds), axis=-1) + total)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Mutual slowdown of communication and computation, which share memory and CPU cores.
-
-    Attributes:
-        compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
-        transfer: relative slowdown of a transfer while any device computes.
-    """
+    """Relative slowdown, 0.1 for 10%, of computation while a bucket travels, and vice versa."""
 
     compute: float = 0.0
     transfer: float = 0.0
@@ -64,10 +52,8 @@ class DeviceStep:
     Attributes:
         begins: (..., devices), start of the step on each device.
         ready: (..., devices, buckets), time at which each bucket is ready on each device.
-        sent: (..., buckets), start of each transfer.
-        arrived: (..., buckets), end of each transfer.
-        computed: (..., devices), end of the backward pass.
-        done: (..., devices), end of the optimizer step, when the next step can begin.
+        sent, arrived: (..., buckets), start and end of each transfer.
+        computed, done: (..., devices), end of the backward pass and of the optimizer step.
         slowed: relative slowdown of computation during transfers.
     """
 
@@ -82,15 +68,12 @@ class DeviceStep:
     @property
     def seconds(self) -> Array:
         """Interval between the starts of two steps in seconds."""
-        longest: Array = (self.done - self.begins).max(axis=-1)
-        return longest
+        return np.asarray((self.done - self.begins).max(axis=-1))
 
     def moments(self, device: int, clock: Array) -> Array:
-        """Return the times at which a device's local clock shows `clock`, for one plan."""
+        """Return the times at which a device's local clock shows `clock`."""
         begins, used = self.begins[device : device + 1], self.arrived - self.sent
-        clocks = _clocks(self.sent, used, begins, self.slowed)
-        moments: Array = _moments(clock[None], begins, clocks, used, self.slowed)[0]
-        return moments
+        return np.asarray(_moments(clock[None], begins, self.sent, used, self.slowed)[0])
 
 
 def step(
@@ -107,9 +90,8 @@ def step(
         ready: (..., devices, buckets), time at which each bucket is ready, by the local clock.
         computed: (..., devices), end of the backward pass by the local clock.
         optimizer: (..., devices), duration of the optimizer and other work before the next step.
-        transfer: (..., buckets), transfer duration of each bucket.
+        transfer: (..., buckets), duration of each transfer.
         begins: (..., devices), start of the step.
-        overlap: mutual slowdown of communication and computation.
     """
     if overlap == NONE:
         ready, computed = ready + begins[..., None], computed + begins
@@ -128,8 +110,7 @@ def steady(
 ) -> DeviceStep:
     """Return a steady-state step: each device begins when it has finished the previous step.
 
-    A device with a fast optimizer begins earlier than others. The first step of a run, which all
-    devices begin together, is therefore longer. The arguments are the same as for `step`.
+    A device with a fast optimizer begins earlier than others. The arguments are those of `step`.
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
@@ -160,24 +141,18 @@ def _slowed(
     moments, sent, used = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
     free = np.zeros(transfer.shape[:-1])
     for index in range(transfer.shape[-1]):
-        before = slice(0, index)
-        clocks = _clocks(sent[..., before], used[..., before], begins, overlap.compute)
-        item = ready[..., index : index + 1]
-        moments[..., index] = _moments(item, begins, clocks, used[..., before], overlap.compute)[
-            ..., 0
-        ]
-        sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
-        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)[
-            ..., -1
-        ]
-        left = np.maximum(computed - clock, 0).max(axis=-1) * (1 + overlap.compute)
-        neighbours = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
-        used[..., index] = transfer[..., index] + neighbours * overlap.transfer / (
-            1 + overlap.transfer
+        earlier, item = slice(0, index), slice(index, index + 1)
+        moments[..., item] = _moments(
+            ready[..., item], begins, sent[..., earlier], used[..., earlier], overlap.compute
         )
+        sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
+        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)
+        left = np.maximum(computed - clock[..., -1], 0).max(axis=-1) * (1 + overlap.compute)
+        together = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
+        slower = together * overlap.transfer / (1 + overlap.transfer)
+        used[..., index] = transfer[..., index] + slower
         free = sent[..., index] + used[..., index]
-    clocks = _clocks(sent, used, begins, overlap.compute)
-    computed = _moments(computed[..., None], begins, clocks, used, overlap.compute)[..., 0]
+    computed = _moments(computed[..., None], begins, sent, used, overlap.compute)[..., 0]
     return moments, sent, sent + used, computed
 
 
@@ -187,20 +162,18 @@ def _clocks(sent: Array, used: Array, begins: Array, slowed: float) -> Array:
     return (sent - lost)[..., None, :] - begins[..., None]
 
 
-def _moments(clock: Array, begins: Array, clocks: Array, used: Array, slowed: float) -> Array:
+def _moments(clock: Array, begins: Array, sent: Array, used: Array, slowed: float) -> Array:
     """Return the times at which local clocks show `clock` (..., devices, times).
 
-    Args:
-        clocks: local clocks of the devices at the start of each transfer.
-        used: duration of each transfer.
+    Transfers start at `sent` and take `used` seconds (..., buckets).
     """
-    plain: Array = begins[..., None] + clock
+    plain = begins[..., None] + clock
     if not slowed:
         return plain
-    shown = (used / (1 + slowed))[..., None, None, :]
-    neighbours = np.clip(clock[..., :, None] - clocks[..., None, :], 0, shown)
-    plain += slowed * neighbours.sum(axis=-1)
-    return plain
+    clocks = _clocks(sent, used, begins, slowed)
+    during = (used / (1 + slowed))[..., None, None, :]
+    together = np.clip(clock[..., :, None] - clocks[..., None, :], 0, during)
+    return np.asarray(plain + slowed * together.sum(axis=-1))
 
 
 @dataclass(frozen=True)
@@ -208,11 +181,8 @@ class Local:
     """Timeline of a device without other devices, at full speed, in seconds since its start.
 
     Attributes:
-        entries: entries in execution order.
-        seconds: (entries,), durations.
-        ends: (entries,), end times.
+        seconds, ends: (entries,), durations and end times.
         ready: (buckets,), time at which each bucket can be sent.
-        optimizer: duration of the optimizer step.
     """
 
     entries: tuple[Entry, ...]
@@ -228,30 +198,12 @@ class Local:
 
 
 def arrival(schedule: Schedule) -> list[int]:
-    """Return parameters in the order in which their gradients become ready.
-
-    Gradients that become ready together are in reverse registration order.
-    """
+    """Return parameters as their gradients become ready, else in reverse registration order."""
     index = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
     return sorted(
         (index[path] for path in schedule.ready),
         key=lambda n: (schedule.ready[schedule.parameters[n].path], -n),
     )
-
-
-def done_after(schedule: Schedule, buckets: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each bucket the number of entries that must finish before it is ready.
-
-    DDP sends buckets in order, so a bucket also waits for all earlier ones.
-    """
-    paths = [parameter.path for parameter in schedule.parameters]
-    done, result = 0, []
-    for bucket in buckets:
-        # A parameter without a gradient is sent as zeros, which are ready at the start.
-        full = (schedule.ready.get(paths[index], -1) for index in bucket)
-        done = max(done, len(schedule.forward) + 1 + max(full, default=-1))
-        result.append(done)
-    return result
 
 
 def local(
@@ -265,11 +217,9 @@ def local(
 ) -> Local:
     """Return a device's timeline without other devices.
 
-    The device runs its entries in order, each after the host has launched it. Compression of a
-    bucket is work of the device.
+    The device runs its entries in order, each after the host has launched it.
 
     Args:
-        schedule: schedule of the device.
         buckets: parameters of each bucket, in sending order.
         slowdown: factor on all durations; 1.1 for 10% slower than the schedule.
         launch: seconds that the host needs to launch an entry.
@@ -277,7 +227,15 @@ def local(
         neighbours: by bucket, work of the device after the start of its transfer, before it
             continues to compute.
     """
-    entries, done = [*schedule.forward, *schedule.backward], done_after(schedule, buckets)
+    entries, done = [*schedule.forward, *schedule.backward], list[int]()
+    last = len(schedule.forward)
+    for bucket in buckets:
+        # DDP sends buckets in order, so a bucket also waits for all earlier ones. A parameter
+        # without a gradient is sent as zeros, which are ready at the start.
+        paths = (schedule.parameters[index].path for index in bucket)
+        ends_at = max((schedule.ready.get(path, -1) for path in paths), default=-1)
+        last = max(last, len(schedule.forward) + 1 + ends_at)
+        done.append(last)
     for index in sorted({*extra, *neighbours}, reverse=True):
         before, behind = ([item[index]] if index in item else [] for item in (extra, neighbours))
         entries[done[index] : done[index]] = [*before, *behind]

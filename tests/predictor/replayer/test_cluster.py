@@ -201,7 +201,7 @@ def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
         ),
         (
             "[devices.a]\ncount = 4\n[nodes]\nranks = 3\nbandwidth = 1",
-            "4 devices 'a', which do not make nodes",
+            "4 devices, which do not make nodes",
             "nodes",
         ),
         (
