@@ -163,10 +163,8 @@ class Timeline:
 
     def _computing(self, index: int, name: str) -> list[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
-        begin, end = (
-            step.moments(index, clock).tolist()
-            for clock in (alone.ends - alone.seconds, alone.ends)
-        )
+        ends = alone.ends + step.begins[index]
+        begin, end = (ends - alone.seconds).tolist(), ends.tolist()
         pieces = [
             TimelinePiece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
             for entry, since, until in zip(alone.entries, begin, end, strict=True)

@@ -24,7 +24,6 @@ from qsync_fx.predictor.replayer.collectives import (
     Levels,
     MeasuredCollectives,
 )
-from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.schema import Check, Path, TomlSchema
 
 Memory = float | int | str
@@ -98,8 +97,6 @@ class Network:
             cores send and sum, 1 if the computing cores do, more if both slow each other down.
         coding: computation delay per second in which codecs encode and decode; None for the value
             of `busy`, at most 1.
-        slows_compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
-        slows_transfer: relative slowdown of a transfer while a device computes.
     """
 
     bandwidth: float | None = None
@@ -108,8 +105,6 @@ class Network:
     ranks: int | None = None
     busy: float = 0.0
     coding: float | None = None
-    slows_compute: float = 0.0
-    slows_transfer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,9 +162,7 @@ class Compression:
     each: float = 0.0
 
 
-_ZERO_IS_FINE: Final = frozenset(
-    "latency delay launch busy coding slows_compute slows_transfer fixed each copies".split()
-)
+_ZERO_IS_FINE: Final = frozenset("latency delay launch busy coding fixed each copies".split())
 
 
 def _positive(value: Any) -> str | None:
@@ -361,12 +354,6 @@ class Cluster:
                 "measurements inside and across nodes"
             )
         return None
-
-    @property
-    def overlap(self) -> Overlap:
-        """Mutual slowdown of communication and computation."""
-        network = self.network or Network()
-        return Overlap(network.slows_compute, network.slows_transfer)
 
     def check_names(self, names: Mapping[str, object], of: str) -> None:
         """Raise `ProfileError` unless `names` are exactly the device classes of the cluster."""

@@ -156,7 +156,6 @@ def simulate(
         np.array([device.computed for device in devices.values()]),
         np.array(between),
         used,
-        cluster.overlap,
     )
     return SimulatedStep(cluster, devices, buckets, step)
 

@@ -35,17 +35,6 @@ def ends(ready: Array, seconds: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Relative slowdown, 0.1 for 10%, of computation while a bucket travels, and vice versa."""
-
-    compute: float = 0.0
-    transfer: float = 0.0
-
-
-NONE: Final = Overlap()
-
-
-@dataclass(frozen=True)
 class DeviceStep:
     """Timeline of a step on all devices; times in seconds.
 
@@ -54,7 +43,6 @@ class DeviceStep:
         ready: (..., devices, buckets), time at which each bucket is ready on each device.
         sent, arrived: (..., buckets), start and end of each transfer.
         computed, done: (..., devices), end of the backward pass and of the optimizer step.
-        slowed: relative slowdown of computation during transfers.
     """
 
     begins: Array
@@ -63,58 +51,40 @@ class DeviceStep:
     arrived: Array
     computed: Array
     done: Array
-    slowed: float = 0.0
 
     @property
     def seconds(self) -> Array:
         """Interval between the starts of two steps in seconds."""
         return np.asarray((self.done - self.begins).max(axis=-1))
 
-    def moments(self, device: int, clock: Array) -> Array:
-        """Return the times at which a device's local clock shows `clock`."""
-        begins, used = self.begins[device : device + 1], self.arrived - self.sent
-        return np.asarray(_moments(clock[None], begins, self.sent, used, self.slowed)[0])
-
 
 def step(
-    ready: Array,
-    computed: Array,
-    optimizer: Array,
-    transfer: Array,
-    begins: Array,
-    overlap: Overlap = NONE,
+    ready: Array, computed: Array, optimizer: Array, transfer: Array, begins: Array
 ) -> DeviceStep:
     """Return the timeline of a step of devices that begin at `begins`.
 
     Args:
-        ready: (..., devices, buckets), time at which each bucket is ready, by the local clock.
-        computed: (..., devices), end of the backward pass by the local clock.
+        ready: (..., devices, buckets), time at which each bucket is ready, since `begins`.
+        computed: (..., devices), end of the backward pass, since `begins`.
         optimizer: (..., devices), duration of the optimizer and other work before the next step.
         transfer: (..., buckets), duration of each transfer.
         begins: (..., devices), start of the step.
     """
-    if overlap == NONE:
-        ready, computed = ready + begins[..., None], computed + begins
-        arrived = ends(ready.max(axis=-2), transfer)
-        sent = arrived - transfer
-    else:
-        ready, sent, arrived, computed = _slowed(ready, computed, transfer, begins, overlap)
+    ready, computed = ready + begins[..., None], computed + begins
+    arrived = ends(ready.max(axis=-2), transfer)
+    sent = arrived - transfer
     synchronized = np.maximum(arrived[..., -1:], computed) if arrived.shape[-1] else computed
-    return DeviceStep(
-        begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute
-    )
+    return DeviceStep(begins, ready, sent, arrived, computed, synchronized + optimizer)
 
 
-def steady(
-    ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE
-) -> DeviceStep:
+def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array) -> DeviceStep:
     """Return a steady-state step: each device begins when it has finished the previous step.
 
     A device with a fast optimizer begins earlier than others. The arguments are those of `step`.
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
-        result = step(ready, computed, optimizer, transfer, begins, overlap)
+        result = step(ready, computed, optimizer, transfer, begins)
         following = result.done - result.done.min(axis=-1, keepdims=True)
         if (
             not transfer.shape[-1]
@@ -129,56 +99,9 @@ _TURNS: Final = 64
 _SAME: Final = 1e-12
 
 
-def _slowed(
-    ready: Array, computed: Array, transfer: Array, begins: Array, overlap: Overlap
-) -> tuple[Array, Array, Array, Array]:
-    """Return when buckets are ready, sent and arrived, and when devices have computed.
-
-    A local clock runs slower during transfers. All earlier transfers are known when a bucket
-    becomes ready, so one iteration per bucket converts local clocks to times.
-    """
-    transfer = np.broadcast_to(transfer, (*ready.shape[:-2], ready.shape[-1]))
-    moments, sent, used = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
-    free = np.zeros(transfer.shape[:-1])
-    for index in range(transfer.shape[-1]):
-        earlier, item = slice(0, index), slice(index, index + 1)
-        moments[..., item] = _moments(
-            ready[..., item], begins, sent[..., earlier], used[..., earlier], overlap.compute
-        )
-        sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
-        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)
-        left = np.maximum(computed - clock[..., -1], 0).max(axis=-1) * (1 + overlap.compute)
-        together = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
-        slower = together * overlap.transfer / (1 + overlap.transfer)
-        used[..., index] = transfer[..., index] + slower
-        free = sent[..., index] + used[..., index]
-    computed = _moments(computed[..., None], begins, sent, used, overlap.compute)[..., 0]
-    return moments, sent, sent + used, computed
-
-
-def _clocks(sent: Array, used: Array, begins: Array, slowed: float) -> Array:
-    """Return the local clocks of devices at the start of each transfer (..., devices, buckets)."""
-    lost = (np.cumsum(used, axis=-1) - used) * slowed / (1 + slowed)
-    return (sent - lost)[..., None, :] - begins[..., None]
-
-
-def _moments(clock: Array, begins: Array, sent: Array, used: Array, slowed: float) -> Array:
-    """Return the times at which local clocks show `clock` (..., devices, times).
-
-    Transfers start at `sent` and take `used` seconds (..., buckets).
-    """
-    plain = begins[..., None] + clock
-    if not slowed:
-        return plain
-    clocks = _clocks(sent, used, begins, slowed)
-    during = (used / (1 + slowed))[..., None, None, :]
-    together = np.clip(clock[..., :, None] - clocks[..., None, :], 0, during)
-    return np.asarray(plain + slowed * together.sum(axis=-1))
-
-
 @dataclass(frozen=True)
 class Local:
-    """Timeline of a device without other devices, at full speed, in seconds since its start.
+    """Timeline of a device without other devices, in seconds since its start.
 
     Attributes:
         seconds, ends: (entries,), durations and end times.
