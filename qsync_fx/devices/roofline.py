@@ -347,7 +347,7 @@ class GemmShape:
 
 
 def moved(by: MemorySpec, size: float) -> float:
-    """Return the seconds to read and write `size` bytes, at least those of a kernel launch."""
+    """Return the seconds to read and write `size` bytes, at least a kernel launch."""
     seconds = size / (by.bandwidth * by.fraction)
     if by.cache_bandwidth:
         cached = min(size, by.cache)
@@ -381,10 +381,10 @@ def share(ranks: int) -> float:
 
 def interpolated(sizes: ArrayLike, seconds: ArrayLike, size: ArrayLike) -> Numbers:
     """Interpolate linearly in log-log space; constant below the range, proportional above it."""
-    known = np.asarray(sizes, dtype=float)
-    inside = np.log(np.clip(size, known[0], known[-1]))
-    result = np.exp(np.interp(inside, np.log(known), np.log(seconds)))
-    return np.asarray(result * np.maximum(np.asarray(size) / known[-1], 1.0))
+    points = np.asarray(sizes, dtype=float)
+    inside = np.log(np.clip(size, points[0], points[-1]))
+    result = np.exp(np.interp(inside, np.log(points), np.log(seconds)))
+    return np.asarray(result * np.maximum(np.asarray(size) / points[-1], 1.0))
 
 
 _FEWEST = 16

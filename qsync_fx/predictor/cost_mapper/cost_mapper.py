@@ -396,10 +396,10 @@ class CostMapper:
         for index in operators:
             near = self._tables.near[index]
             key = (*[precisions[i] for i in near], *[outputs[i] for i in near])
-            known = self._known_operators[index]
-            if key not in known:
-                known[key] = self._operator_time(index)
-            new_times.append((index, known[key]))
+            times = self._known_operators[index]
+            if key not in times:
+                times[key] = self._operator_time(index)
+            new_times.append((index, times[key]))
         for number in points:
             live, readers, others = self._tables.keys[number]
             key = (

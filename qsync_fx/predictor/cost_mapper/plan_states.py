@@ -207,8 +207,8 @@ def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedC
         for read in operator.reads:
             yield from cast(read, result[index][0], index)
         if operator.converted:
-            own = graph.values[operator.result].own
-            yield from change(index, operator.result, own, wanted=False)
+            before = graph.values[operator.result].own
+            yield from change(index, operator.result, before, wanted=False)
     for read in graph.outputs:
         yield from cast(read, None, graph.values[read.origin].operator)
 

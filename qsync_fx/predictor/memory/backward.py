@@ -212,8 +212,9 @@ class Backward:
     def _materialized(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
         """Materialize the gradient of an operator's result in a format."""
         buffer = self._buffer(operator.result, fmt)
-        for only in incoming:
-            if len(incoming) == 1 and (only.format, only.bytes) == (fmt, buffer.bytes):
+        if len(incoming) == 1:
+            (only,) = incoming
+            if (only.format, only.bytes) == (fmt, buffer.bytes):
                 return only
         self._task(operator.id, False, incoming, buffer)
         return buffer

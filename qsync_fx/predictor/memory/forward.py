@@ -104,10 +104,8 @@ class Forward(Values):
             lies = self._part if copies else self._lie
             self.factors[index, place] = lies(read.value, wanted, index)
         factors = [self.factors[index, place] for place in range(len(operator.reads))]
-        extras: list[Buffer] = []
+        extras = self._extras_of(index, operator) if attends(operator) else []
         self._extras[index] = extras
-        if attends(operator):
-            extras += self._extras_of(index, operator)
         self._task(index, True, filter(None, factors), self._written(result, output), *extras)
 
     def _written(self, result: int, output: Name) -> Buffer:

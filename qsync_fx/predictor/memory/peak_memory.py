@@ -154,7 +154,7 @@ def step_memory(
 ) -> StepMemory:
     """Return the live bytes of a step over time; raise `ProfileError` for symbolic sizes.
 
-    `tasks` are those of one of the step's `Orders`, by default of the expected order.
+    `tasks` are one of the step's `Orders`, by default the expected one.
     """
     training = training or TrainingMemory()
     if tasks is None:

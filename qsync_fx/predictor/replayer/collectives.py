@@ -64,8 +64,8 @@ class MeasuredCollectives:
         sizes = np.asarray(nbytes, dtype=float)
         if ranks < 2:
             return np.zeros_like(sizes)
-        known, seconds = np.array(sorted(self.table), dtype=float).T
-        used = interpolated(known, np.maximum.accumulate(seconds), sizes)
+        measured, seconds = np.array(sorted(self.table), dtype=float).T
+        used = interpolated(measured, np.maximum.accumulate(seconds), sizes)
         return np.where(sizes > 0, used * share(ranks) / share(self.ranks), 0.0)
 
 

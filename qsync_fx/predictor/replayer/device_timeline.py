@@ -80,7 +80,7 @@ def step(
 def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array) -> DeviceStep:
     """Return a steady-state step: each device begins when it has finished the previous step.
 
-    A device with a fast optimizer begins earlier than others. The arguments are those of `step`.
+    A device with a fast optimizer begins earlier than others. See `step` for the arguments.
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
