@@ -501,8 +501,8 @@ def _direct(
         (~pointwise, by.smallest, 1 + by.gather),
     ):
         if index.any():
-            some = (side[index] for side in sides)
-            seconds[index] = tiled(by, on, *some, slower, smallest=smallest)
+            m, n, k, size = (side[index] for side in sides)
+            seconds[index] = tiled(by, on, m, n, k, size, slower, smallest=smallest)
     return seconds
 
 

@@ -28,6 +28,7 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 INDEX = 8
 """Bytes of an index."""
 SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
+_TURNS = ("transpose", "permute", "t", "mT", "swapaxes", "movedim")
 _OF_ROWS = ("layer_norm", "rms_norm")
 READS = 12
 """Largest number of reads of a gradient that Inductor fuses; it materializes others (CPU)."""
@@ -48,6 +49,7 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
+        self._turned = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
         self._there_again: set[Buffer] = set()
         self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
@@ -212,7 +214,8 @@ class Backward:
     def _materialized(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
         """Materialize the gradient of an operator's result in a format."""
         buffer = self._buffer(operator.result, fmt)
-        if len(incoming) == 1:
+        # The gradient of a transposed view is copied into another layout.
+        if len(incoming) == 1 and operator.result not in self._turned:
             (only,) = incoming
             if (only.format, only.bytes) == (fmt, buffer.bytes):
                 return only
