@@ -2,12 +2,11 @@
 Each plan is compiled and trained, and all allocations of its second step are counted. "of" is
 "passes" (forward and backward) or "step" (with the optimizer). "real_mb" and the next column are
 the measured and the predicted peak without parameters, buffers and optimizer state. "error" is the
-difference in percent, "whole_error" the same with parameters, buffers and optimizer state included,
-and "anchored_error" the error after correction by the measured peaks of uniform plans. "at" is the
-operator at the predicted peak and "saved_mb" the predicted size of saved tensors. The last rows
-give the mean and the worst absolute errors of each model's mixed plans. With --without-kernels no
-Inductor kernel is built or run: the allocations are the same, and a plan needs seconds instead of
-minutes.
+difference in percent, and "whole_error" the same with parameters, buffers and optimizer state
+included. "at" is the operator at the predicted peak and "saved_mb" the predicted size of saved
+tensors. The last rows give the mean and the worst absolute errors of each model's mixed plans. With
+--without-kernels no Inductor kernel is built or run: the allocations are the same, and a plan needs
+seconds instead of minutes.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory import (
-    Anchor,
     Category,
     LossMemory,
     OptimizerMemory,
     TrainingMemory,
-    anchored_bytes,
     step_memory,
 )
 from qsync_fx.profiler.model_graph_builder import build_model_graph
@@ -147,13 +144,10 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
         "passes": TrainingMemory(OptimizerMemory(), loss=loss),
         "step": TrainingMemory(optimizer_memory(case.optimizer), loss=loss),
     }
-    anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
     for label, plan in plans.items():
         real, predicted = measured(case, plan), states(graph, plan)
         for space in SPACE:
-            if label in PRECISIONS:
-                anchors[space].append(Anchor(predicted, real[space]))
-            yield _row(name, label, space, predicted, real[space], anchors[space], trainings[space])
+            yield _row(name, label, space, predicted, real[space], trainings[space])
 
 
 def _row(
@@ -162,12 +156,9 @@ def _row(
     space: str,
     predicted: States,
     real: int,
-    anchors: list[Anchor],
     training: TrainingMemory,
 ) -> Row:
     memory = step_memory(predicted, training)
-    mixed = label not in PRECISIONS
-    corrected = anchored_bytes(predicted, anchors, training) if mixed else real
     return {
         "case": name,
         "plan": label,
@@ -176,7 +167,6 @@ def _row(
         "foreseen_mb": memory.step_bytes / 1e6,
         "error": 100 * (memory.step_bytes / real - 1),
         "whole_error": 100 * (memory.step_bytes - real) / (real + memory.held_bytes),
-        "anchored_error": 100 * (corrected / real - 1) if mixed else None,
         "at": f"{memory.peak.place} {memory.peak.operator}".strip(),
         "saved_mb": max(moment.of(Category.SAVED) for moment in memory.moments) / 1e6,
     }
@@ -190,15 +180,12 @@ def summaries(rows: list[Row]) -> list[Row]:
             mixed = [
                 r
                 for r in rows
-                if r["case"] == name and r["of"] == space and r["anchored_error"] is not None
+                if r["case"] == name and r["of"] == space and r["plan"] not in PRECISIONS
             ]
             if mixed:
                 result += [
                     {"case": name, "plan": label, "of": space}
-                    | {
-                        key: of(abs(row[key]) for row in mixed)
-                        for key in ("error", "whole_error", "anchored_error")
-                    }
+                    | {key: of(abs(row[key]) for row in mixed) for key in ("error", "whole_error")}
                     for label, of in (
                         ("mean of mixed plans", statistics.mean),
                         ("worst of mixed plans", max),

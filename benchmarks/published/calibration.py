@@ -20,8 +20,8 @@ from qsync_fx.devices.roofline import (
     GemmShape,
     RooflineMachine,
     Tiles,
+    convolved,
     multiplied,
-    uncorrected,
 )
 from qsync_fx.formats import FP32, precision
 
@@ -208,9 +208,7 @@ class Problem:
             by = self.constants(away, part.device)
             if isinstance(by, ConvolutionSpec):
                 shape = GemmShape.of(*part.sides)
-                predicted = uncorrected(
-                    by, part.machine, shape, self.product, width, fmt is not FP32
-                )
+                predicted = convolved(by, part.machine, shape, self.product, width, fmt is not FP32)
             else:
                 result = 4 if fmt.kind == "integer" else width
                 m, n, k = part.sides
@@ -232,11 +230,7 @@ class Fitted:
     def of(self, device: str) -> dict[str, Any]:
         """Return the constants of one device, as in its catalog file."""
         by = self.problem.constants(self.away, self.problem.devices.index(device))
-        return {
-            name: getattr(by, name)
-            for name in by.__dataclass_fields__
-            if name not in ("source", "corrections")
-        }
+        return {name: getattr(by, name) for name in by.__dataclass_fields__ if name != "source"}
 
 
 def fit(points: Sequence[Point], steps: int = 15, tries: int = 3) -> Fitted:

@@ -19,8 +19,7 @@ from qsync_fx.formats import FORMATS, precision
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.model.model_graph import Choices, ModelGraph
-from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
+from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of

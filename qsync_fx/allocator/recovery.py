@@ -27,8 +27,7 @@ from qsync_fx.allocator.plan_result import PlanResult
 from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem, uniforms
 from qsync_fx.errors import PlanError
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
-from qsync_fx.predictor.model.model_graph import ModelGraph
-from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
+from qsync_fx.predictor.model.model_graph import ModelGraph, isomorphic_blocks
 
 __all__ = ["PrecisionRecovery"]
 

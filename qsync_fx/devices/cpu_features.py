@@ -1,7 +1,6 @@
 """CPU features: instruction sets, and native units for BF16 and INT8 products.
 
-Invariant: queries change no state. Unknown features are reported as empty, not guessed; for an
-unknown processor torch's answer is used.
+Unknown features are reported as empty, not guessed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Cpu:
     """Processor of a machine.
 
     Attributes:
-        model: name reported by the system; "" if there is none.
         features: subset of "avx2", "avx512", "vnni" (INT8 products), "bf16" and "amx".
         cores: physical cores; None if the system does not report them.
         threads: threads that this process may use.
@@ -50,11 +48,7 @@ class Cpu:
 
 
 def cpu(cpuinfo: str | None = None) -> Cpu:
-    """Return the processor described by text in the format of Linux's /proc/cpuinfo.
-
-    Args:
-        cpuinfo: the text; by default /proc/cpuinfo of this machine.
-    """
+    """Return the processor described by a text; by default this machine's /proc/cpuinfo."""
     if cpuinfo is None:
         cpuinfo = ""
         with contextlib.suppress(OSError):
@@ -108,10 +102,8 @@ def native_bf16_unit() -> bool:
 def cpu_multiplies_integers() -> bool:
     """Return whether oneDNN's products of INT8 matrices are exact on this CPU.
 
-    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products in 16 bits with
-    saturation, so that eight products of 127 by 127 sum to 1020 (docs/known-issues.md). This is
-    tested by computation, because ONEDNN_MAX_CPU_ISA restricts the ISA of oneDNN and no query of
-    torch reports it.
+    Without VNNI oneDNN adds two products in 16 bits with saturation (docs/known-issues.md). This is
+    tested by computation, because no query of torch reports the effect of ONEDNN_MAX_CPU_ISA.
     """
     # The caller may be tracing with fake tensors, which have no values.
     with _disable_current_modes():
@@ -123,10 +115,7 @@ def cpu_multiplies_integers() -> bool:
 
 @functools.cache
 def wrong_path() -> OptionError | None:
-    """Return the error of an invalid QSYNC_CPU_ISA, which disables the native module; else None.
-
-    The error is raised by computations only, so that reports on a machine stay complete.
-    """
+    """Return the error of an invalid QSYNC_CPU_ISA, which computations raise; else None."""
     try:
         _C.isa()
     except OptionError as error:

@@ -1,17 +1,14 @@
 """Catalog of device files.
 
 A device is a TOML file in the package's catalog, in a folder of $QSYNC_DEVICES, in the folder
-`devices` of the user's configuration, or at an explicit path. User files have precedence over
-package files of the same name.
-
-Invariant: the name of a device is its file name, so the catalog is listed without reading files.
+`devices` of the user's configuration, or at an explicit path. Its name is its file name. User files
+have precedence over package files of the same name.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,11 +38,7 @@ def names() -> list[str]:
 
 
 def get(name: str | os.PathLike[str]) -> Device:
-    """Return the device with a name, or from the path of a TOML file.
-
-    Raises:
-        DeviceError: there is no such device, or its file is invalid.
-    """
+    """Return the device with a name, or from a TOML file; raise `DeviceError` if invalid."""
     return _read(*_identity(_path(name)))
 
 
@@ -96,14 +89,3 @@ def _read(path: Path, changed: int, size: int) -> Device:
     from qsync_fx.devices.device_model import read
 
     return read(path)
-
-
-def gpus() -> Iterator[str]:
-    """Yield the names of GPUs and of invalid files, whose errors are raised by `get`."""
-    for name in names():
-        try:
-            if get(name).kind != "gpu":
-                continue
-        except DeviceError:
-            pass
-        yield name

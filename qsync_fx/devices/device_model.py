@@ -1,22 +1,20 @@
 """Device model: constants from a TOML file, and predicted durations of operators.
 
-Invariant: each prediction is a function of the constants in the file. Reading a file returns a
-device with valid constants, or raises a `DeviceError` that names the problem, its location and a
-remedy.
+Each prediction is a function of the constants in the file. Reading a file returns a device with
+valid constants, or raises `DeviceError`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from qsync_fx.devices.format_support import ANY, row_at
 from qsync_fx.devices.roofline import (
-    FEATURES,
     ConvolutionSpec,
     FunctionalUnit,
     GemmShape,
@@ -45,19 +43,15 @@ class Device:
     """Device of the catalog, with a roofline cost model.
 
     Attributes:
-        name: identifier.
         title: name for reports.
-        kind: "gpu" or "cpu".
         source: origin of the constants.
         processors: multiprocessors of a GPU, cores of a CPU.
         clock: cycles per second under load.
-        memory: constants of the memory.
         units: functional unit for products, by the name of the format's encoding.
         capability: compute capability of a GPU.
         calibrated_as: device of the catalog that provides missing fitted constants.
         products: constants of matrix products, by encoding.
         convolutions: constants of each product of a convolution, by encoding.
-        reductions: measured all-reduces.
         link: interconnect to devices of the same kind.
         path: path of the device file; "" without one.
     """
@@ -94,10 +88,9 @@ class Device:
 
     @property
     def target(self) -> str | None:
-        """Value of the option "target" for this device; None for a CPU, which needs none.
+        """Value of the option "target": the name, or the path of a file; None for a CPU.
 
-        It is the name, or the path of a file that no name finds. Profiles store it, because the
-        catalog may be located elsewhere on the machine that reads them.
+        Profiles store it, because the catalog may be elsewhere on the machine that reads them.
         """
         # device_catalog imports this module.
         from qsync_fx.devices.device_catalog import name_of
@@ -109,14 +102,9 @@ class Device:
     def gemm_seconds(
         self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn"
     ) -> float:
-        """Return the seconds of the product of an m x k and a k x n matrix.
-
-        Args:
-            precision: format of the operands.
-            layout: which operand is transposed, in BLAS notation; see `Layout`.
-        """
-        _check(m=m, n=n, k=k)
-        _one_of("layout", layout, LAYOUTS, "gemm_seconds")
+        """Return the seconds of the product of an m x k and a k x n matrix of a precision."""
+        _check_sizes(m=m, n=n, k=k)
+        _check_name("layout", layout, LAYOUTS)
         return _gemm(self, m, n, k, self.unit(precision).name, layout)
 
     def conv_seconds(
@@ -139,30 +127,24 @@ class Device:
             n, c, h, w: batch, channels, height and width of the input.
             k, r, s: output channels, height and width of the kernel window.
             stride, padding: one number, or (vertical, horizontal).
-            precision: format of the operands.
-            product: forward output, input gradient or weight gradient.
         """
         down, across = _pair(stride)
         above, beside = _pair(padding)
-        _check(n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": down, "stride across": across})
+        _check_sizes(n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
+        _check_name("product", product, PRODUCTS)
         if min(above, beside) < 0:
-            message = f"the padding is {min(above, beside)}, but must not be negative"
-            raise DeviceError(message, where="conv_seconds", do="use a padding of 0 or more")
+            raise _invalid("the padding", min(above, beside), "a number of 0 or more")
         if r > h + 2 * above or s > w + 2 * beside:
-            raise DeviceError(
-                f"the window of {r} x {s} is larger than the input of {h} x {w} with padding "
-                f"{above}, {beside}",
-                where="conv_seconds",
-                do="use a smaller window, or a larger input or padding",
-            )
-        _one_of("product", product, PRODUCTS, "conv_seconds")
+            message = f"the window of {r} x {s} is larger than the input of {h} x {w}"
+            do = "use a smaller window, or a larger input or padding"
+            raise DeviceError(f"{message} with padding {above}, {beside}", do=do)
         sizes = (n, c, h, w, k, r, s, down, across, above, beside)
         return _convolution(self, sizes, self.unit(precision).name, product)
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
         """Return the seconds of an all-reduce of `nbytes` bytes over devices in one server."""
-        _check(ranks=ranks)
-        _check_bytes(nbytes)
+        _check_sizes(ranks=ranks)
+        _check_amount("nbytes", nbytes)
         result = reduced(self.reductions, self.link, nbytes, ranks)
         if result is None:
             raise DeviceError(
@@ -174,12 +156,12 @@ class Device:
 
     def memory_seconds(self, nbytes: float) -> float:
         """Return the seconds of an operator that reads and writes `nbytes` bytes in total."""
-        _check_bytes(nbytes)
+        _check_amount("nbytes", nbytes)
         return moved(self.memory, nbytes)
 
     def work_seconds(self, flops: float, nbytes: float, precision: str | Precision) -> float:
         """Return the seconds by the roofline model: maximum of compute time and memory time."""
-        _check_bytes(flops, "flops")
+        _check_amount("flops", flops)
         unit = self.unit(precision).name
         return max(self.memory_seconds(nbytes), flops / (self.units[unit].peak * _USUAL.efficiency))
 
@@ -188,7 +170,7 @@ class Device:
 
         Quantization to a scaled format reads the values twice, first for the scale.
         """
-        _check_bytes(numel, "numel")
+        _check_amount("numel", numel)
         source, target = precision(before), precision(after)
         if encoding(source) is encoding(target) or not numel:
             return 0.0
@@ -209,53 +191,40 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _check(**sizes: int) -> None:
+def _invalid(name: str, value: object, requirement: str) -> DeviceError:
+    message = f"{name} is {value!r}, but must be {requirement}"
+    return DeviceError(message, where="the arguments", do=f"use {requirement}")
+
+
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise DeviceError(
-                f"{name} is {size!r}, but must be a positive integer",
-                where=f"the argument {name}",
-                do="use an integer of 1 or more",
-            )
+        if type(size) is not int or size < 1:
+            raise _invalid(name, size, "a positive integer")
 
 
-def _one_of(description: str, value: str, available: Sequence[str], where: str) -> None:
+def _check_amount(name: str, size: float) -> None:
+    if isinstance(size, bool) or not 0 <= size < float("inf"):
+        raise _invalid(name, size, "a finite number of 0 or more")
+
+
+def _check_name(description: str, value: str, available: Sequence[str]) -> None:
     if value not in available:
-        message, do = f"unknown {description} {value!r}", nearest(str(value), available)
-        raise DeviceError(message, where=where, do=do)
-
-
-def _check_bytes(size: float, name: str = "nbytes") -> None:
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < float("inf"):
-        raise DeviceError(
-            f"{name} is {size!r}, but must be a finite number of 0 or more",
-            where=f"the argument {name}",
-            do="use a number of 0 or more",
-        )
+        do = nearest(str(value), available)
+        raise DeviceError(f"unknown {description} {value!r}", where="the arguments", do=do)
 
 
 def constants(device: Device, unit: str) -> tuple[Device, str]:
     """Return the device and unit whose fitted constants apply to products of `unit`.
 
     They are searched on the device itself, then on the devices that it is calibrated as: first of
-    the unit, then of another unit that is likewise narrower than 32 bits or not.
-
-    Returns:
-        The device itself and "" if no constants are found.
+    the unit, then of another unit that is likewise narrower than 32 bits or not. The device itself
+    and "" if there are none.
     """
     from qsync_fx.devices.device_catalog import get
 
     narrow = precision(unit).bits < 32
-    current: Device = device
-    visited: list[str] = []
+    current, visited = device, [device.name]
     while True:
-        if current.name in visited:
-            raise DeviceError(
-                f"the devices {' and '.join(visited)} refer to each other for their constants",
-                where=f"device {device.name}",
-                do="define the constants in one of their files",
-            )
-        visited.append(current.name)
         similar = [fmt for fmt in current.products if (precision(fmt).bits < 32) is narrow]
         for name in (unit, *similar):
             if name in current.products and name in current.convolutions:
@@ -263,6 +232,11 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
         if not current.calibrated_as:
             return device, ""
         current = get(current.calibrated_as)
+        if current.name in visited:
+            message = f"the devices {' and '.join(visited)} refer to each other for their constants"
+            do = "define the constants in one of their files"
+            raise DeviceError(message, where=f"device {device.name}", do=do)
+        visited.append(current.name)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -299,27 +273,37 @@ def read(path: Path) -> Device:
     return replace(DEVICE.load(path), path=str(path))
 
 
-_EDGES = (32, 64, 128)
+_POSITIVE: Final = frozenset(
+    "bytes bandwidth fraction peak efficiency step splits memory misaligned alignment alone places "
+    "ordinary processors clock".split()
+)
+"""Constants that must be positive; others must not be negative."""
+_LEAST: Final = {"overlap": 1, "ranks": 2}
+_MOST: Final = {"fraction": 1, "alone": 1}
+_ALLOWED: Final = {
+    "smallest": (32, 64, 128),
+    "winograd_smallest": (32, 64, 128),
+    "pointwise": (0, 32, 64, 128),
+}
 
 
-def _positive(value: Any, *names: str) -> str | None:
-    for name in names:
-        if not getattr(value, name) > 0:
-            return f" has {name} = {getattr(value, name)}, which is not positive"
+def _check_constants(value: Any) -> str | None:
+    """Return why a table of a device file is invalid; None if it is valid."""
+    if not value.source.strip():
+        return " does not name the origin of its constants (source)"
+    for name, number in vars(value).items():
+        if type(number) not in (int, float):
+            continue
+        constant = f" has {name} = {number}, which"
+        if name in _POSITIVE and number <= 0:
+            return f"{constant} is not positive"
+        if number < _LEAST.get(name, 0):
+            return f"{constant} is below {_LEAST.get(name, 0)}"
+        if number > _MOST.get(name, number):
+            return f"{constant} exceeds {_MOST[name]}"
+        if number not in _ALLOWED.get(name, (number,)):
+            return f"{constant} is not one of {', '.join(map(str, _ALLOWED[name]))}"
     return None
-
-
-def _from_zero(value: Any, *names: str) -> str | None:
-    for name in names:
-        if not getattr(value, name) >= 0:
-            return f" has {name} = {getattr(value, name)}, which is negative"
-    return None
-
-
-def _sourced(value: Any) -> str | None:
-    if value.source.strip():
-        return None
-    return " does not name the origin of its constants (source)"
 
 
 def _unknown(names: Iterable[str], available: Sequence[str] | Mapping[str, Any]) -> str | None:
@@ -330,66 +314,23 @@ def _unknown(names: Iterable[str], available: Sequence[str] | Mapping[str, Any])
     return None
 
 
-def _memory(memory: MemorySpec) -> str | None:
-    if memory.fraction > 1:
-        return f" has fraction = {memory.fraction}, which exceeds 1"
-    return (
-        _sourced(memory)
-        or _positive(memory, "bytes", "bandwidth", "fraction")
-        or _from_zero(memory, "cache", "cache_bandwidth", "launch", "host")
-    )
-
-
-def _unit(unit: FunctionalUnit) -> str | None:
-    return _sourced(unit) or _positive(unit, "peak")
-
-
 def _tiles(tiles: Tiles) -> str | None:
-    if tiles.smallest not in _EDGES:
-        return f" has smallest = {tiles.smallest}, which is not 32, 64 or 128"
-    if not 0 < tiles.alone <= 1:
-        return f" has alone = {tiles.alone}, which is not above 0 and at most 1"
-    if tiles.overlap < 1:
-        return f" has overlap = {tiles.overlap}, which is below 1"
     if wrong := _unknown(tiles.layouts, LAYOUTS):
         return f" has an unknown layout {wrong}"
     if any(not factor > 0 for factor in tiles.layouts.values()):
         return " has a layout with a factor that is not positive"
-    return (
-        _sourced(tiles)
-        or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
-        or _from_zero(tiles, "small_tiles", "latency", "prologue")
-        or _from_zero(tiles, "reduction", "launch", "throttle")
-    )
-
-
-def _parsed_convolution(by: ConvolutionSpec) -> str | None:
-    if wrong := _unknown(by.corrections, FEATURES):
-        return f" has a correction for an unknown feature {wrong}"
-    for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
-        if getattr(by, name) not in edges:
-            allowed = ", ".join(map(str, edges))
-            return f" has {name} = {getattr(by, name)}, which is not one of {allowed}"
-    inherited = {field.name for field in fields(Tiles)} | {"corrections"}
-    owned = {field.name for field in fields(ConvolutionSpec)} - inherited
-    return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(owned))
+    return _check_constants(tiles)
 
 
 def _reduction(reduction: ReductionSpec) -> str | None:
-    index, seconds = reduction.bytes, reduction.seconds
-    if len(index) != len(seconds) or not index:
-        return f" has {len(index)} sizes but {len(seconds)} times"
-    if reduction.ranks < 2:
-        return f" has ranks = {reduction.ranks}, but needs at least 2"
-    if index[0] <= 0 or any(a >= b for a, b in pairwise(index)):
+    sizes, seconds = reduction.bytes, reduction.seconds
+    if len(sizes) != len(seconds) or not sizes:
+        return f" has {len(sizes)} sizes but {len(seconds)} times"
+    if sizes[0] <= 0 or any(a >= b for a, b in pairwise(sizes)):
         return " has sizes that are not positive and increasing"
     if seconds[0] <= 0 or any(a > b for a, b in pairwise(seconds)):
         return " has times that are not positive or decrease with the size"
-    return _sourced(reduction)
-
-
-def _link(link: LinkSpec) -> str | None:
-    return _sourced(link) or _positive(link, "bandwidth") or _from_zero(link, "latency")
+    return _check_constants(reduction)
 
 
 def _device(device: Device) -> str | None:
@@ -404,14 +345,14 @@ def _device(device: Device) -> str | None:
     major, minor = device.capability or (1, 0)
     if not (0 < major < 99 and 0 <= minor < 10):
         return f" has an invalid capability = {[major, minor]}; an example is [7, 5] for a T4"
-    for spec_field in ("units", "products", "convolutions"):
-        if wrong := _unknown(getattr(device, spec_field), FORMATS):
-            return f" has {spec_field} of an unknown format {wrong}"
+    for table in ("units", "products", "convolutions"):
+        if wrong := _unknown(getattr(device, table), FORMATS):
+            return f" has {table} of an unknown format {wrong}"
     if "fp32" not in device.units:
         return " has no unit for fp32"
     if wrong := _unknown((p for by in device.convolutions.values() for p in by), PRODUCTS):
         return f" has convolutions with an unknown product {wrong}"
-    return _sourced(device) or _positive(device, "processors", "clock")
+    return _check_constants(device)
 
 
 DEVICE: Final = TomlSchema(
@@ -423,12 +364,9 @@ DEVICE: Final = TomlSchema(
     largest=2**20,
     smaller="describe one device per file",
     checks={
-        MemorySpec: _memory,
-        FunctionalUnit: _unit,
-        Tiles: _tiles,
-        ConvolutionSpec: _parsed_convolution,
+        **dict.fromkeys((MemorySpec, FunctionalUnit, LinkSpec), _check_constants),
+        **dict.fromkeys((Tiles, ConvolutionSpec), _tiles),
         ReductionSpec: _reduction,
-        LinkSpec: _link,
         Device: _device,
     },
 )

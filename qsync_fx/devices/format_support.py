@@ -1,12 +1,8 @@
 """Number-format support: how each device runs each format.
 
 `support` returns whether a format runs natively, is simulated exactly, or is substituted, with a
-reason; passes, operators, reports and `qsync doctor` all use it. Formats without an entry in the
-tables are simulated. `resolve` maps the planned format of an operator to the format that runs.
-`capability` respects an assumed target GPU, so that all decisions refer to the same device.
-
-Invariant: each (device, format) has one answer, and each deviation from the plan is returned with
-its reason.
+reason. `resolve` maps the planned format of an operator to the format that runs. `capability`
+respects an assumed target GPU, so that all decisions refer to the same device.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from qsync_fx.devices.cpu_features import (
     native_integer_unit,
     wrong_path,
 )
-from qsync_fx.devices.device_catalog import get, gpus, is_path, names
+from qsync_fx.devices.device_catalog import get, is_path, names
 from qsync_fx.errors import DeviceError
 from qsync_fx.formats import FP32, Precision, encoding, precision, promoted
 from qsync_fx.ops.spec import OperatorRow
@@ -39,8 +35,7 @@ class Kernels:
     """Availability of our kernels for a CUDA device.
 
     Attributes:
-        arch: architecture that they are compiled for; None if there are none.
-        reason: why there are none.
+        arch: architecture that they are compiled for; None, with a reason, if there are none.
         formats: names of the encodings that they multiply natively.
         capability: of an assumed device that is not present; None for a device that torch sees.
     """
@@ -112,11 +107,8 @@ CUDA_SINCE = {
 }
 """Compute capability that introduces tensor cores for an `encoding` (NVIDIA's whitepapers)."""
 
-_COMPILED_SINCE = {"bf16": (8, 0)}
-"""Compute capability from which Inductor compiles graphs with a format (torch 2.11 to 2.15)."""
-
-_INSTEAD = {"bf16": "fp16"}
-"""Substitute of a format that a device does not compile."""
+_BF16_SINCE = (8, 0)
+"""Compute capability from which Inductor compiles graphs with BF16 (torch 2.11 to 2.15)."""
 
 _EVERYWHERE = ("fp64", "fp32")
 
@@ -128,7 +120,6 @@ class Support:
     Attributes:
         how: "native": its own unit; "simulated": the format's exact numerics on another unit;
             "substituted": another format.
-        runs_as: the format that runs: the requested one unless substituted.
         reason: one clause, for reports.
     """
 
@@ -138,12 +129,7 @@ class Support:
 
 
 def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], object]) -> None:
-    """Register the backend's query for CUDA kernels, and clear cached answers.
-
-    Args:
-        kernels: returns the kernels for a device.
-        forgets: functions that clear caches of the backend.
-    """
+    """Register the backend's query for CUDA kernels, and functions that clear its caches."""
     Offer.kernels, Offer.forget = staticmethod(kernels), forgets
     forget()
 
@@ -156,11 +142,9 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
         DeviceError: the device type is not supported, or `exact` excludes the only option.
     """
     if device.type not in ("cpu", "cuda"):
-        raise DeviceError(
-            f"qsync_fx does not run on device type {device.type!r}",
-            where=f"device {device}",
-            do="move the model to the CPU or to a CUDA device",
-        )
+        message = f"qsync_fx does not run on device type {device.type!r}"
+        do = "move the model to the CPU or to a CUDA device"
+        raise DeviceError(message, where=f"device {device}", do=do)
     if fmt.name in _EVERYWHERE:
         return Support("native", fmt, f"{fmt} runs everywhere")
     gpu = device.type == "cuda" or Offer.kernels(device).capability is not None
@@ -168,39 +152,30 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
 
 
 def compiles(device: torch.device, fmt: Precision) -> bool:
-    """Return whether graphs with values of a plain format are compiled for a device.
-
-    Dynamo runs other graphs eagerly, without a plan.
-    """
-    return _compiled_at(capability(device), fmt)
-
-
-def _compiled_at(capability: tuple[int, int], fmt: Precision) -> bool:
-    return fmt.name not in _COMPILED_SINCE or capability >= _COMPILED_SINCE[fmt.name]
+    """Return whether graphs with a plain format are compiled, not run eagerly without a plan."""
+    return fmt.name != "bf16" or capability(device) >= _BF16_SINCE
 
 
 def row_on(device: torch.device, fmt: Precision) -> Precision:
     """Return a format's row with dtypes that the device compiles.
 
-    On GPUs before Ampere (V100, T4), FP16 replaces BF16 as compute dtype, output, gradient and
-    fallback. FP16 represents the values of 8-bit floats, but not their sums, so these are computed
-    in FP32.
+    On GPUs before Ampere (V100, T4), FP16 replaces BF16. FP16 represents the values of 8-bit
+    floats, but not their sums, so these are computed in FP32.
     """
     return row_at(capability(device), fmt)
 
 
 def row_at(capability: tuple[int, int], fmt: Precision) -> Precision:
     """Return a format's row for GPUs of a compute capability; see `row_on`."""
-    if all(_compiled_at(capability, precision(name)) for name in _INSTEAD):
-        return fmt
-    return _without(fmt)
+    return fmt if capability >= _BF16_SINCE else _without_bf16(fmt)
 
 
 @functools.cache
-def _without(fmt: Precision) -> Precision:
+def _without_bf16(fmt: Precision) -> Precision:
     formats = {
-        field: precision(_INSTEAD.get(getattr(fmt, field).name, getattr(fmt, field)))
+        field: precision("fp16")
         for field in ("carrier", "output", "gradient", "elsewhere")
+        if getattr(fmt, field).name == "bf16"
     }
     if fmt.scaled and fmt.kind == "float":
         formats["carrier"] = FP32
@@ -234,30 +209,27 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         )
         return Support("substituted", precision("bf16"), reason)
     if encoding(fmt).name == "int8":
-        return Support(*_integer_support(fmt))
+        return _integer_support(fmt)
     reason = f"the CPU has no {fmt} unit: exact {fmt} values are computed in {fmt.carrier}"
     return Support("simulated", fmt, reason)
 
 
-def _integer_support(fmt: Precision) -> tuple[Literal["native", "simulated"], Precision, str]:
+def _integer_support(fmt: Precision) -> Support:
     if (wrong := wrong_path()) is not None:
         reason = f"{wrong.where} is invalid, so operators in {fmt} fail: {wrong.what}"
-        return "simulated", fmt, reason
+        return Support("simulated", fmt, reason)
     if native_integer_unit():
         reason = "this CPU has a unit for INT8; convolutions with few channels run exactly in BF16"
-        return "native", fmt, reason
+        return Support("native", fmt, reason)
     if not cpu_multiplies_integers():
-        reason = "the INT8 unit of this CPU saturates sums (no VNNI): exact values are computed in "
-        return "simulated", fmt, f"{reason}FP32"
+        reason = "the INT8 unit of this CPU saturates sums (no VNNI)"
+        return Support("simulated", fmt, f"{reason}: exact values are computed in FP32")
     # Exact sums do not imply a unit: oneDNN is also exact without one.
     if {"vnni", "amx"}.intersection(cpu().features):
-        reason = (
-            "oneDNN uses an INT8 unit that the native module's ISA variant does not use; "
-            "convolutions run exactly in BF16"
-        )
-        return "native", fmt, reason
+        reason = "oneDNN uses an INT8 unit that the native module's ISA variant does not use"
+        return Support("native", fmt, f"{reason}; convolutions run exactly in BF16")
     reason = "this CPU has no known INT8 unit: oneDNN multiplies exact values without one"
-    return "simulated", fmt, reason
+    return Support("simulated", fmt, reason)
 
 
 def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
@@ -268,7 +240,7 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     gpu = f"compute capability {major}.{minor}"
     carrier = row_on(device, fmt).carrier
     if fmt.plain and not compiles(device, fmt):
-        instead = precision(_INSTEAD[fmt.name])
+        instead = precision("fp16")
         if exact:
             raise DeviceError(
                 f"{fmt} cannot be compiled for {gpu}, and emulate_unsupported=True forbids "
@@ -307,14 +279,10 @@ def resolve(
     """Return the format that an adjustable operator runs in, and why it differs from `planned`.
 
     Args:
-        row: the operator.
         exact: forbids substitution of the planned format by the device.
         live: format of the result in the model itself, which torch computes in; it is not
             substituted.
         refused: why our operator cannot replace this one; None if it can.
-
-    Returns:
-        The format, and the reason; "" if the format is `planned`.
     """
     runs, reasons = planned, []
     # Scaled formats and formats that exist only inside products need an operator of ours, which
@@ -342,12 +310,7 @@ def stays(owned: Precision, planned: Precision, automatic: bool) -> bool:
     """Return whether a default precision leaves a format of the model unchanged.
 
     This is the case for FP64, for a narrow float that the default would widen, and for any narrow
-    float if the precision was chosen automatically.
-
-    Args:
-        owned: format in the model.
-        planned: the default's row on the device.
-        automatic: whether the user requested no precision.
+    float if the precision was chosen automatically. `planned` is the default's row on the device.
     """
     wide = planned.output
     widened = not planned.scaled and owned.dtype is not wide.dtype and promoted(owned, wide) is wide
@@ -366,10 +329,15 @@ class _Targets(Mapping[str, tuple[int, int]]):
         return capability
 
     def __iter__(self) -> Iterator[str]:
-        return gpus()
+        """Yield the names of GPUs and of invalid files, whose errors are raised by `get`."""
+        for name in names():
+            with contextlib.suppress(DeviceError):
+                if get(name).kind != "gpu":
+                    continue
+            yield name
 
     def __len__(self) -> int:
-        return sum(1 for _ in gpus())
+        return sum(1 for _ in self)
 
 
 TARGETS: Mapping[str, tuple[int, int]] = _Targets()

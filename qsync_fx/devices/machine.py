@@ -1,12 +1,11 @@
-"""Machine identity of a profile, and detection of huge pages.
+"""Machine identity of a profile, and detection of huge pages on Linux.
 
-Invariant: two machines compare equal if times measured on one apply to the other, as far as names,
-features, threads and versions show. Queries change no state; huge pages are reported on Linux only.
+Two machines compare equal if times measured on one apply to the other, as far as names, features,
+threads and versions show.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,7 @@ _SINCE = (2, 35)
 class HugePages:
     """Use of transparent huge pages, which speed up training on a CPU.
 
-    Attributes:
-        policy: of the system: "always", "madvise" (on request) or "never"; "" if unknown.
-        asked: whether this process requests them.
-        can_ask: whether its C library supports the request.
+    The system's policy is "always", "madvise" (on request) or "never"; "" if unknown.
     """
 
     policy: str
@@ -47,17 +43,16 @@ class HugePages:
         return self.policy == "madvise" and not self.asked and self.can_ask
 
     def __str__(self) -> str:
-        if not self.policy:
-            return "unknown"
-        if self.policy == "always":
-            return "used for all processes of this system"
-        if self.policy == "never":
-            return "disabled on this system (/sys/kernel/mm/transparent_hugepage/enabled)"
+        by_policy = {
+            "": "unknown",
+            "always": "used for all processes of this system",
+            "never": f"disabled on this system ({_POLICY})",
+        }
+        if self.policy in by_policy:
+            return by_policy[self.policy]
         if self.asked:
             return "used: requested by this process"
-        if self.can_ask:
-            return f"not used; faster training: {SWITCH} python ..."
-        return "not used"
+        return f"not used; faster training: {SWITCH} python ..." if self.can_ask else "not used"
 
 
 def huge_pages() -> HugePages:
@@ -73,13 +68,7 @@ def huge_pages() -> HugePages:
 
 
 def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
-    """Return the state described by system files and environment.
-
-    Args:
-        policy: content of the transparent huge page file, with the active policy in brackets.
-        tunables: GLIBC_TUNABLES of the process: settings separated by colons.
-        library: name and version of the C library that allocates.
-    """
+    """Return the state described by the policy file, GLIBC_TUNABLES and the C library."""
     chosen = policy.partition("[")[2].partition("]")[0]
     name, version = library
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -98,11 +87,8 @@ class Machine:
     """Device and library versions that a profile belongs to.
 
     Attributes:
-        device: device type.
-        name: name reported by the system.
         features: relevant instruction sets, or compute capability.
         threads: threads that torch computes with.
-        torch, qsync_fx: versions.
     """
 
     device: str
@@ -114,14 +100,10 @@ class Machine:
 
     def check(self, current: Machine) -> None:
         """Raise `ProfileError` if this machine differs from `current`."""
-        both = (
-            (part.name, getattr(self, part.name), getattr(current, part.name))
-            for part in dataclasses.fields(self)
-        )
         differing = [
-            f"{name} {_listed(existing)}, here {_listed(now)}"
-            for name, existing, now in both
-            if existing != now
+            f"{name} {_listed(own)}, here {_listed(getattr(current, name))}"
+            for name, own in vars(self).items()
+            if own != getattr(current, name)
         ]
         if differing:
             raise ProfileError(

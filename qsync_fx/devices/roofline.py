@@ -1,17 +1,13 @@
 """Tile-based roofline model: durations of products, convolutions, copies and all-reduces.
 
-`tiled` models a matrix product computed tile by tile. `convolved` models the three products of a
-convolution as implicit matrix products, or in FP32 as Winograd's algorithm if that is faster
-(`winograd`). `moved` and `reduced` model copies and all-reduces.
-
-Invariant: durations are positive seconds. Sizes may be arrays of one length, so that many products
-are evaluated at once.
+`tiled` models a matrix product computed tile by tile, and `convolved` a convolution as implicit
+matrix products, or in FP32 as Winograd's algorithm if that is faster. Durations are positive
+seconds. Sizes may be arrays of one length, so that many products are evaluated at once.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -46,11 +42,7 @@ class MemorySpec:
 
 @dataclass(frozen=True)
 class FunctionalUnit:
-    """Unit that multiplies values of one format.
-
-    Attributes:
-        peak: operations per second; a multiply-add counts as 2.
-    """
+    """Unit for products of one format; `peak` is in operations per second, 2 per multiply-add."""
 
     peak: float
     source: str
@@ -107,28 +99,19 @@ class ConvolutionSpec(Tiles):
     Attributes:
         gather: relative slowdown of tiles that gather a window of more than one value.
         pointwise: edge of the smallest tile for 1 x 1 windows; 0 for `smallest`.
-        relayout: memory passes over input and output to change their layout. For the input gradient
-            of a strided convolution in FP32: passes over that gradient to zero skipped positions.
+        relayout: memory passes over input and output to change their layout; in FP32, over the
+            input gradient of a strided convolution to zero skipped positions.
         weights: additional memory passes over the weights, for gradient sums and layout changes.
-        strided: exponent of the saving of a 1 x 1 input gradient with stride s: 1 skips all s*s - 1
-            of s*s values, 0.5 the values of one direction.
-        places: output positions of an image are padded to a multiple of this, in the weight
-            gradient.
+        strided: exponent of the saving of a 1 x 1 input gradient with a stride; 1 skips all values.
+        places: multiple to which weight gradients pad the output positions of an image.
         ordinary: fraction of an eighth of the tensor-core peak, for gradients whose padding is as
             large as the window.
-        floor: minimum seconds to start the kernels; more with tensor cores for the input gradient,
-            which change layouts.
+        floor: minimum seconds to start the kernels.
         winograd: fraction of `efficiency` of Winograd products with separate transforms, in patches
             of 4 x 4; 0 if unused.
-        winograd_fused: the same with fused transforms, in patches of 2 x 2; used alone for batches
-            below `winograd_batch`.
-        winograd_batch: smallest batch with separate transforms.
+        winograd_fused: the same with fused transforms, in patches of 2 x 2.
         winograd_smallest: edge of the smallest tile of Winograd products with separate transforms.
         winograd_data, winograd_weights: memory passes over transformed data and weights.
-        corrections: coefficients of a fitted log-linear correction, by feature. "m", "n", "k":
-            logarithms of the sides of the product (over 128, 4096 and 1024). Indicators: "window"
-            of more than one value, "strided", "thin" (up to 4 input channels), "single" (one),
-            "tall" (window height 5 or more), "winograd" (applies), "all".
     """
 
     gather: float = 0.0
@@ -141,22 +124,14 @@ class ConvolutionSpec(Tiles):
     floor: float = 0.0
     winograd: float = 0.0
     winograd_fused: float = 0.0
-    winograd_batch: int = 16
     winograd_smallest: int = 64
     winograd_data: float = 1.0
     winograd_weights: float = 1.0
-    corrections: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """Measured all-reduce times on one server, interpolated in log-log space.
-
-    Attributes:
-        ranks: number of devices.
-        bytes: tensor sizes, ascending.
-        seconds: duration for each size.
-    """
+    """Measured all-reduces of `ranks` devices of one server; tensor sizes in `bytes` ascend."""
 
     ranks: int
     bytes: Sequence[float]
@@ -201,14 +176,7 @@ _AREA_AT_ONCE = 32768.0
 
 @dataclass(frozen=True)
 class RooflineMachine:
-    """Hardware that computes the tiles.
-
-    Attributes:
-        processors: number of processors.
-        clock: cycles per second.
-        peak: operations per second of all processors.
-        bandwidth: bytes per second.
-    """
+    """Hardware that computes the tiles: rates per second, `peak` of all processors together."""
 
     processors: int
     clock: float
@@ -229,16 +197,14 @@ def tiled(
 ) -> Numbers:
     """Return the seconds of m x k by k x n products, without launch time.
 
-    The result is cut into tiles and k into parts. Processors compute tiles in waves; the last wave
-    may leave processors idle. The time of a tile is its multiplications at the rate of the unit, or
-    the latency of its steps if too few tiles share a processor to hide it. Memory traffic of
-    operands and results overlaps with this. The fastest tile size and number of parts are assumed,
-    as a library would select.
+    The result is cut into tiles and k into parts, which processors compute in waves. The time of a
+    tile is its multiplications at the rate of the unit, or the latency of its steps if too few
+    tiles share a processor. Memory traffic overlaps with this. The fastest tile size and number of
+    parts are assumed, as a library would select.
 
     Args:
         moved: bytes that are read and written once.
-        slower: factor on the time of each tile.
-        efficiency: factor on the efficiency of the constants.
+        slower, efficiency: factors on the time of each tile, and on its efficiency.
         smallest: edge of the smallest tile; by default from the constants.
     """
     m, n, k, moved, slower = (_column(value) for value in (m, n, k, moved, slower))
@@ -296,11 +262,9 @@ def multiplied(
     width: int,
     result: int,
 ) -> Numbers:
-    """Return the seconds of m x k by k x n products.
+    """Return the seconds of m x k by k x n products of one layout, or one per product.
 
-    Args:
-        layout: one for all products, or one per product.
-        width, result: bytes per value of the operands and of the result.
+    `width` and `result` are the bytes per value of the operands and of the result.
     """
     layouts = [layout] if isinstance(layout, str) else layout
     m, n, k = (np.atleast_1d(np.asarray(side, dtype=float)) for side in (m, n, k))
@@ -317,10 +281,9 @@ Product = Literal["output", "input_gradient", "weight_gradient"]
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Sizes of convolutions, as arrays of one length.
+    """Sizes of convolutions as in `Device.conv_seconds`, as arrays of one length.
 
-    n, c, h, w, k, r and s are those of `Device.conv_seconds`, followed by vertical and horizontal
-    stride, and vertical and horizontal padding.
+    The last four are vertical and horizontal stride, and vertical and horizontal padding.
     """
 
     n: Numbers
@@ -343,9 +306,6 @@ class GemmShape:
     def at(self, where: NDArray[np.bool_]) -> GemmShape:
         """Return the shapes that a mask selects."""
         return GemmShape(*(getattr(self, field.name)[where] for field in fields(self)))
-
-    def batch(self, n: Numbers) -> GemmShape:
-        return replace(self, n=n)
 
     @property
     def high(self) -> Numbers:
@@ -387,10 +347,7 @@ class GemmShape:
 
 
 def moved(by: MemorySpec, size: float) -> float:
-    """Return the seconds to read and write `size` bytes, through the cache and then memory.
-
-    The minimum is the time of a kernel launch.
-    """
+    """Return the seconds to read and write `size` bytes, at least a kernel launch."""
     seconds = size / (by.bandwidth * by.fraction)
     if by.cache_bandwidth:
         cached = min(size, by.cache)
@@ -403,55 +360,45 @@ def reduced(
 ) -> float | None:
     """Return the seconds of an all-reduce of `size` bytes over `ranks` devices of one server.
 
-    Measurements for the nearest number of devices are scaled: each of n devices sends 2 (n - 1) / n
-    of the bytes, as in a ring.
-
-    Returns:
-        None without measurements and without a link.
+    Measurements for the nearest number of devices are scaled as for a ring. None without
+    measurements and without a link.
     """
     if ranks == 1 or size == 0:
         return 0.0
     if measured:
         nearest = min(measured, key=lambda item: (abs(math.log(item.ranks / ranks)), item.ranks))
-        share = _sent(ranks) / _sent(nearest.ranks)
-        return interpolated(nearest.bytes, nearest.seconds, size * share)
+        scaled = size * share(ranks) / share(nearest.ranks)
+        return float(interpolated(nearest.bytes, nearest.seconds, scaled))
     if link is None:
         return None
-    return 2 * (ranks - 1) * link.latency + _sent(ranks) * size / link.bandwidth
+    return 2 * (ranks - 1) * link.latency + share(ranks) * size / link.bandwidth
 
 
-def _sent(ranks: int) -> float:
+def share(ranks: int) -> float:
+    """Return the bytes that each rank sends per byte that it contributes to a ring all-reduce."""
     return 2 * (ranks - 1) / ranks
 
 
-def interpolated(index: Sequence[float], seconds: Sequence[float], size: float) -> float:
+def interpolated(sizes: ArrayLike, seconds: ArrayLike, size: ArrayLike) -> Numbers:
     """Interpolate linearly in log-log space; constant below the range, proportional above it."""
-    if size <= index[0]:
-        return seconds[0]
-    if size >= index[-1]:
-        return seconds[-1] * size / index[-1]
-    right = bisect_right(index, size)
-    left = right - 1
-    along = math.log(size / index[left]) / math.log(index[right] / index[left])
-    return seconds[left] * math.pow(seconds[right] / seconds[left], along)
+    points = np.asarray(sizes, dtype=float)
+    inside = np.log(np.clip(size, points[0], points[-1]))
+    result = np.exp(np.interp(inside, np.log(points), np.log(seconds)))
+    return np.asarray(result * np.maximum(np.asarray(size) / points[-1], 1.0))
 
 
-_LARGE, _SMALL = 4.0, 2.0
-"""Edges of Winograd output patches: with separate transform kernels, and with fused transforms."""
-_BLOCK = 8.0
-_FUSED = 32
-"""Edge of the smallest tile with fused transforms."""
 _FEWEST = 16
 """Minimum input and output channels for Winograd's algorithm."""
+_BATCH = 16
+"""Smallest batch with separate transforms."""
 
 
 def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
     """Return the seconds of convolutions by Winograd's algorithm; infinity if it does not apply.
 
     It applies to 3 x 3 and 5 x 5 windows with stride 1. Patches of 4 x 4 outputs use separate
-    transform kernels, whose results go through memory, from a minimum batch size on. For 3 x 3
-    windows, except for the weight gradient, patches of 2 x 2 outputs are transformed inside the
-    multiplying kernel, in blocks of 8 x 8 outputs. No batch is slower than a larger one.
+    transform kernels, whose results go through memory. For 3 x 3 windows, except for the weight
+    gradient, patches of 2 x 2 outputs are transformed inside the multiplying kernel.
     """
     result = np.full(len(of.n), np.inf)
     square = (of.r == of.s) & ((of.r == 3) | (of.r == 5))
@@ -461,54 +408,38 @@ def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: P
     fusing = (of.r == 3) & (product != "weight_gradient") & (by.winograd_fused > 0)
     some = of.at(serves)
     # A small batch is never slower than the smallest batch with separate transforms.
-    batch = np.where(fusing[serves], np.maximum(some.n, by.winograd_batch), some.n)
-    result[serves] = _apart(by, on, some.batch(batch), product)
+    batch = np.where(fusing[serves], np.maximum(some.n, _BATCH), some.n)
+    result[serves] = _transformed(by, on, replace(some, n=batch), product, fused=False)
     if (index := serves & fusing).any():
-        result[index] = np.minimum(result[index], _fused(by, on, of.at(index), product))
+        seconds = _transformed(by, on, of.at(index), product, fused=True)
+        result[index] = np.minimum(result[index], seconds)
     return result
 
 
-def _apart(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
-    patches = of.n * np.ceil(of.high / _LARGE) * np.ceil(of.wide / _LARGE)
-    values = (_LARGE + of.r - 1) ** 2
-    data, filters = (of.k + of.c) * patches * values * 4.0, of.k * of.c * values * 4.0
-    seconds = _multiplied(
-        by, on, of, product, patches, values, data + filters, by.winograd, by.winograd_smallest
-    )
-    around = (4.0 * (of.input + of.output) + data) * by.winograd_data
-    around = around + (4.0 * of.weights + filters) * by.winograd_weights
-    return np.asarray(seconds + around / (on.bandwidth * by.memory) + 2 * by.launch)
-
-
-def _fused(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
-    patches = of.n * np.ceil(of.high / _BLOCK) * np.ceil(of.wide / _BLOCK) * (_BLOCK / _SMALL) ** 2
-    values = (_SMALL + of.r - 1) ** 2
-    moved = 4.0 * (of.input + of.output + of.weights)
-    seconds = _multiplied(by, on, of, product, patches, values, moved, by.winograd_fused, _FUSED)
-    around = (4.0 * of.weights + of.k * of.c * values * 4.0) * by.winograd_weights
-    return np.asarray(seconds + around / (on.bandwidth * by.memory))
-
-
-def _multiplied(
-    by: ConvolutionSpec,
-    on: RooflineMachine,
-    of: GemmShape,
-    product: Product,
-    patches: Numbers,
-    values: Numbers,
-    moved: Numbers,
-    efficiency: float,
-    edge: int,
+def _transformed(
+    by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product, fused: bool
 ) -> Numbers:
+    """Return the seconds with separate transforms of 4 x 4 outputs, or fused ones of 2 x 2."""
+    edge, block, tile, efficiency = 4.0, 4.0, by.winograd_smallest, by.winograd
+    if fused:
+        edge, block, tile, efficiency = 2.0, 8.0, 32, by.winograd_fused
+    blocks = of.n * np.ceil(of.high / block) * np.ceil(of.wide / block)
+    patches, values = blocks * (block / edge) ** 2, (edge + of.r - 1) ** 2
+    data, filters = (of.k + of.c) * patches * values * 4.0, of.k * of.c * values * 4.0
     m, n, k = {
         "output": (of.k, patches, of.c),
         "input_gradient": (of.c, patches, of.k),
         "weight_gradient": (of.k, of.c, patches),
     }[product]
+    moved = 4.0 * (of.input + of.output + of.weights) if fused else data + filters
     # Each value of a transformed patch has one product; all are computed together.
-    return tiled(
-        by, on, m, np.ceil(n / edge) * edge * values, k, moved, efficiency=efficiency, smallest=edge
-    )
+    n = np.ceil(n / tile) * tile * values
+    seconds = tiled(by, on, m, n, k, moved, efficiency=efficiency, smallest=tile)
+    around = (4.0 * of.weights + filters) * by.winograd_weights
+    if not fused:
+        around = around + (4.0 * (of.input + of.output) + data) * by.winograd_data
+        seconds = seconds + 2 * by.launch
+    return np.asarray(seconds + around / (on.bandwidth * by.memory))
 
 
 def convolved(
@@ -527,28 +458,8 @@ def convolved(
         weight_gradient  out channels  in channels * window  output positions
 
     With tensor cores, channels are padded to a multiple of `step`, and in weight gradients to a
-    multiple of the tile edge. The input gradient with stride s multiplies only the window values
-    that meet an input position.
+    multiple of the tile edge.
     """
-    seconds = uncorrected(by, on, shape, product, width, tensor_cores)
-    if not by.corrections:
-        return seconds
-    features = traits(by, shape, product, tensor_cores)
-    exponent = np.zeros(len(seconds))
-    for name, power in by.corrections.items():
-        exponent += power * features[name]
-    return np.asarray(seconds * np.exp(exponent))
-
-
-def uncorrected(
-    by: ConvolutionSpec,
-    on: RooflineMachine,
-    shape: GemmShape,
-    product: Product,
-    width: int,
-    tensor_cores: bool,
-) -> Numbers:
-    """Return the seconds before fitted corrections."""
     inputs, written, weights = shape.input * width, shape.output * width, shape.weights * width
     gradient = product == "input_gradient"
     # A stride skips rows of the input; skipped values within a row are read with the others.
@@ -574,36 +485,6 @@ def uncorrected(
 _SHARP = 8
 
 
-def traits(
-    by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool
-) -> Mapping[str, Numbers]:
-    """Return the features that corrections may refer to: logarithms of sizes, and indicators."""
-    m, n, k = _sides(by, of, product, tensor_cores)
-    served = (
-        (of.skipped == 1)
-        & (of.r == of.s)
-        & ((of.r == 3) | (of.r == 5))
-        & (not tensor_cores and by.winograd > 0)
-    )
-    result = {
-        "m": np.log(m / 128),
-        "n": np.log(n / 4096),
-        "k": np.log(k / 1024),
-        "window": of.window > 1,
-        "strided": of.skipped > 1,
-        "thin": of.c <= 4,
-        "single": of.c == 1,
-        "tall": of.r >= 5,
-        "winograd": served,
-        "all": np.ones(len(m)),
-    }
-    return {name: np.asarray(feature, dtype=float) for name, feature in result.items()}
-
-
-FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winograd", "all")
-"""Names of the features of `traits`."""
-
-
 def _direct(
     by: ConvolutionSpec,
     on: RooflineMachine,
@@ -612,17 +493,16 @@ def _direct(
     moved: Numbers,
     tensor_cores: bool,
 ) -> Numbers:
-    m, n, k = _sides(by, of, product, tensor_cores)
+    sides = (*_sides(by, of, product, tensor_cores), moved)
     pointwise = of.window == 1
-    seconds = np.zeros(len(m))
+    seconds = np.zeros(len(moved))
     for index, smallest, slower in (
         (pointwise, by.pointwise or by.smallest, 1.0),
         (~pointwise, by.smallest, 1 + by.gather),
     ):
         if index.any():
-            seconds[index] = tiled(
-                by, on, m[index], n[index], k[index], moved[index], slower, smallest=smallest
-            )
+            m, n, k, size = (side[index] for side in sides)
+            seconds[index] = tiled(by, on, m, n, k, size, slower, smallest=smallest)
     return seconds
 
 

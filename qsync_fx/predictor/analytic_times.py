@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from qsync_fx.devices.device_model import Device
 from qsync_fx.devices.format_support import ANY, row_at
+from qsync_fx.devices.roofline import Product
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph.cost_algebra import Size, Work
@@ -25,12 +25,6 @@ from qsync_fx.graph.operator_costs import cast_cost
 from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, ModelRead, StateNames
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
-
-if TYPE_CHECKING:
-    from qsync_fx.devices.roofline import Product as Part
-
-__all__ = ["DeviceTimes"]
-
 
 _WINDOWS = (1, 3, 5, 7, 9, 11, 2, 4, 14, 16)
 """Heights of square convolution windows, in the order of the search."""
@@ -64,8 +58,7 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
     """Return the dimensions of a batched matrix product, or None if no dimensions fit.
 
     `batch` products of [m, k] by [k, n] read batch*m*k (`first`) and batch*k*n (`second`) elements,
-    write batch*m*n (`result`) elements and compute 2*batch*m*n*k `flops`. These four equations
-    determine the four dimensions. A returned shape satisfies all of them exactly.
+    write batch*m*n (`result`) elements and compute 2*batch*m*n*k `flops`.
     """
     multiplied = flops // 2
     if min(first, second, result, multiplied) < 1:
@@ -81,12 +74,8 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
 def convolution(read: int, weights: int, result: tuple[int, ...]) -> ConvolutionShape | None:
     """Return the dimensions of a convolution, or None if no dimensions fit or it has groups.
 
-    The search tries window sizes, then strides, then paddings, and returns the first fit.
-
-    Args:
-        read: number of elements of the input.
-        weights: number of elements of the weight.
-        result: shape of the result, [N, K, H, W].
+    The search tries window sizes, then strides, then paddings, and returns the first fit. `read`
+    and `weights` are the numbers of elements, `result` is the shape [N, K, H, W].
     """
     if len(result) != 4 or min(result) < 1 or weights % result[1]:
         return None
@@ -110,19 +99,13 @@ def _placed(places: int, high: int, wide: int, r: int, stride: int) -> tuple[int
     """
     for padding in range(r // 2, -1, -1):
         for h in range((high - 1) * stride + r - 2 * padding, high * stride + r - 2 * padding):
-            if h > 0 and places % h == 0:
-                w = places // h
-                if (
-                    (w + 2 * padding - r) // stride + 1 == wide
-                    and w + 2 * padding >= r
-                    and _like(h, w, high, wide)
-                ):
-                    return h, w, padding
+            if h <= 0 or places % h:
+                continue
+            w = places // h
+            fits = w + 2 * padding >= r and (w + 2 * padding - r) // stride + 1 == wide
+            if fits and math.isclose(h / w, high / wide, rel_tol=0.35):
+                return h, w, padding
     return None
-
-
-def _like(h: int, w: int, high: int, wide: int) -> bool:
-    return math.isclose(h / w, high / wide, rel_tol=0.35)
 
 
 ADAMW = 28
@@ -134,15 +117,9 @@ class DeviceTimes:
     """Operator times of a model on a device of the catalog, computed from operator costs.
 
     Args:
-        device: a device of the catalog.
         graph: the model, with numbers for its symbolic sizes.
-        optimizer_bytes: bytes that the optimizer reads and writes per trained element; 0 for no
-            optimizer and no time.
-        optimizer_memory: memory of the optimizer; None if unknown.
-        loss_memory: memory of the loss outside of the model; None if unknown.
-
-    Raises:
-        ProfileError: the model was explained for a device that runs other formats.
+        optimizer_bytes: bytes that the optimizer reads and writes per trained element.
+        optimizer_memory, loss_memory: of optimizer and loss; None if unknown.
     """
 
     def __init__(
@@ -154,28 +131,19 @@ class DeviceTimes:
         loss_memory: LossMemory | None = None,
     ) -> None:
         if not explained_for(graph, device):
-            existing = PurePath(graph.device).stem
             do = "explain it on a CPU, without a target"
             if device.kind == "gpu":
                 do = f'explain it with options={{"target": "{device}"}}'
-            raise ProfileError(
-                f"the model was explained for {existing}, which may support other formats than "
-                f"{device}",
-                where=f"device {device}",
-                do=do,
-            )
+            message = f"the model was explained for {PurePath(graph.device).stem}, not {device}"
+            raise ProfileError(message, where=f"device {device}", do=do)
         self.device, self.graph = device, graph
         self.optimizer_memory, self.loss_memory = optimizer_memory, loss_memory
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
-        self._casts: dict[tuple[str, str, int, bool], Seconds] = {}
         self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
-        """Return the times of another model, or of this model with other sizes.
-
-        The memory of the loss depends on sizes and is unknown in the result.
-        """
+        """Return the times of another model; the memory of its loss is unknown."""
         return DeviceTimes(self.device, graph, self._optimizer_bytes, self.optimizer_memory)
 
     def on(self, device: Device) -> DeviceTimes:
@@ -187,14 +155,11 @@ class DeviceTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()
     ) -> Seconds:
-        """Return the time of an operator in a state, without the casts of its operands.
-
-        Neighbours do not change it.
-        """
-        names = state.names
-        if (operator, names) not in self._known:
-            self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
-        return self._known[operator, names]
+        """Return the time of an operator in a state; neighbours do not change it."""
+        key = operator, state.names
+        if key not in self._known:
+            self._known[key] = self._computed(self.graph.operator(operator), state.names)
+        return self._known[key]
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         """Return the time of an operator in a state; it is exact for all neighbours."""
@@ -210,21 +175,12 @@ class DeviceTimes:
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
         """Return the time of a cast or quantization that is not fused with other work."""
-        key = before, after, numel, differentiated
-        if key not in self._casts:
-            self._casts[key] = self._cast(*key)
-        return self._casts[key]
-
-    def _cast(self, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         if before == after or not numel:
             return Seconds(0.0, 0.0, interpolated=True)
         source, target = precision(before), precision(after)
-        cost = cast_cost(
-            numel * source.dtype.itemsize, numel * target.dtype.itemsize, target, differentiated
-        )
-        backward = 0.0
-        if cost.casts_backward.bytes:
-            backward = self.device.memory_seconds(cost.casts_backward.bytes)
+        read, written = (numel * fmt.dtype.itemsize for fmt in (source, target))
+        gradient = cast_cost(read, written, target, differentiated).casts_backward.bytes
+        backward = self.device.memory_seconds(gradient) if gradient else 0.0
         return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
 
     def outside(self) -> Seconds:
@@ -232,10 +188,7 @@ class DeviceTimes:
         return Seconds(0.0, 0.0, interpolated=True)
 
     def optimizer(self) -> float:
-        """Return the time to read and write all trained parameters and their state, in seconds.
-
-        It is 0 without an optimizer.
-        """
+        """Return the seconds to read and write all trained parameters and their state."""
         if not self._optimizer_bytes:
             return 0.0
         trained = sum(parameter.numel for parameter in self.graph.parameters if parameter.trained)
@@ -244,27 +197,23 @@ class DeviceTimes:
     def sides(self, operator: str) -> ProductShape | ConvolutionShape | None:
         """Return the dimensions of an operator's product, or None if unknown."""
         if operator not in self._sides:
-            self._sides[operator] = self._found(self.graph.operator(operator))
+            self._sides[operator] = self._dimensions(self.graph.operator(operator))
         return self._sides[operator]
 
-    def _reckoned(self, operator: ModelOperator, names: StateNames) -> Seconds:
+    def _computed(self, operator: ModelOperator, names: StateNames) -> Seconds:
         cost = operator.costs.get(names)
         if cost is None:
-            available = [f"{a}->{b}" for a, b in operator.costs]
-            state = f"{names[0]}->{names[1]}"
-            raise ProfileError(
-                f"the model graph has no cost of the state {state}",
-                where=operator.where,
-                do=nearest(state, available),
-            )
+            state, *available = (f"{a}->{b}" for a, b in (names, *operator.costs))
+            message = f"the model graph has no cost of the state {state}"
+            raise ProfileError(message, where=operator.where, do=nearest(state, available))
         fmt = back = precision(names[0] or FP32)
         if fmt.scaled:
             back = row_at(self.device.capability or ANY, fmt).gradient
-        gradients = (cost.input_gradient, cost.weight_gradient)
         sides = self.sides(operator.id)
         if sides is None:
             forward = self._work(operator, cost.forward, fmt)
-            backward = sum(self._work(operator, work, back) for work in gradients)
+            backward = self._work(operator, cost.input_gradient, back)
+            backward += self._work(operator, cost.weight_gradient, back)
             backward += self._work(operator, cost.recomputed, fmt)
         else:
             forward = self._product(sides, "output", fmt)
@@ -276,7 +225,9 @@ class DeviceTimes:
         flops, nbytes = (_number(size, operator) for size in (work.flops, work.bytes))
         return self.device.work_seconds(flops, nbytes, fmt) if flops or nbytes else 0.0
 
-    def _product(self, sides: ProductShape | ConvolutionShape, part: Part, fmt: Precision) -> float:
+    def _product(
+        self, sides: ProductShape | ConvolutionShape, part: Product, fmt: Precision
+    ) -> float:
         if isinstance(sides, ConvolutionShape):
             s = sides
             return self.device.conv_seconds(
@@ -290,51 +241,41 @@ class DeviceTimes:
             return self.device.gemm_seconds(sides.k, rows, sides.n, fmt, "nn")
         return self.device.gemm_seconds(sides.k, sides.n * sides.batch, sides.m, fmt, "nt")
 
-    def _gradients(self, operator: ModelOperator) -> list[Part]:
-        first, second = self._factors(operator)
-        parts: tuple[tuple[Part, bool], ...] = (
-            ("input_gradient", first.gradient),
-            ("weight_gradient", second.gradient),
-        )
-        return [part for part, wanted in parts if wanted]
+    def _gradients(self, operator: ModelOperator) -> list[Product]:
+        products: tuple[Product, Product] = ("input_gradient", "weight_gradient")
+        pairs = zip(products, self._factors(operator), strict=True)
+        return [product for product, factor in pairs if factor.gradient]
 
-    def _found(self, operator: ModelOperator) -> ProductShape | ConvolutionShape | None:
-        cost = next(iter(operator.costs.values()))
-        flops = _number(cost.forward.flops, operator)
-        factors = self._factors(operator)
+    def _dimensions(self, operator: ModelOperator) -> ProductShape | ConvolutionShape | None:
+        flops, factors = _forward_flops(operator), self._factors(operator)
         if not flops or not factors:
             return None
-        first, second = (_number(self.graph.values[read.value].numel, operator) for read in factors)
+        first, second = (self._numel(read.value, operator) for read in factors)
         result = _shape(operator.shape)
         if result is not None and len(result) > 2 and "conv" in operator.row:
             if flops != 2 * result[0] * result[2] * result[3] * second:
                 return None
             return convolution(first, second, result)
-        written = _number(self.graph.values[operator.result].numel, operator)
-        return product(first, second, written, flops)
+        return product(first, second, self._numel(operator.result, operator), flops)
 
     def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
         """Return the two operands that an operator multiplies, the weight last; () if none fit."""
-        wanted = _number(next(iter(operator.costs.values())).forward.flops, operator)
-        result = _number(self.graph.values[operator.result].numel, operator)
         if "conv" in operator.row:
-            return operator.reads[:2] if len(operator.reads) >= 2 else ()
+            return operator.reads[:2]
+        flops, result = _forward_flops(operator), self._numel(operator.result, operator)
         for pair in permutations(operator.reads, 2):
-            sizes = [_number(self.graph.values[read.value].numel, operator) for read in pair]
-            weight_first = self._weight(pair[0]) and not self._weight(pair[1])
-            if not weight_first and product(sizes[0], sizes[1], result, wanted) is not None:
+            first, second = (self._numel(read.value, operator) for read in pair)
+            weights = [self.graph.values[read.value].source == "parameter" for read in pair]
+            if weights != [True, False] and product(first, second, result, flops) is not None:
                 return pair
         return ()
 
-    def _weight(self, read: ModelRead) -> bool:
-        return self.graph.values[read.value].source == "parameter"
+    def _numel(self, value: int, operator: ModelOperator) -> int:
+        return _number(self.graph.values[value].numel, operator)
 
 
 def moved_bytes(optimizer: OptimizerMemory) -> float:
-    """Return the bytes that an optimizer moves per FP32 parameter.
-
-    It reads the parameter, its gradient and its state, and writes all but the gradient.
-    """
+    """Return the bytes that an optimizer reads and writes per FP32 parameter; see `ADAMW`."""
     return 4 * (3 + 2 * optimizer.state)
 
 
@@ -343,14 +284,9 @@ def explained_for(graph: ModelGraph, device: Device) -> bool:
 
     A model that was explained for "cuda" fits every GPU, and one explained for "cpu" every CPU.
     """
-    if graph.device == device.kind == "cpu":
-        return True
-    return device.kind == "gpu" and graph.device in (
-        "cuda",
-        device.name,
-        device.target,
-        device.path,
-    )
+    if device.kind == "cpu":
+        return graph.device == "cpu"
+    return graph.device in ("cuda", device.name, device.target, device.path)
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
@@ -359,13 +295,13 @@ def _shape(text: str) -> tuple[int, ...] | None:
     return tuple(int(size) for size in result[1].split(", ") if size) if result else None
 
 
+def _forward_flops(operator: ModelOperator) -> int:
+    return _number(next(iter(operator.costs.values())).forward.flops, operator)
+
+
 def _number(size: Size, operator: ModelOperator) -> int:
-    if isinstance(size, int):
-        return size
-    if getattr(size, "is_number", False):
+    if isinstance(size, int) or getattr(size, "is_number", False):
         return int(size)
-    raise ProfileError(
-        f"the time of work of {size} is not known",
-        where=operator.where,
-        do="give sizes first: graph.at(batch=...)",
-    )
+    message = f"the time of work of {size} is not known"
+    do = "give sizes first: graph.at(batch=...)"
+    raise ProfileError(message, where=operator.where, do=do)

@@ -1,8 +1,7 @@
 """Operator times, and the schedule of one training step that is built from them.
 
 `Times` is the only source of durations for the cost mapper; a profile and a device of the catalog
-implement it. A `Schedule` is the output of the cost mapper and the input of the replayer. Its
-entries are in execution order and add up to the compute time of the device.
+implement it. A `Schedule` is the output of the cost mapper and the input of the replayer.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ TOLD_BY_NONE: Final[tuple[tuple[()], ...]] = ((),) * len(NEIGHBOURS)
 
 @dataclass(frozen=True)
 class Seconds:
-    """Duration of one piece of work in both passes.
+    """Duration of one piece of work in both passes, in seconds.
 
     Attributes:
-        forward: seconds in the forward pass.
-        backward: seconds in the backward pass.
         interpolated: whether it was estimated from other measurements, not measured in this state.
     """
 
@@ -54,20 +51,12 @@ class Times(Protocol):
     ) -> Seconds:
         """Return the time of an operator in a state, without the casts of its operands.
 
-        Args:
-            operator: the operator's id.
-            state: its precision and the format of its output.
-            around: states of the neighbours, in the order of `NEIGHBOURS`; None: no operator.
-
-        Raises:
-            ProfileError: the operator has no known time.
+        `around` has the states of the neighbours in the order of `NEIGHBOURS`; None: no operator.
+        An unknown time raises `ProfileError`.
         """
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        """Return a lower bound on `operator` for the given states of some neighbours.
-
-        The bound is valid for all states of the other neighbours.
-        """
+        """Return a lower bound on `operator`, for all states of the other neighbours."""
 
     def told_apart(
         self, operator: str, state: OperandState
@@ -82,11 +71,7 @@ class Times(Protocol):
     ) -> Seconds:
         """Return the time of a cast or quantization; zero if operator times include it.
 
-        Args:
-            operator: id of the operator that the cast is charged to.
-            before, after: names of the formats.
-            numel: number of elements of the tensor.
-            differentiated: whether a gradient flows back through the cast.
+        It is charged to an operator. `differentiated`: a gradient flows back through the cast.
         """
 
     def outside(self) -> Seconds:
@@ -109,13 +94,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """Piece of work in a schedule.
-
-    Attributes:
-        operator: id of the operator that the work is charged to; "" for none.
-        part: kind of work.
-        seconds: duration on this device.
-    """
+    """Piece of work, charged to the operator with this id; "" for none."""
 
     operator: str
     part: Part
@@ -124,13 +103,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Trained parameter, as the optimizer and DDP's buckets see it.
-
-    Attributes:
-        path: qualified name in the model.
-        numel: number of elements.
-        dtype_bytes: bytes per element of its gradient.
-    """
+    """Trained parameter; `dtype_bytes` are the bytes per element of its gradient."""
 
     path: str
     numel: int
@@ -142,8 +115,7 @@ class Schedule:
     """Training step of one device under one plan.
 
     Attributes:
-        forward: entries of the forward pass, in execution order.
-        backward: entries of the backward pass, in execution order.
+        forward, backward: entries of the passes, in execution order.
         optimizer: duration of the optimizer step in seconds.
         parameters: trained parameters, in registration order.
         ready: by parameter path, the index of the `backward` entry that completes its gradient.

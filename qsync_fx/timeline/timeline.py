@@ -155,8 +155,8 @@ class Timeline:
 
     def _computing(self, index: int, name: str) -> Iterator[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
-        begin = step.moments(index, alone.ends - alone.seconds).tolist()
-        end = step.moments(index, alone.ends).tolist()
+        ends = alone.ends + step.begins[index]
+        begin, end = (ends - alone.seconds).tolist(), ends.tolist()
         for entry, since, until in zip(alone.entries, begin, end, strict=True):
             label = entry.operator or _WITHOUT[entry.part]
             yield TimelinePiece(label, str(entry.part), since, until)

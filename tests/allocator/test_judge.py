@@ -11,10 +11,11 @@ import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.allocator import PlanEvaluator, Problem, evaluate_plan
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import anchored_bytes, most_bytes, step_memory
+from qsync_fx.predictor.memory import anchored_bytes, step_memory
 from qsync_fx.predictor.memory.peak_memory import Anchor
 from qsync_fx.timeline.device_profiles import Profiled
 from tests.support.planning.allocation_problems import alone, device_class, fleet
+from tests.support.planning.peaks import most_bytes
 
 
 class Known:
@@ -92,7 +93,7 @@ def test_limits_are_met_or_reported_as_exceeded() -> None:
     assert PlanEvaluator(replace(tight, seconds=None, classes=problem.classes), plans).fits()
 
 
-def test_measured_peaks_correct_predicted_ones() -> None:
+def test_measured_peak_replaces_the_predicted_one() -> None:
     problem = alone("mlp")
     part = problem.classes["device"]
     measured = part.uniform("fp32")
@@ -109,7 +110,7 @@ def test_measured_peaks_correct_predicted_ones() -> None:
             anchored_bytes(now, [anchor], part.training)
             - step_memory(now, part.training).step_bytes
         )
-        assert by
+        assert bool(by) is (plan is measured)
         assert plain is not None and found == plain + by
 
 

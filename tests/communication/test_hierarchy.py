@@ -14,11 +14,11 @@ from qsync_fx import OptionError
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
 from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.devices.roofline import share
 from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import between_nodes, nodes_noted
-from qsync_fx.predictor.replayer.collectives import share
 from qsync_fx.predictor.times import Parameter
 from tests.support import tiers
 from tests.support.communication.compressed_training import Network

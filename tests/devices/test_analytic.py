@@ -151,7 +151,6 @@ winograd = 0.8757
 winograd_fused = 0.6174
 winograd_data = 0.8011
 winograd_weights = 1.64
-corrections = {m = 0.03929, window = -0.02459, thin = 0.07607, winograd = -0.05771, all = 0.02587}
 """
     (tmp_path / "old.toml").write_text(text.replace('"t4"', '"old"') + old)
     (tmp_path / "bare.toml").write_text(text.replace('"t4"', '"bare"'))

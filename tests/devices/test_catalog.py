@@ -185,10 +185,6 @@ WRONG = {
         "an unknown product 'sideways'",
         "howto-device",
     ),
-    T4 + '\n[convolutions.bf16.output]\nefficiency = 1\ncorrections.mm = 1\nsource = "x"\n': (
-        "a correction for an unknown feature 'mm'",
-        "output",
-    ),
     T4 + '\n[products.bf16]\nefficiency = 1\nalone = 1.5\nsource = "x"\n': (
         "alone = 1.5",
         "products.bf16",

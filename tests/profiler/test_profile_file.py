@@ -20,11 +20,12 @@ from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory import SGD, LossMemory, TrainingMemory, most_bytes, peak_bytes
+from qsync_fx.predictor.memory import SGD, LossMemory, TrainingMemory, peak_bytes
 from qsync_fx.predictor.model.model_file import StoredGraph, stored
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import PROFILE, CodecSpeed, Collective, Model, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
+from tests.support.planning.peaks import most_bytes
 
 
 @functools.cache

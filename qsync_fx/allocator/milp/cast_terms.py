@@ -18,8 +18,7 @@ from itertools import groupby
 
 from qsync_fx.allocator.milp.format_variables import CostTerm, Formats, Spread, renamed
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, constant, total
-from qsync_fx.predictor.cost_mapper.cost_mapper import cast_seconds
-from qsync_fx.predictor.cost_mapper.indexed_model import (
+from qsync_fx.predictor.cost_mapper.cost_mapper import (
     CHANGED,
     NAMES,
     NEEDED,
@@ -29,6 +28,7 @@ from qsync_fx.predictor.cost_mapper.indexed_model import (
     IndexedFormat,
     IndexedReader,
     Point,
+    cast_seconds,
 )
 from qsync_fx.predictor.model.model_graph import Follows, Name, followed, widest
 from qsync_fx.predictor.times import Seconds, Times

@@ -130,7 +130,7 @@ def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int,
             wrote.setdefault(buffer, graph.places.get(task.operator, -1))
     result: dict[Moment, Mapping[int, int]] = {}
     most: dict[Moment, int] = {}
-    for live in lives(tasks, True, wrote.__getitem__, _WORKSPACE):
+    for live in lives(tasks, wrote.__getitem__, _WORKSPACE):
         index = graph.places.get(live.operator, -1)
         moment = _moment(graph, index, live.backward)
         size = live.bytes

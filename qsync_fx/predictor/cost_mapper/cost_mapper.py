@@ -1,42 +1,187 @@
 """Cost mapper: the compute time of a plan on a device, also while single operators change format.
 
 It implements QSync, Algorithm 1, with the cast condition corrected (docs/cost-mapper.md). A change
-visits only operators whose formats change, their operands and their neighbours. Invariant: after
-any changes and undos, the result equals that of a new mapper for the same plan, bit for bit.
+visits only operators whose formats change, their operands and their neighbours. After any changes
+and undos, the result equals that of a new mapper for the same plan, bit for bit.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from qsync_fx.errors import PlanError, ProfileError
+from qsync_fx.formats import FORMATS
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.cost_mapper.indexed_model import (
-    BASE,
-    CHANGED,
-    NAMES,
-    NEEDED,
-    NUMBERS,
-    PLAIN,
-    REACH,
-    SCALED,
-    IndexedChange,
-    IndexedFormat,
-    Tables,
-)
+from qsync_fx.graph.operator_costs import changes_format, needs_cast
 from qsync_fx.predictor.cost_mapper.plan_states import (
     Asked,
     PlannedCast,
     States,
     check_format,
+    is_wide,
+    operator_state,
     planned,
     settled,
+    unpacked_format,
 )
-from qsync_fx.predictor.model.model_graph import ModelGraph, state_named
+from qsync_fx.predictor.model.model_graph import (
+    Choices,
+    Follows,
+    ModelGraph,
+    ModelOperator,
+    ModelRead,
+    Name,
+    StateNames,
+    chosen,
+    format_named,
+    state_named,
+)
 from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedule, Seconds, Times
+
+NAMES: tuple[Name, ...] = (None, *FORMATS)
+NUMBERS = {name: number for number, name in enumerate(NAMES)}
+REACH = 2
+"""Number of neighbours on either side that `Times.operator` depends on."""
+
+PLAIN = tuple(name is not None and FORMATS[name].plain for name in NAMES)
+_FORMATS = tuple(map(format_named, NAMES))
+NEEDED = tuple(
+    tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS
+)
+"""Whether a cast is needed, by current and required format."""
+CHANGED = {
+    requested: tuple(
+        tuple(changes_format(before, after, requested) for after in _FORMATS) for before in _FORMATS
+    )
+    for requested in (False, True)
+}
+"""Whether an operator converts a value, by whether the model requests it, and both formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedFormat:
+    """Format of a value: the output format of operator number `operator`, if any, else `own`."""
+
+    operator: int
+    own: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedReader:
+    """Reader of a value at a cast point.
+
+    Attributes:
+        operator: index of the reader; -1 for the model's caller.
+        wanted: required format, by the reader's precision.
+        used: format of the value that it reads if the model converts the value in between.
+        kept: plain format that its saved scaled operand is converted to in the backward pass, by
+            the reader's precision; 0 for none.
+    """
+
+    operator: int
+    wanted: tuple[int, ...]
+    used: IndexedFormat | None
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Cast point: readings of one value, in execution order, that share one cast per format."""
+
+    value: int
+    held: IndexedFormat
+    readers: tuple[IndexedReader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedChange:
+    """Conversion of a value from `held` within an operator; `wanted`: the model requests it."""
+
+    operator: int
+    value: int
+    held: IndexedFormat
+    wanted: bool
+
+
+Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Indices of the operators that determine the casts of a point: see `Tables.keys`."""
+
+
+class Tables:
+    """Casts of a model graph, and the operators that they depend on.
+
+    Attributes:
+        points: cast points, and format changes within operators.
+        keys: by point, the operators that determine its casts: the producer of the value, the
+            operators whose precision matters, and the operators whose output matters.
+        touched: by operator, the points whose casts depend on its state.
+        near: by operator, the operators whose time can depend on its state, and vice versa.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
+        count = len(graph.operators)
+        self.points: list[Point | IndexedChange] = _points(graph)
+        self.keys = [_key(point) for point in self.points]
+        self.touched: list[list[int]] = [[] for _ in range(count)]
+        for number, (live, readers, others) in enumerate(self.keys):
+            for index in {live, *readers, *others} - {-1}:
+                self.touched[index].append(number)
+        self.near = [
+            range(max(index - REACH, 0), min(index + REACH + 1, count)) for index in range(count)
+        ]
+
+
+def _key(point: Point | IndexedChange) -> Key:
+    if isinstance(point, IndexedChange):
+        return point.held.operator, (), (point.operator,)
+    used = (reader.used.operator for reader in point.readers if reader.used is not None)
+    return point.held.operator, tuple(reader.operator for reader in point.readers), tuple(used)
+
+
+def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
+    readers: list[list[tuple[ModelRead, IndexedReader]]] = [[] for _ in range(graph.points)]
+    result: list[Point | IndexedChange] = []
+    for index, operator in enumerate(graph.operators):
+        if operator.converts:
+            value = operator.reads[0].value
+            result.append(IndexedChange(index, value, _held(graph, value), wanted=True))
+            continue
+        for read in operator.reads:
+            if read.point is not None:
+                readers[read.point].append((read, _reader(graph, index, operator, read)))
+        if operator.converted:
+            source = IndexedFormat(-1, NUMBERS[graph.values[operator.result].own])
+            result.append(IndexedChange(index, operator.result, source, wanted=False))
+    for read in graph.outputs:
+        if read.point is not None:
+            readers[read.point].append((read, _reader(graph, -1, None, read)))
+    for at_point in readers:
+        if at_point:
+            origin = at_point[0][0].origin
+            indexed = tuple(reader for _, reader in at_point)
+            result.append(Point(origin, _held(graph, origin), indexed))
+    return result
+
+
+def _held(graph: ModelGraph, index: int) -> IndexedFormat:
+    value = graph.values[index]
+    return IndexedFormat(-1 if value.operator is None else value.operator, NUMBERS[value.own])
+
+
+def _reader(
+    graph: ModelGraph, index: int, operator: ModelOperator | None, read: ModelRead
+) -> IndexedReader:
+    wanted = tuple(NUMBERS[read.wanted[name or ""]] for name in NAMES)
+    saved = (0,) * len(NAMES)
+    if operator is not None:
+        saved = tuple(NUMBERS[unpacked_format(operator, read, name)] for name in NAMES)
+    used = None
+    if read.value != read.origin:
+        used = _held(graph, read.value)
+    return IndexedReader(index, wanted, used, saved)
 
 
 def cast_seconds(
@@ -48,116 +193,27 @@ def cast_seconds(
     after: str,
     differentiated: bool = True,
 ) -> Seconds:
-    """Return the time of a cast.
-
-    Args:
-        owner: index of the operator that the cast is charged to.
-        value: index of the value.
-        before, after: names of the formats.
-        differentiated: whether gradients of the value flow back through the cast.
-
-    Raises:
-        ProfileError: the time is unknown, or the size is symbolic.
-    """
+    """Return the time of a cast of value number `value` that operator number `owner` causes."""
     live, operator = graph.values[value], graph.operators[owner]
     if not isinstance(live.numel, int):
         message = f"the time of a cast of {live.numel} elements is not known"
-        raise ProfileError(
-            message, where=operator.where, do="give sizes first: graph.at(batch=...)"
-        )
+        do = "give sizes first: graph.at(batch=...)"
+        raise ProfileError(message, where=operator.where, do=do)
     return times.cast(
         operator.id, before, after, live.numel, differentiated and live.differentiated
     )
 
 
 FEMTO = 10**15
-Price = tuple[int, int, int, int, int]
-"""Femtoseconds of operators forward and backward, of casts forward and backward, and of unpacking:
-conversions of saved scaled tensors in the backward pass."""
-NOTHING: Price = (0, 0, 0, 0, 0)
 
 
-def femtoseconds(seconds: float, where: str) -> int:
-    """Return seconds as whole femtoseconds; raise `ProfileError` if negative or not finite."""
-    if not math.isfinite(seconds) or seconds < 0:
-        raise ProfileError(
-            f"the time of {seconds} seconds is not valid", where=where, do="measure the model again"
-        )
-    return round(seconds * FEMTO)
-
-
-class CostCache:
-    """Prices of one model on one device, and a cache of its operator states."""
-
-    def __init__(self, tables: Tables, times: Times) -> None:
-        self.tables, self.times = tables, times
-        self._states: dict[int, OperandState] = {}
-
-    def state(self, code: int) -> OperandState:
-        """Return the state of a code: precision + `BASE` * output."""
-        if code not in self._states:
-            self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
-        return self._states[code]
-
-    def operator(
-        self, index: int, codes: list[int], precisions: list[int], outputs: list[int]
-    ) -> Price:
-        """Return the price of an operator and of the casts that depend on its precision alone."""
-        operators = self.tables.graph.operators
-        near = [index + by for by in NEIGHBOURS]
-        around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
-        result = self.times.operator(operators[index].id, self.state(codes[index + REACH]), around)
-        forward, backward = self._checked(result, operators[index].where)
-        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[index]]
-        _, _, casts, casts_backward, unpacking = map(sum, zip(NOTHING, *alone, strict=True))
-        return forward, backward, casts, casts_backward, unpacking
-
-    def cast(
-        self, owner: int, value: int, before: int, after: int, differentiated: bool = True
-    ) -> tuple[int, int]:
-        """Return the time of a cast forward and backward, in femtoseconds."""
-        graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
-        result = cast_seconds(graph, self.times, owner, value, *names, differentiated)
-        return self._checked(
-            result, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}"
-        )
-
-    def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
-        """Return the price of the casts of point `number` for these precisions and outputs."""
-        point = self.tables.points[number]
-        before = _now(point.held, outputs)
-        if isinstance(point, IndexedChange):
-            after = outputs[point.operator]
-            if not CHANGED[point.wanted][before][after]:
-                return NOTHING
-            return 0, 0, *self.cast(point.operator, point.value, before, after), 0
-        forward = backward = unpacking = 0
-        made: set[int] = set()
-        saved: dict[int, tuple[int, int]] = {}
-        for reader in point.readers:
-            precision = precisions[reader.operator]
-            after = reader.wanted[precision]
-            if reader.kept[precision]:
-                saved[after] = reader.operator, reader.kept[precision]
-            if not NEEDED[before][after] or after in made:
-                continue
-            if reader.used is not None and PLAIN[after] and _now(reader.used, outputs) == after:
-                continue
-            made.add(after)
-            owner = reader.operator if reader.operator >= 0 else point.held.operator
-            existing, back = self.cast(owner, point.value, before, after)
-            forward, backward = forward + existing, backward + back
-        for fmt, (owner, plain) in saved.items():
-            unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
-        return 0, 0, forward, backward, unpacking
-
-    def _checked(self, result: Seconds, where: str) -> tuple[int, int]:
-        return femtoseconds(result.forward, where), femtoseconds(result.backward, where)
-
-
-def _now(live: IndexedFormat, outputs: list[int]) -> int:
-    """Return the format of a value: the output format of its operator, else its own."""
-    return outputs[live.operator] or live.own
+def _femtoseconds(time: Seconds, where: str) -> tuple[int, int]:
+    """Return forward and backward time in femtoseconds; raise `ProfileError` if invalid."""
+    for seconds in (time.forward, time.backward):
+        if not math.isfinite(seconds) or seconds < 0:
+            message = f"the time of {seconds} seconds is not valid"
+            raise ProfileError(message, where=where, do="measure the model again")
+    return round(time.forward * FEMTO), round(time.backward * FEMTO)
 
 
 class IncrementalCascade:
@@ -166,134 +222,71 @@ class IncrementalCascade:
     The output format of a scaled operator depends on its readers' precisions, but never widens
     them. The cascade therefore runs twice: first without wide outputs, then with them.
 
-    Args:
-        chosen: precision of each adjustable operator, by index.
-
     Attributes:
-        precisions, outputs: format numbers by operator. The last entry, 0, is the model's caller.
-        codes: precision + `BASE` * output by operator, with `REACH` zeros before and after.
+        chosen: precision of each adjustable operator, by index.
+        precisions, outputs: formats by operator. The last entry, None, is the model's caller.
     """
 
-    def __init__(self, tables: Tables, chosen: Mapping[int, int]) -> None:
-        count = len(tables.inputs)
-        self.tables = tables
-        self.precisions, self.outputs, self.codes = (
-            [0] * (count + 1),
-            [0] * (count + 1),
-            [0] * (count + 2 * REACH),
-        )
-        self._narrow, self._narrow_out = [0] * (count + 1), [0] * (count + 1)
-        self._wide = [False] * count
-        for index, outputs in enumerate(tables.outputs):
-            if outputs is not None:
-                result = chosen[index], outputs[chosen[index]]
+    def __init__(self, graph: ModelGraph, chosen: Mapping[int, str]) -> None:
+        count = len(graph.operators)
+        self.graph, self.chosen = graph, dict(chosen)
+        self.precisions: list[Name] = [None] * (count + 1)
+        self.outputs: list[Name] = [None] * (count + 1)
+        self._narrow, self._narrow_outputs = self.precisions[:], self.outputs[:]
+        self._followers: list[list[int]] = [[] for _ in range(count)]
+        self._widens: list[list[int]] = [[] for _ in range(count)]
+        for index, operator in enumerate(graph.operators):
+            if isinstance(operator.decided, Follows):
+                for used in operator.decided.operators:
+                    self._followers[used].append(index)
             else:
-                result = self._followed(index, self._narrow_out)
-            self._narrow[index], self._narrow_out[index] = result
-        for index in range(count):
-            self._wide[index] = self._is_wide(index)
-            self._settle(index)
+                for reader in operator.decided.readers:
+                    self._widens[reader].append(index)
+        self._wide: set[int] = set()
+        self._cascade(list(range(count)), self._narrow, self._narrow_outputs, self._wide)
+        self._wide = {index for index in self.chosen if self._is_wide(index)}
+        self._cascade(list(range(count)), self.precisions, self.outputs, self._wide)
 
-    def chosen(self, index: int) -> int:
-        """Return the precision of an adjustable operator."""
-        return self._narrow[index]
-
-    def change(self, index: int, precision: int) -> list[int]:
+    def change(self, index: int, precision: str) -> list[int]:
         """Set the precision of an adjustable operator; return the operators that change."""
-        changed: list[int] = []
-        if self._narrow[index] == precision:
-            return changed
-        outputs, followers = self.outputs, self.tables.followers
-        todo = self._spread(index, precision)
-        while todo:
-            now = heapq.heappop(todo)
-            before = outputs[now]
-            if self._settle(now):
-                changed.append(now)
-                if outputs[now] != before:
-                    for follower in followers[now]:
-                        heapq.heappush(todo, follower)
-        return changed
-
-    def _spread(self, first: int, precision: int) -> list[int]:
-        """Cascade a change without wide outputs; return a heap of operators to settle."""
-        tables, narrow, out = self.tables, self._narrow, self._narrow_out
-        outputs = tables.outputs[first]
-        assert outputs is not None, "adjustable operators have outputs"
-        narrow[first] = precision
-        looked, requested = [first], [first, *tables.widens[first]]
-        todo: list[int] = []
-        if out[first] != outputs[precision]:
-            out[first] = outputs[precision]
-            todo += tables.followers[first]
-        while todo:
-            index = heapq.heappop(todo)
-            matches, result = self._followed(index, out)
-            if matches == narrow[index] and result == out[index]:
-                continue
-            looked.append(index)
-            if matches != narrow[index]:
-                narrow[index] = matches
-                requested += tables.widens[index]
-            if result != out[index]:
-                out[index] = result
-                for follower in tables.followers[index]:
-                    heapq.heappush(todo, follower)
-        for index in requested:
-            if tables.wide[index] and self._is_wide(index) != self._wide[index]:
-                self._wide[index] = not self._wide[index]
-                looked.append(index)
-        heapq.heapify(looked)
-        return looked
-
-    def _settle(self, index: int) -> bool:
-        """Update the formats of an operator; return whether they changed."""
-        if self.tables.outputs[index] is None:
-            precision, output = self._followed(index, self.outputs)
-        else:
-            precision = self._narrow[index]
-            output = self._narrow_out[index]
-            if self._wide[index]:
-                output = self.tables.wide[index]
-        code = precision + BASE * output
-        if code == self.codes[index + REACH]:
-            return False
-        self.codes[index + REACH], self.precisions[index], self.outputs[index] = (
-            code,
-            precision,
-            output,
-        )
-        return True
-
-    def _followed(self, index: int, outputs: list[int]) -> tuple[int, int]:
-        available, key = self.tables.follow[index], 0
-        assert available is not None, "others are chosen"
-        for used in self.tables.inputs[index]:
-            key = key * BASE + outputs[used]
-        return available[key]
+        self.chosen[index] = precision
+        changed = self._cascade([index], self._narrow, self._narrow_outputs, set())
+        affected = set(changed).union(*(self._widens[item] for item in changed))
+        for item in affected:
+            if item in self.chosen and self._is_wide(item) is not (item in self._wide):
+                self._wide ^= {item}
+                changed.append(item)
+        return self._cascade(changed, self.precisions, self.outputs, self._wide)
 
     def _is_wide(self, index: int) -> bool:
-        wide, narrow = self.tables.wide[index], self._narrow
-        return (
-            bool(wide)
-            and SCALED[narrow[index]]
-            and all(w[narrow[r]] for r, w in self.tables.wide_readers[index])
-        )
+        return is_wide(self.graph, index, self.chosen[index], self._narrow)
 
-
-STATES = BASE * BASE
+    def _cascade(
+        self, todo: list[int], precisions: list[Name], outputs: list[Name], wide: Set[int]
+    ) -> list[int]:
+        """Update the formats of operators and of their followers; return those that change."""
+        changed = []
+        heapq.heapify(todo)
+        while todo:
+            index = heapq.heappop(todo)
+            decided, planned = self.graph.operators[index].decided, self.chosen.get(index)
+            precision, output = operator_state(decided, outputs, planned, index in wide)
+            if output != outputs[index]:
+                for follower in self._followers[index]:
+                    heapq.heappush(todo, follower)
+            elif precision == precisions[index]:
+                continue
+            precisions[index], outputs[index] = precision, output
+            changed.append(index)
+        return changed
 
 
 @dataclass(frozen=True)
 class Totals:
     """Time of a training step on one device by kind of work, in seconds, without communication.
 
-    Attributes:
-        forward, backward: operators.
-        casts, casts_backward: casts and quantizations, and their derivatives.
-        unpacking: conversions of saved scaled tensors in the backward pass.
-        outside: work that is charged to no operator.
-        optimizer: optimizer step.
+    `unpacking` are conversions of saved scaled tensors in the backward pass, `outside` is work that
+    is charged to no operator.
     """
 
     forward: float
@@ -307,40 +300,33 @@ class Totals:
     @property
     def seconds(self) -> float:
         """Sum of all fields."""
-        existing = self.forward + self.casts
-        back = self.backward + self.casts_backward + self.unpacking
-        return existing + back + self.outside + self.optimizer
+        return math.fsum(vars(self).values())
 
 
 class CostMapper:
     """Compute time of a model on a device, updated as single operators change their format.
 
-    Args:
-        graph: the model.
-        times: operator times of the model on a device.
-        requested: the initial plan, or the format of each adjustable operator by its id.
-
     Raises:
-        PlanError: the plan does not fit the model.
+        PlanError: the requested initial plan does not fit the model.
         ProfileError: a time is unknown or invalid.
     """
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times
         self._tables = tables = Tables(graph)
-        self._prices = CostCache(tables, times)
         self._outside, self._optimizer = times.outside(), times.optimizer()
-        self._following = IncrementalCascade(
-            tables, {index: NUMBERS[name] for index, name in planned(graph, requested).items()}
-        )
-        self._undo: list[tuple[int, int]] = []
+        self._cascade = IncrementalCascade(graph, planned(graph, requested))
+        self._undo: list[tuple[int, str]] = []
         count, points = len(graph.operators), len(tables.points)
-        self._operator_prices: list[Price] = [NOTHING] * count
-        self._point_prices: list[Price] = [NOTHING] * points
-        self._known_operators: list[dict[int, Price]] = [{} for _ in range(count)]
-        self._known_points: list[dict[int, Price]] = [{} for _ in range(points)]
-        self._sums: Price = NOTHING
-        self._reprice(range(count), {number for touched in tables.touched for number in touched})
+        self._operator_times = [(0, 0)] * count
+        self._cast_times = [(0, 0, 0)] * points
+        self._known_operators: list[dict[tuple[Name, ...], tuple[int, int]]]
+        self._known_operators = [{} for _ in range(count)]
+        self._known_casts: list[dict[tuple[Name, ...], tuple[int, int, int]]]
+        self._known_casts = [{} for _ in range(points)]
+        self._forward = self._backward = 0
+        self._casts = self._casts_backward = self._unpacking = 0
+        self._update(range(count), range(points))
 
     def set(self, operator: str, precision: str) -> None:
         """Set the planned format of an adjustable operator and update all dependent formats.
@@ -349,16 +335,15 @@ class CostMapper:
             PlanError: the operator is not adjustable, or the graph does not include the format.
             ProfileError: a time is unknown or invalid; the mapper is unchanged.
         """
-        index = self.graph.places.get(operator)
-        takes = self._tables.chosen[index] if index is not None else None
-        if index is None or takes is None:
+        index = self.graph.places.get(operator, -1)
+        decided = self.graph.operators[index].decided
+        if index < 0 or not isinstance(decided, Choices):
             do = "name one of kind adjustable in graph.operators; the others follow"
             raise PlanError("no plan decides on this operator", where=f"operator {operator}", do=do)
-        if precision not in takes:
-            check_format(self.graph, precision, self.graph.operators[index].where)
-        before = self._following.chosen(index)
+        check_format(self.graph, precision, self.graph.operators[index].where)
+        before = self._cascade.chosen[index]
         try:
-            self._change(index, takes[precision])
+            self._change(index, chosen(decided, precision, explicit=True))
         except ProfileError:
             self._change(index, before)
             raise
@@ -367,18 +352,21 @@ class CostMapper:
     def undo(self) -> None:
         """Undo the last `set` that is not undone yet; raise `PlanError` if none is left."""
         if not self._undo:
-            raise PlanError(
-                "there is no change to take back", do="call undo once for each call of set, at most"
-            )
+            do = "call undo once for each call of set, at most"
+            raise PlanError("there is no change to take back", do=do)
         self._change(*self._undo.pop())
 
     @property
     def totals(self) -> Totals:
-        outside = self._outside.forward + self._outside.backward
-        forward, backward, casts, casts_backward, unpacking = (
-            femto / FEMTO for femto in self._sums
+        return Totals(
+            forward=self._forward / FEMTO,
+            backward=self._backward / FEMTO,
+            casts=self._casts / FEMTO,
+            casts_backward=self._casts_backward / FEMTO,
+            unpacking=self._unpacking / FEMTO,
+            outside=self._outside.forward + self._outside.backward,
+            optimizer=self._optimizer,
         )
-        return Totals(forward, backward, casts, casts_backward, unpacking, outside, self._optimizer)
 
     @property
     def seconds(self) -> float:
@@ -387,86 +375,114 @@ class CostMapper:
 
     def states(self) -> States:
         """Return the current formats of all operators, and the casts between them."""
-        names = zip(self._following.precisions[:-1], self._following.outputs[:-1], strict=True)
-        return settled(
-            self.graph, [(NAMES[precision], NAMES[output]) for precision, output in names]
-        )
+        count = len(self.graph.operators)
+        return settled(self.graph, [self._state(index) for index in range(count)])
 
     def schedule(self, whole_graphs: bool = False) -> Schedule:
         """Return the training step as a schedule; see `scheduled`."""
         return scheduled(self.states(), self.times, whole_graphs)
 
-    def _change(self, index: int, precision: int) -> None:
-        changed, tables = self._following.change(index, precision), self._tables
-        if changed:
-            near, touched = tables.near, tables.touched
-            self._reprice(
-                set().union(*[near[index] for index in changed]),
-                set().union(*[touched[index] for index in changed]),
-            )
-
-    def _reprice(self, operators: Iterable[int], points: Iterable[int]) -> None:
-        """Update the prices of operators and cast points.
-
-        After a `ProfileError` the sums contain exactly the prices updated before it.
-        """
-        forward, backward, casts, casts_backward, unpacking = self._sums
-        codes, precisions, outputs = (
-            self._following.codes,
-            self._following.precisions,
-            self._following.outputs,
+    def _change(self, index: int, precision: str) -> None:
+        changed, tables = self._cascade.change(index, precision), self._tables
+        self._update(
+            set().union(*[tables.near[index] for index in changed]),
+            set().union(*[tables.touched[index] for index in changed]),
         )
-        available, prices, keys = self._known_operators, self._operator_prices, self._tables.keys
-        try:
-            for index in operators:
-                first, second, owned, fourth, fifth = codes[index : index + 2 * REACH + 1]
-                key = (
-                    ((first * STATES + second) * STATES + owned) * STATES + fourth
-                ) * STATES + fifth
-                price = available[index].get(key)
-                if price is None:
-                    price = available[index][key] = self._prices.operator(
-                        index, codes, precisions, outputs
-                    )
-                old = prices[index]
-                if price is not old:
-                    prices[index] = price
-                    forward += price[0] - old[0]
-                    backward += price[1] - old[1]
-                    casts += price[2] - old[2]
-                    casts_backward += price[3] - old[3]
-                    unpacking += price[4] - old[4]
-            available, prices = self._known_points, self._point_prices
-            for number in points:
-                live, readers, others = keys[number]
-                key = outputs[live]
-                for index in readers:
-                    key = key * BASE + precisions[index]
-                for index in others:
-                    key = key * BASE + outputs[index]
-                price = available[number].get(key)
-                if price is None:
-                    price = available[number][key] = self._prices.point(number, precisions, outputs)
-                old = prices[number]
-                if price is not old:
-                    prices[number] = price
-                    casts += price[2] - old[2]
-                    casts_backward += price[3] - old[3]
-                    unpacking += price[4] - old[4]
-        finally:
-            self._sums = forward, backward, casts, casts_backward, unpacking
+
+    def _update(self, operators: Iterable[int], points: Iterable[int]) -> None:
+        """Update the times of operators and of casts; a `ProfileError` leaves them unchanged."""
+        precisions, outputs = self._cascade.precisions, self._cascade.outputs
+        new_times, new_casts = [], []
+        for index in operators:
+            near = self._tables.near[index]
+            key = (*[precisions[i] for i in near], *[outputs[i] for i in near])
+            times = self._known_operators[index]
+            if key not in times:
+                times[key] = self._operator_time(index)
+            new_times.append((index, times[key]))
+        for number in points:
+            live, readers, others = self._tables.keys[number]
+            key = (
+                outputs[live],
+                *[precisions[index] for index in readers],
+                *[outputs[index] for index in others],
+            )
+            casts = self._known_casts[number]
+            if key not in casts:
+                casts[key] = self._cast_time(number)
+            new_casts.append((number, casts[key]))
+        for index, time in new_times:
+            old = self._operator_times[index]
+            self._operator_times[index] = time
+            self._forward += time[0] - old[0]
+            self._backward += time[1] - old[1]
+        for number, cast in new_casts:
+            before = self._cast_times[number]
+            self._cast_times[number] = cast
+            self._casts += cast[0] - before[0]
+            self._casts_backward += cast[1] - before[1]
+            self._unpacking += cast[2] - before[2]
+
+    def _state(self, index: int) -> StateNames:
+        return self._cascade.precisions[index], self._cascade.outputs[index]
+
+    def _operator_time(self, index: int) -> tuple[int, int]:
+        operators = self.graph.operators
+        near = [index + by for by in NEIGHBOURS]
+        around = [state_named(self._state(n)) if n in range(len(operators)) else None for n in near]
+        operator, state = operators[index], state_named(self._state(index))
+        return _femtoseconds(self.times.operator(operator.id, state, around), operator.where)
+
+    def _cast_time(self, number: int) -> tuple[int, int, int]:
+        """Return the times of a point's casts forward and backward, and of unpacking."""
+        precisions, outputs = self._cascade.precisions, self._cascade.outputs
+        point = self._tables.points[number]
+        before = _current(point.held, outputs)
+        if isinstance(point, IndexedChange):
+            after = NUMBERS[outputs[point.operator]]
+            if not CHANGED[point.wanted][before][after]:
+                return 0, 0, 0
+            return *self._one_cast(point.operator, point.value, before, after), 0
+        forward = backward = unpacking = 0
+        made: set[int] = set()
+        saved: dict[int, tuple[int, int]] = {}
+        for reader in point.readers:
+            precision = NUMBERS[precisions[reader.operator]]
+            after = reader.wanted[precision]
+            if reader.kept[precision]:
+                saved[after] = reader.operator, reader.kept[precision]
+            if not NEEDED[before][after] or after in made:
+                continue
+            if reader.used is not None and PLAIN[after] and _current(reader.used, outputs) == after:
+                continue
+            made.add(after)
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            there, back = self._one_cast(owner, point.value, before, after)
+            forward, backward = forward + there, backward + back
+        for fmt, (owner, plain) in saved.items():
+            unpacking += self._one_cast(owner, point.value, fmt, plain, differentiated=False)[0]
+        return forward, backward, unpacking
+
+    def _one_cast(
+        self, owner: int, value: int, before: int, after: int, differentiated: bool = True
+    ) -> tuple[int, int]:
+        names = NAMES[before] or "", NAMES[after] or ""
+        time = cast_seconds(self.graph, self.times, owner, value, *names, differentiated)
+        where = self.graph.operators[owner].where
+        return _femtoseconds(time, f"the cast from {' to '.join(names)} before {where}")
+
+
+def _current(live: IndexedFormat, outputs: list[Name]) -> int:
+    """Return the format of a value: the output format of its operator, else its own."""
+    return NUMBERS[outputs[live.operator]] or live.own
 
 
 def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
     """Return the training step of a model in these states.
 
-    Args:
-        whole_graphs: whether all gradients of a graph become ready at the end of its backward pass,
-            as a compiled backward pass returns them. Otherwise a gradient is ready after the
-            backward pass of the first operator in program order that reads the parameter.
-
-    Raises:
-        ProfileError: a time or a size is unknown.
+    With `whole_graphs`, all gradients of a graph become ready at the end of its backward pass, as a
+    compiled backward pass returns them. Otherwise a gradient is ready after the backward pass of
+    the first operator that reads the parameter. Unknown times and sizes raise `ProfileError`.
     """
     graph = states.graph
     seconds = list(_operators(states, times))

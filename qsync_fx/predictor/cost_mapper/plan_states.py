@@ -6,15 +6,14 @@ same casts, charged to the same operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
-from qsync_fx.graph.cost_algebra import Cost, Kept, Size
-from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.graph.operator_costs import cast_cost, changes_format, needs_cast
+from qsync_fx.graph.cost_algebra import Kept, Size
+from qsync_fx.graph.operator_costs import changes_format, needs_cast
 from qsync_fx.ops import Kind
 from qsync_fx.plan import Plan
 from qsync_fx.plan.operator_id import OpId
@@ -29,7 +28,6 @@ from qsync_fx.predictor.model.model_graph import (
     chosen,
     followed,
     format_named,
-    state_named,
     widest,
 )
 
@@ -44,7 +42,6 @@ class PlannedCast:
     Attributes:
         owner: index of the operator that it is charged to.
         value: index of the value.
-        before, after: names of the formats.
         wanted: whether it is a conversion of the model itself, which is an operator of its own.
     """
 
@@ -60,7 +57,6 @@ class States:
     """Formats and casts of all operators under a plan.
 
     Attributes:
-        graph: the model.
         names: precision and output format of each operator.
         casts: casts in execution order.
         unpacked: conversions of saved scaled tensors in the backward pass, charged to the operator
@@ -72,21 +68,9 @@ class States:
     casts: tuple[PlannedCast, ...]
     unpacked: tuple[PlannedCast, ...]
 
-    def of(self, operator: str) -> OperandState:
-        """Return the state of an operator by its id."""
-        return state_named(self.names[self.graph.place(operator)])
-
     def held(self, value: int) -> Name:
         """Return the format of a value by its index."""
         return _held(self.graph, self.names, value)
-
-    def cost(self, operator: str) -> Cost:
-        """Return the cost of an operator, including its casts."""
-        index = self.graph.place(operator)
-        owned = self.graph.operators[index].costs[self.names[index]]
-        return sum(
-            (self._cast_cost(cast) for cast in self.casts if cast.owner == index), start=owned
-        )
 
     def saved(self) -> dict[Kept, Size]:
         """Return the bytes saved for backward by value and format; shared tensors count once."""
@@ -95,22 +79,9 @@ class States:
             result |= operator.costs[names].saved
         return result
 
-    def _cast_cost(self, cast: PlannedCast) -> Cost:
-        value, before, after = (
-            self.graph.values[cast.value],
-            FORMATS[cast.before],
-            FORMATS[cast.after],
-        )
-        read, written = (value.numel * fmt.dtype.itemsize for fmt in (before, after))
-        return cast_cost(read, written, after, value.differentiated)
-
 
 def states(graph: ModelGraph, requested: Asked) -> States:
-    """Return the operator states and casts of a model under a plan.
-
-    Raises:
-        PlanError: the plan does not fit the model, or requests a format that the graph lacks.
-    """
+    """Return the states and casts of a model under a plan; raise `PlanError` if it does not fit."""
     return settled(graph, state_names(graph, requested))
 
 
@@ -118,20 +89,39 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
     """Return the precision and output format of each operator; raise as `states` does."""
     precisions = planned(graph, requested)
     # Scaled outputs depend on their readers' precisions but do not widen them: two sweeps suffice.
-    narrow = _swept(graph, precisions, frozenset())
-    wide = frozenset(
-        index
-        for index in precisions
-        if wants_all_wide(
-            graph,
-            index,
-            [narrow[reader][0] for reader in _choices(graph, index).readers],
-            precisions[index],
-        )
-    )
-    if not wide:
-        return narrow
+    narrow = _swept(graph, precisions, set())
+    computed = [precision for precision, _ in narrow]
+    wide = {index for index, name in precisions.items() if is_wide(graph, index, name, computed)}
     return _swept(graph, precisions, wide)
+
+
+def is_wide(graph: ModelGraph, index: int, precision: str, computed: Sequence[Name]) -> bool:
+    """Return whether an adjustable operator has a wide output, as all readers compute wide.
+
+    `computed` are the precisions of all operators without wide outputs.
+    """
+    choices = graph.operators[index].decided
+    if not isinstance(choices, Choices) or choices.wide is None or not FORMATS[precision].scaled:
+        return False
+    readers = ((graph.operators[i].kind, format_named(computed[i])) for i in choices.readers)
+    return all(wants_wide(Kind(kind), fmt) for kind, fmt in readers)
+
+
+def operator_state(
+    decided: Choices | Follows, outputs: Sequence[Name], planned: str | None, wide: bool
+) -> StateNames:
+    """Return the precision and output of an operator, given the outputs of earlier ones.
+
+    `planned` is the precision of an adjustable operator, `wide` whether its output is wide.
+    """
+    if isinstance(decided, Choices):
+        assert planned is not None, "adjustable operators have a planned precision"
+        return planned, (decided.wide if wide else decided.outputs.get(planned))
+    promotion = decided.given
+    for index in decided.operators:
+        promotion = widest(promotion, outputs[index])
+    name = followed(decided, promotion)
+    return name, decided.named or name
 
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
@@ -143,139 +133,84 @@ def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
 
 def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
     """Return the precision of each adjustable operator by index; raise as `states` does."""
-    adjustable = [
-        index for index, op in enumerate(graph.operators) if isinstance(op.decided, Choices)
-    ]
-    existing = set(adjustable)
+    adjustable = {
+        op.id: (index, op.decided)
+        for index, op in enumerate(graph.operators)
+        if isinstance(op.decided, Choices)
+    }
     if isinstance(requested, Plan):
-        requested.check(
-            [OpId.parse(graph.operators[index].id) for index in adjustable], complete=True
-        )
-    elif unknown := next(
-        (name for name in requested if graph.places.get(name) not in existing), None
-    ):
-        available = [graph.operators[index].id for index in adjustable]
-        raise PlanError(
-            f"no adjustable operator of the model is called {unknown!r}",
-            do=nearest(unknown, available),
-        )
+        requested.check([OpId.parse(name) for name in adjustable], complete=True)
+    elif unknown := [name for name in requested if name not in adjustable]:
+        message = f"no adjustable operator of the model is called {unknown[0]!r}"
+        raise PlanError(message, do=nearest(unknown[0], adjustable))
     result: dict[int, str] = {}
-    for index in adjustable:
-        operator, explicit = graph.operators[index], True
+    for operator, (index, choices) in adjustable.items():
+        where, explicit = graph.operators[index].where, True
         if isinstance(requested, Plan):
-            choice = requested.precision_for(OpId.parse(operator.id))
+            choice = requested.precision_for(OpId.parse(operator))
             assert choice is not None, "a plan that was checked names all"
             name, explicit = choice.precision.name, choice.explicit
-        elif operator.id in requested:
-            name = requested[operator.id]
+        elif operator in requested:
+            name = requested[operator]
         else:
-            raise PlanError(
-                "an operator has no format", where=operator.where, do="give each operator one"
-            )
-        check_format(graph, name, operator.where)
-        result[index] = chosen(_choices(graph, index), name, explicit)
+            raise PlanError("an operator has no format", where=where, do="give each operator one")
+        check_format(graph, name, where)
+        result[index] = chosen(choices, name, explicit)
     return result
 
 
 def check_format(graph: ModelGraph, name: str, where: str) -> None:
     """Raise `PlanError` if the graph contains no costs of a format."""
     if name not in graph.formats:
-        do = (
-            f"{nearest(name, graph.formats)}; or measure the model in it too, "
-            f"precisions=(..., {name!r}); a graph of your own has the formats of "
-            "model_graph(explanation, formats=...)"
-        )
+        do = f"{nearest(name, graph.formats)}; or measure the model with precisions=(..., {name!r})"
         raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
 
 
-def wants_all_wide(graph: ModelGraph, index: int, readers: Sequence[Name], precision: str) -> bool:
-    """Return whether an operator in `precision` has a wide output, given its readers' formats."""
-    choices = _choices(graph, index)
-    if choices.wide is None or not FORMATS[precision].scaled:
-        return False
-    kinds = (graph.operators[reader].kind for reader in choices.readers)
-    return all(
-        wants_wide(Kind(kind), format_named(name))
-        for kind, name in zip(kinds, readers, strict=True)
-    )
-
-
-def _choices(graph: ModelGraph, index: int) -> Choices:
-    result = graph.operators[index].decided
-    assert isinstance(result, Choices)
-    return result
-
-
-def _swept(
-    graph: ModelGraph, precisions: Mapping[int, str], wide: frozenset[int]
-) -> list[StateNames]:
+def _swept(graph: ModelGraph, precisions: Mapping[int, str], wide: Set[int]) -> list[StateNames]:
     result: list[StateNames] = []
+    outputs: list[Name] = []
     for index, operator in enumerate(graph.operators):
-        decided = operator.decided
-        if isinstance(decided, Choices):
-            output = decided.outputs.get(precisions[index])
-            if index in wide:
-                output = decided.wide
-            result.append((precisions[index], output))
-        else:
-            name = _followed(decided, result)
-            result.append((name, decided.named or name))
+        planned = precisions.get(index)
+        result.append(operator_state(operator.decided, outputs, planned, index in wide))
+        outputs.append(result[-1][1])
     return result
-
-
-def _followed(follows: Follows, result: Sequence[StateNames]) -> Name:
-    promotion = follows.given
-    for index in follows.operators:
-        promotion = widest(promotion, result[index][1])
-    return followed(follows, promotion)
 
 
 def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedCast]:
     """Yield the required casts; readings of one cast point share one cast per format."""
     made: set[tuple[int | None, str]] = set()
+
+    def cast(read: ModelRead, precision: Name, owner: int | None) -> Iterator[PlannedCast]:
+        if read.point is None or owner is None:
+            return
+        before = format_named(_held(graph, result, read.origin))
+        used = format_named(_held(graph, result, read.value))
+        wanted = format_named(read.wanted[precision or ""])
+        if before is None or wanted is None or not needs_cast(before, used, wanted):
+            return
+        if (read.point, wanted.name) not in made:
+            made.add((read.point, wanted.name))
+            yield PlannedCast(owner, read.origin, before.name, wanted.name)
+
+    def change(index: int, value: int, before: Name, wanted: bool) -> Iterator[PlannedCast]:
+        after = result[index][1]
+        if before is None or after is None:
+            return
+        if changes_format(FORMATS[before], FORMATS[after], wanted):
+            yield PlannedCast(index, value, before, after, wanted)
+
     for index, operator in enumerate(graph.operators):
-        precision, output = result[index]
         if operator.converts:
             value = operator.reads[0].value
-            yield from _change(index, value, _held(graph, result, value), output, wanted=True)
+            yield from change(index, value, _held(graph, result, value), wanted=True)
             continue
         for read in operator.reads:
-            yield from _cast(graph, result, made, read, precision, index)
+            yield from cast(read, result[index][0], index)
         if operator.converted:
             before = graph.values[operator.result].own
-            yield from _change(index, operator.result, before, output, wanted=False)
+            yield from change(index, operator.result, before, wanted=False)
     for read in graph.outputs:
-        yield from _cast(graph, result, made, read, None, graph.values[read.origin].operator)
-
-
-def _change(
-    index: int, value: int, before: Name, after: Name, wanted: bool
-) -> Iterator[PlannedCast]:
-    if before is None or after is None:
-        return
-    if changes_format(FORMATS[before], FORMATS[after], wanted):
-        yield PlannedCast(index, value, before, after, wanted)
-
-
-def _cast(
-    graph: ModelGraph,
-    result: Sequence[StateNames],
-    made: set[tuple[int | None, str]],
-    read: ModelRead,
-    precision: Name,
-    owner: int | None,
-) -> Iterator[PlannedCast]:
-    """Yield the cast of an operand unless it needs none or shares one in `made`."""
-    if read.point is None or owner is None:
-        return
-    before = format_named(_held(graph, result, read.origin))
-    used = format_named(_held(graph, result, read.value))
-    wanted = format_named(read.wanted[precision or ""])
-    if before is None or wanted is None or not needs_cast(before, used, wanted):
-        return
-    if (read.point, wanted.name) not in made:
-        made.add((read.point, wanted.name))
-        yield PlannedCast(owner, read.origin, before.name, wanted.name)
+        yield from cast(read, None, graph.values[read.origin].operator)
 
 
 def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCast]:

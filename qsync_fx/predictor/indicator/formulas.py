@@ -7,11 +7,11 @@ an upper bound, too large by a factor of the reduced dimension. `omega` is the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from qsync_fx.formats import Precision
@@ -23,11 +23,8 @@ Node = TypeVar("Node", bound=Hashable)
 def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> dict[Node, int]:
     """Return the number of counted nodes on the longest path to each node, including the node.
 
-    The shortest path would skip all operators of a residual branch.
-
-    Args:
-        inputs: nodes that each node reads, in topological order.
-        counted: nodes that add 1 to the length of a path.
+    The shortest path would skip all operators of a residual branch. `inputs` are the nodes that
+    each node reads, in topological order.
     """
     owned, result = set(counted), dict[Node, int]()
     for node, before in inputs.items():
@@ -56,21 +53,17 @@ def omega(
     Args:
         gamma: derivative of the loss by its input: 1/N for a mean over N samples.
         depth, deepest: depth of the operator, and the largest depth of the model.
-        forward, weight_gradient, input_gradient: variance of the three products of the operator,
-            summed over all elements.
+        forward, weight_gradient, input_gradient: variances, summed over all elements.
     """
-    return (
-        gamma**2 * (deepest - depth + 1) * forward + weight_gradient + (depth - 1) * input_gradient
-    )
+    behind = gamma**2 * (deepest - depth + 1) * forward
+    return behind + weight_gradient + (depth - 1) * input_gradient
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Square norm of a tensor, and its variance in a format without the factor 1/6 (QSync).
+    """Square norm of a tensor, and 6 times its variance in a format (QSync).
 
-    Attributes:
-        square: sum of the squares of all elements.
-        spread: q**2 D for integers, 2**(2e) eps**2 D for floats, with D elements.
+    With D elements, `spread` is q**2 D for integers, 2**(2e) eps**2 D for floats.
     """
 
     square: float
@@ -83,11 +76,10 @@ def moments(x: Tensor, fmt: Precision) -> Moments:
     if fmt.kind == "integer":
         step = float(scale(value, fmt).reshape(()))
     else:
-        largest = float(value.abs().max()) if value.numel() else 0.0
-        exponent = (
-            float(torch.frexp(torch.tensor(largest))[1]) - 1 if largest > 0 else float(fmt.e_min)
-        )
-        step = 2.0 ** (max(exponent, fmt.e_min) - (fmt.mantissa - 1))
+        exponent = fmt.e_min
+        if value.any():
+            exponent = max(exponent, math.frexp(float(value.abs().max()))[1] - 1)
+        step = 2.0 ** (exponent - (fmt.mantissa - 1))
     return Moments(float(value.square().sum()), step**2 * value.numel())
 
 

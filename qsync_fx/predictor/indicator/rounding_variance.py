@@ -25,10 +25,7 @@ def scale(x: Tensor, fmt: Precision, keep: Sequence[int] = ()) -> Tensor:
     """Return the scale of `x` in a format: FP64, size 1 in dimensions that share a scale.
 
     The scale is 1 for formats without a scale and for groups that are empty or all zeros, and NaN
-    for groups that contain NaN or Inf.
-
-    Args:
-        keep: dimensions with one scale per index (per-channel); empty for one scale per tensor.
+    for groups that contain NaN or Inf. Dimensions in `keep` have one scale per index.
     """
     if not fmt.scaled or not x.numel():
         return x.new_ones((), dtype=torch.float64)
@@ -76,21 +73,14 @@ def noise(
 
 
 def error(x: Tensor, fmt: Precision, rounding: Rounding, keep: Sequence[int] = ()) -> Tensor:
-    """Return the error of each element for deterministic rounding, "nearest" or "floor".
-
-    Raises:
-        ValueError: the rounding is stochastic.
-    """
+    """Return the error of each element for deterministic rounding, "nearest" or "floor"."""
     if rounding == "stochastic":
         raise ValueError("the error of a stochastic rounding is random: see noise")
     if fmt.plain and rounding == "nearest" and x.dtype is torch.float32:
         # torch's own conversion runs, and the difference is exact. Non-finite results are no noise.
         value = x.detach()
-        return (
-            (value.to(fmt.dtype).to(value.dtype) - value)
-            .nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            .double()
-        )
+        difference = value.to(fmt.dtype).to(value.dtype) - value
+        return difference.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).double()
     fraction, size = _fractions(x, fmt, keep)
     up = fraction > 0.5 if rounding == "nearest" else torch.zeros_like(fraction, dtype=torch.bool)
     return torch.where(up, 1 - fraction, -fraction) * size
@@ -103,9 +93,8 @@ def _fractions(x: Tensor, fmt: Precision, keep: Sequence[int]) -> tuple[Tensor, 
     size = step(units, fmt)
     full = (units.clamp(-fmt.max, fmt.max) if fmt.scaled else units) / size
     fraction = full - full.floor()
-    return torch.where(
-        full.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)
-    ), size * factor
+    valid = full.isfinite() | factor.isnan()
+    return torch.where(valid, fraction, torch.zeros_like(fraction)), size * factor
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -122,11 +111,7 @@ def product_noise(product: Product, a: Tensor, b: Tensor, of_a: Tensor, of_b: Te
     It is exact if the errors of different elements are independent. The elements of the result may
     be correlated, as a convolution reads each weight many times. With constant variances v and w, a
     linear layer with N rows and D outputs has N |b|**2 v + D |a|**2 w in total; QSync, Eq. (4), is
-    larger by a factor of the reduced dimension.
-
-    Args:
-        a, b: factors without errors.
-        of_a, of_b: variance of each of their elements.
+    larger by a factor of the reduced dimension. `of_a` and `of_b` are the elements' variances.
     """
     a, b = a.double(), b.double()
     return product(of_a.double(), b.square() + of_b) + product(a.square(), of_b.double())
@@ -138,26 +123,22 @@ def gradient_products(product: Product, a: Tensor, b: Tensor) -> tuple[Product, 
     The first maps (gradient, b) to the gradient of `a`, the second (gradient, a) to that for `b`.
     """
 
-    def of_first(gradient: Tensor, other: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = torch.zeros_like(a, dtype=other.dtype).requires_grad_()
-            return torch.autograd.grad(product(leaf, other), leaf, gradient.to(other.dtype))[0]
+    def backward(forward: Product, like: Tensor) -> Product:
+        def gradient_of(gradient: Tensor, other: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = torch.zeros_like(like, dtype=other.dtype).requires_grad_()
+                result = forward(leaf, other)
+                return torch.autograd.grad(result, leaf, gradient.to(other.dtype))[0]
 
-    def of_second(gradient: Tensor, other: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = torch.zeros_like(b, dtype=other.dtype).requires_grad_()
-            return torch.autograd.grad(product(other, leaf), leaf, gradient.to(other.dtype))[0]
+        return gradient_of
 
-    return of_first, of_second
+    return backward(product, a), backward(lambda leaf, other: product(other, leaf), b)
 
 
 def weight_gradient_noise(
     product: Product, x: Tensor, weight: Tensor, gradient: Tensor, of_x: Tensor, of_gradient: Tensor
 ) -> Tensor:
-    """Return the variance of each element of a weight's gradient.
-
-    `x` and `gradient` are rounded independently.
-    """
+    """Return the variance of each element of a weight's gradient."""
     _, of_weight = gradient_products(product, x, weight)
     return product_noise(of_weight, gradient, x, of_gradient, of_x)
 
@@ -170,9 +151,6 @@ def input_gradient_noise(
     of_weight: Tensor,
     of_gradient: Tensor,
 ) -> Tensor:
-    """Return the variance of each element of an input's gradient, which propagates further.
-
-    QSync, Eq. (5), omits it.
-    """
+    """Return the variance of each element of an input's gradient, which QSync, Eq. (5), omits."""
     of_x, _ = gradient_products(product, x, weight)
     return product_noise(of_x, gradient, weight, of_gradient, of_weight)

@@ -1,7 +1,6 @@
 """Sensitivity of a model: variance that each operator adds to the gradients, by precision.
 
-Invariant: a `Sensitivity` is a value, and `from_json` restores it from `to_json`. No number is
-negative or NaN. Files store infinite numbers as the largest float.
+No number is negative or NaN. Files store infinite numbers as the largest float.
 """
 
 from __future__ import annotations
@@ -20,26 +19,20 @@ from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path, Schema
 
 
-def table(result: Sensitivity) -> str:
-    """Return a sensitivity as a text table, one line per operator, followed by its summary."""
-    cells = rows(result)
-    widths = [max(len(row[index]) for row in cells) for index in range(len(cells[0]))]
-    lines = []
-    for first, *others in cells:
-        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
-    return "\n".join([*lines, "", summary(result)])
-
-
 def rows(result: Sensitivity) -> list[list[str]]:
     """Return a header, then each operator's variance by precision with its share of the total."""
     names = result.precisions
     sums = {name: sum(by.get(name, 0.0) for by in result.variance.values()) for name in names}
     cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
     for operator, by in result.variance.items():
-        cells.append(
-            [operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))]
-        )
+        cells.append([operator])
+        for name in names:
+            variance, share = "-", "-"
+            if name in by:
+                variance = f"{by[name]:.2e}"
+            if name in by and 0 < sums[name] < math.inf:
+                share = f"{by[name] / sums[name]:.1%}"
+            cells[-1] += [variance, share]
     return cells
 
 
@@ -49,12 +42,6 @@ def summary(result: Sensitivity) -> str:
     if result.steps:
         parts.append(f"mean over {result.steps} steps")
     return ", ".join([*parts, f"{result.seconds:.0f} s"])
-
-
-def _cells(value: float | None, total: float) -> tuple[str, str]:
-    if value is None:
-        return "-", "-"
-    return f"{value:.2e}", f"{value / total:.1%}" if 0 < total < float("inf") else "-"
 
 
 Values = Mapping[str, Mapping[str, float]]
@@ -69,20 +56,19 @@ class Sensitivity:
         model: class name of the model.
         variance: by operator and precision, summed over all elements of all gradients and averaged
             over steps. For a narrow format that rounds to nearest it is the mean square error.
-        steps: number of steps in the mean.
         trace: `variance` of each step, in order; empty for a method without steps.
         seconds: duration of the measurement.
         gradients: by parameter and gradient codec, the variance that encoding the gradient once
-            adds to it; empty in files from before codecs were measured.
+            adds to it; empty if codecs were not measured.
     """
 
     method: str
     model: str
-    variance: Mapping[str, Mapping[str, float]]
+    variance: Values
     steps: int = 0
-    trace: Sequence[Mapping[str, Mapping[str, float]]] = field(default=(), repr=False)
+    trace: Sequence[Values] = field(default=(), repr=False)
     seconds: float = 0.0
-    gradients: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
+    gradients: Values = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", tuple(self.trace))
@@ -109,26 +95,19 @@ class Sensitivity:
     def of(self, operator: str | OpId, precision: str) -> float:
         """Return the variance that an operator adds in a precision.
 
-        It is 0 for unmeasured precisions of 32 bits or more.
-
-        Raises:
-            ProfileError: the operator or the precision is not in the sensitivity.
+        It is 0 for unmeasured precisions of 32 bits or more; others raise `ProfileError`.
         """
-        by = self.variance.get(str(operator))
+        name = str(operator)
+        by = self.variance.get(name)
         if by is None:
-            raise ProfileError(
-                f"the sensitivity of {shown(str(operator))} is unknown",
-                do=nearest(str(operator), self.variance),
-            )
+            message = f"the sensitivity of {shown(name)} is unknown"
+            raise ProfileError(message, do=nearest(name, self.variance))
         if precision in by:
             return by[precision]
         if precision in FORMATS and FORMATS[precision].bits >= 32:
             return 0.0
-        raise ProfileError(
-            f"the sensitivity in {shown(precision)} was not computed",
-            where=str(operator),
-            do=nearest(precision, by),
-        )
+        message = f"the sensitivity in {shown(precision)} was not computed"
+        raise ProfileError(message, where=name, do=nearest(precision, by))
 
     def ranks(self, precision: str) -> list[dict[str, int]]:
         """Return each operator's rank in each step, 0 for the most sensitive (QSync, Fig. 8)."""
@@ -166,12 +145,14 @@ class Sensitivity:
             gradients=_finite(self.gradients),
         )
 
-    def table(self) -> str:
-        """Return the text table that `print` shows."""
-        return table(self)
-
     def __str__(self) -> str:
-        return self.table()
+        cells = rows(self)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = []
+        for first, *others in cells:
+            numbers = map(str.rjust, others, widths[1:])
+            lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
+        return "\n".join([*lines, "", summary(self)])
 
 
 def _finite(values: Values) -> dict[str, dict[str, float]]:
@@ -185,19 +166,14 @@ def check(result: Sensitivity) -> str | None:
     """Return why the contents of a file are invalid; None if they are valid."""
     if result.steps < 0 or result.seconds < 0:
         return "neither steps nor seconds are negative"
-    for table in (result.variance, *result.trace):
-        for operator, by in table.items():
+    for values in (result.variance, *result.trace):
+        for operator, by in values.items():
             try:
                 OpId.parse(operator)
             except PlanError as error:
                 return error.what
-            if (unknown := next((name for name in by if name not in FORMATS), None)) is not None:
-                return f"{shown(unknown)} is not a precision"
-            if not all(v >= 0 and math.isfinite(v) for v in by.values()):
-                return f"a variance of {shown(operator)} is negative"
-    for parameter, by in result.gradients.items():
-        if not all(v >= 0 and math.isfinite(v) for v in by.values()):
-            return f"a variance of the gradient of {shown(parameter)} is negative"
+            if unknown := by.keys() - FORMATS.keys():
+                return f"{shown(min(unknown))} is not a precision"
     return None
 
 
@@ -221,16 +197,12 @@ class Agreement:
     """Agreement of a method with a reference sensitivity.
 
     Attributes:
-        method: name of the compared method.
-        precision: precision of the comparison.
         operators: number of compared operators.
         spearman: Spearman rank correlation; NaN for fewer than two operators or equal ranks.
         ratio: geometric mean of the ratio to the reference; NaN if either contains zeros.
         spread: largest reference value divided by the smallest. Ranks mean little if it is small.
     """
 
-    method: str
-    precision: str
     operators: int
     spearman: float
     ratio: float
@@ -251,7 +223,7 @@ def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreem
     ]
     ratio = math.exp(sum(logs) / len(logs)) if logs else math.nan
     spread = max(theirs) / min(theirs) if theirs and min(theirs) > 0 else math.nan
-    return Agreement(result.method, precision, len(pairs), spearman(ours, theirs), ratio, spread)
+    return Agreement(len(pairs), spearman(ours, theirs), ratio, spread)
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -263,6 +235,5 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value, from 0; equal values have their mean rank."""
     order = sorted(values)
     return [(bisect_left(order, v) + bisect_right(order, v) - 1) / 2 for v in values]

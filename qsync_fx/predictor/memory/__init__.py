@@ -5,40 +5,19 @@ the tasks as Inductor does, and `peak_memory` computes the live bytes over time.
 `peak_memory.step_memory`; `buffers.lives` is the only implementation of liveness.
 """
 
-from qsync_fx.predictor.memory.buffers import Category
+from qsync_fx.predictor.memory.buffers import Category as Category
 from qsync_fx.predictor.memory.peak_memory import (
-    ADAM,
-    FUSED_ADAM,
-    MOMENTUM,
-    SGD,
-    Anchor,
-    LossMemory,
-    Moment,
-    OptimizerMemory,
-    Orders,
-    StepMemory,
-    TrainingMemory,
-    anchored_bytes,
-    most_bytes,
-    peak_bytes,
-    step_memory,
+    ADAM as ADAM,
+    MOMENTUM as MOMENTUM,
+    SGD as SGD,
+    Anchor as Anchor,
+    LossMemory as LossMemory,
+    Moment as Moment,
+    OptimizerMemory as OptimizerMemory,
+    Orders as Orders,
+    StepMemory as StepMemory,
+    TrainingMemory as TrainingMemory,
+    anchored_bytes as anchored_bytes,
+    peak_bytes as peak_bytes,
+    step_memory as step_memory,
 )
-
-__all__ = [
-    "ADAM",
-    "FUSED_ADAM",
-    "MOMENTUM",
-    "SGD",
-    "Anchor",
-    "Category",
-    "LossMemory",
-    "Moment",
-    "OptimizerMemory",
-    "Orders",
-    "StepMemory",
-    "TrainingMemory",
-    "anchored_bytes",
-    "most_bytes",
-    "peak_bytes",
-    "step_memory",
-]

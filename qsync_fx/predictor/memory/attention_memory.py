@@ -1,4 +1,4 @@
-"""Memory of scaled dot-product attention: its buffers without a fused kernel, and scratch space.
+"""Memory of scaled dot-product attention without a fused kernel.
 
 A fused kernel saves its result and one sum per row. Without it, as with dropout on a CPU, scores,
 weights and the dropout mask are saved at full size. With dropout below FP32 a kernel materializes
@@ -8,7 +8,7 @@ the FP32 exponentials; in FP32 the backward pass recomputes the weights from the
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Task, Values, attends, draws_alone, whole
@@ -28,11 +28,8 @@ def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name
         return False
     if graph.device != "cpu" or any(output is None for _, output in operator.costs):
         return True
-    saved = operator.costs[state].saved
-    name = graph.values[operator.result].name
-    return not saved or any(
-        key == name and not settings.startswith("extra") for key, settings in saved
-    )
+    saved, result = operator.costs[state].saved, graph.values[operator.result].name
+    return not saved or any(name == result and not fmt.startswith("extra") for name, fmt in saved)
 
 
 def _kept_whole(
@@ -52,33 +49,6 @@ def _width(operator: ModelOperator) -> int:
     return int(operator.shape.rstrip("]").rpartition(",")[2])
 
 
-_ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
-"""Query block sizes of torch's CPU kernel, by minimum number of queries, and its key block size."""
-
-
-def scratch(
-    graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]
-) -> tuple[int, int]:
-    """Return the scratch bytes per thread of torch's fused CPU kernel, forward and backward.
-
-    The forward pass uses a block of FP32 scores, the backward pass another one for their gradients.
-    GPU kernels use registers, so the result is 0.
-    """
-    if graph.device != "cpu":
-        return 0, 0
-    query, key = (whole(graph.values[read.value].numel) for read in operator.reads[: KEY + 1])
-    wide = _width(operator)
-    rows = whole(graph.values[operator.result].numel) // wide
-    across = query // rows
-    keys = whole(operator.costs[state].forward.flops) // (2 * (across + wide) * rows)
-    queries = query * keys // key
-    high = min(queries, next(size for least, size in _ROWS if queries >= least))
-    block = high * min(keys, _COLUMNS)
-    size = FP32.dtype.itemsize
-    return size * (block + high * (2 + wide)), size * (2 * block + high)
-
-
-@dataclass(frozen=True)
 class Matrices:
     """Buffers of attention without a fused kernel.
 
@@ -90,22 +60,11 @@ class Matrices:
         scores, weights: matrices before and after the softmax; dropped weights are zero.
         statistics: maximum and sum of each row, which the backward pass reads.
         mask: dropout mask; None without dropout.
-        passing: buffers that live only during the computation of the weights.
         numbers: random numbers for the mask; None if the mask is drawn directly.
+        exponentials: FP32 matrix that lives only during the computation of narrow weights.
     """
 
-    operands: tuple[Buffer, Buffer, Buffer]
-    copies: tuple[Buffer, Buffer] | None
-    scores: Buffer
-    weights: Buffer
-    statistics: Buffer
-    mask: Buffer | None
-    passing: tuple[Buffer, ...]
-    numbers: Buffer | None
-
-    @classmethod
-    def of(cls, values: Values, index: int, operator: ModelOperator) -> Matrices:
-        """Return the buffers of the operator at `index` under the states of `values`."""
+    def __init__(self, values: Values, index: int, operator: ModelOperator) -> None:
         graph, state = values.graph, values.states.names[index]
         fmt = state[0] or state[1]
         assert fmt is not None, "attention without fused kernels has a format"
@@ -120,77 +79,62 @@ class Matrices:
         def buffer(name: str, bytes_: int, fmt: Name = None) -> Buffer:
             return Buffer(f"{name} of {result.name}", fmt, bytes_)
 
-        query, key, value = (
-            Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt))
-            for read in operator.reads[:3]
-        )
-        copies = None
+        def operand(value: int, suffix: str = "") -> Buffer:
+            return Buffer(graph.values[value].name + suffix, fmt, values.bytes(value, fmt))
+
+        query, key, value = (read.value for read in operator.reads[:3])
+        self.copies: tuple[Buffer, ...] = ()
         if _kept_whole(values, operator, state, drops):
-            root = values.root(operator.reads[VALUE].value)
-            value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
-            copies = (
-                replace(query, name=f"{query.name} as kept"),
-                replace(key, name=f"{key.name} as kept"),
-            )
-        mask = numbers = None
-        passing: tuple[Buffer, ...] = ()
-        if drops:
-            mask = buffer("mask", scores)
-            if not draws_alone(operator):
-                numbers = buffer("numbers", size * scores, fmt)
-            if size < FP32.dtype.itemsize:
-                passing = (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),)
-        return cls(
-            (query, key, value),
-            copies,
-            buffer("scores", size * scores, fmt),
-            buffer("weights", size * scores, fmt),
-            buffer("statistics", (2 * _SUM + 1) * rows),
-            mask,
-            passing,
-            numbers,
+            value = values.root(value)
+            self.copies = operand(query, " as kept"), operand(key, " as kept")
+        self.operands = operand(query), operand(key), operand(value)
+        self.scores, self.weights = (
+            buffer(name, size * scores, fmt) for name in ("scores", "weights")
         )
+        self.statistics = buffer("statistics", (2 * _SUM + 1) * rows)
+        self.mask = self.numbers = self.exponentials = None
+        if drops:
+            self.mask = buffer("mask", scores)
+            if not draws_alone(operator):
+                self.numbers = buffer("numbers", size * scores, fmt)
+            if size < FP32.dtype.itemsize:
+                self.exponentials = buffer("exponentials", 4 * scores, FP32.name)
 
     @property
     def saved(self) -> frozenset[Buffer]:
-        """Tensors saved for backward."""
+        """Tensors saved for backward; without dropout it reads the weights and not the scores."""
         result = frozenset((*self.factors, self.weights, *self.kept))
-        if self.mask is None:
-            return result  # without dropout the backward pass reads the weights only
-        return result | {self.scores}
+        return result | {self.scores} if self.mask is not None else result
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
         """Saved tensors in addition to factors, scores and weights."""
-        return tuple(item for item in (self.statistics, self.mask) if item is not None)
+        return tuple(filter(None, (self.statistics, self.mask)))
 
     @property
-    def factors(self) -> tuple[Buffer, Buffer, Buffer]:
+    def factors(self) -> tuple[Buffer, ...]:
         """Query, key and value as saved for backward."""
-        if self.copies is None:
-            return self.operands
-        return *self.copies, self.operands[VALUE]
+        return *(self.copies or self.operands[:VALUE]), self.operands[VALUE]
 
     def copied(self, name: str) -> list[Task]:
         """Return the tasks at the end of the forward pass that write the saved copies."""
+        pairs = zip(self.operands, self.copies, strict=False)
         return [
             Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True)
-            for item, copy in zip(self.operands, self.copies or (), strict=False)
+            for item, copy in pairs
         ]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
         """Return the tasks that compute the result.
 
-        Args:
-            name: id of the operator.
-            sources: buffers that query, key, value and an attention mask are computed from.
-            result: buffer of the result.
+        `sources` are the buffers that query, key, value and an attention mask are computed from.
         """
         query, key, value = self.operands
         transposed = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
-        drawn = tuple(item for item in (self.numbers or self.mask,) if item is not None)
-        written = (*(item for item in self.kept if item not in drawn), self.weights, *self.passing)
+        drawn = tuple(filter(None, (self.numbers or self.mask,)))
+        softmax = (*self.kept, self.weights, self.exponentials)
+        written = tuple(item for item in softmax if item is not None and item not in drawn)
         return [
             Task(name, False, False, transposed, (query, key), anew=True),
             Task(name, False, True, frozenset({query, key}), (self.scores,)),
@@ -203,53 +147,31 @@ class Matrices:
     def backward(self, name: str, argument: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
         """Return the tasks that compute the gradients.
 
-        Args:
-            name: id of the operator.
-            argument: gradient of the result.
-            made: buffers of the operands' gradients, by operand index.
+        `argument` is the gradient of the result; `made` are the operands' gradients by index.
         """
         query, key, value = self.factors
-        changed = Buffer(
-            f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes
+        of_weights, of_scores = (
+            replace(item, name=f"gradient of {item.name}") for item in (self.weights, self.scores)
         )
-        transposed = Buffer(
-            f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes
-        )
-        matches: list[Task] = []
+        result: list[Task] = []
 
-        def product(item: Buffer, other: Buffer, result: Buffer) -> None:
-            matches.append(Task(name, True, True, frozenset({item, other}), (result,)))
+        def task(library: bool, reads: Set[Buffer], written: Buffer, sums: bool = False) -> None:
+            result.append(Task(name, True, library, frozenset(reads), (written,), sums=sums))
 
         if VALUE in made:
-            product(self.weights, argument, made[VALUE])
+            task(True, {self.weights, argument}, made[VALUE])
         if QUERY in made or KEY in made:
-            scores, saved = (
-                (self.weights if self.mask is None else self.scores),
-                frozenset(self.kept),
-            )
-            if self.mask is not None and not self.passing:
+            softmax = {self.weights if self.mask is None else self.scores, *self.kept}
+            if self.mask is not None and self.exponentials is None:
                 # In FP32 the weights are recomputed from the scores at any time before their use.
-                again = Buffer(
-                    f"{self.weights.name} again", self.weights.format, self.weights.bytes
-                )
-                matches.append(
-                    Task(name, True, False, frozenset({scores, self.statistics}), (again,))
-                )
-                scores, saved = again, saved - {self.statistics}
-            product(argument, value, changed)
+                again = replace(self.weights, name=f"{self.weights.name} again")
+                task(False, {self.scores, self.statistics}, again)
+                softmax = {again, self.mask}
+            task(True, {argument, value}, of_weights)
             # The row sums come first, so the kernel does not fuse with elementwise tasks before it.
-            matches.append(
-                Task(
-                    name,
-                    True,
-                    False,
-                    frozenset({changed, scores}) | saved,
-                    (transposed,),
-                    sums=True,
-                )
-            )
+            task(False, {of_weights, *softmax}, of_scores, sums=True)
         if KEY in made:
-            product(query, transposed, made[KEY])
+            task(True, {query, of_scores}, made[KEY])
         if QUERY in made:
-            product(transposed, key, made[QUERY])
-        return matches
+            task(True, {of_scores, key}, made[QUERY])
+        return result

@@ -7,10 +7,10 @@ recomputed before their first reader.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable
+from dataclasses import replace
 
 from qsync_fx.formats import FORMATS, FP32
-from qsync_fx.predictor.memory.attention_memory import scratch
 from qsync_fx.predictor.memory.buffers import (
     GATHERS,
     Buffer,
@@ -18,7 +18,7 @@ from qsync_fx.predictor.memory.buffers import (
     Task,
     attends,
     convolves,
-    dear_gradient,
+    has_expensive_gradient,
     pools,
     whole,
 )
@@ -49,39 +49,47 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
-        self._rows: dict[tuple[Sources, Name, int], Buffer] = {}
+        self._turned = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
         self._there_again: set[Buffer] = set()
         self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
         self._repeated_from = len(self.graph.operators)
-        self._turned = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
         for read in self.graph.outputs:
             value = self.graph.values[read.value]
             if value.differentiated:
-                tangent = Buffer(_of(value.name), value.own, forward.bytes(read.value, value.own))
+                size = forward.bytes(read.value, value.own)
+                tangent = Buffer(f"gradient of {value.name}", value.own, size)
                 self.incoming.append(Task("", True, True, writes=(tangent,)))
                 self._arrive("", read.value, frozenset({tangent}))
-        for index in reversed(range(len(self.graph.operators))):
-            operator = self.graph.operators[index]
-            if (
-                operator.result in self._gradients
-                and forward.root(operator.result) == operator.result
-            ):
+        for index, operator in reversed(list(enumerate(self.graph.operators))):
+            # Gradients of views arrive at their roots.
+            if operator.result in self._gradients:
                 self._repeat(index)
                 self._operator(index, operator)
 
     def _task(
-        self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0
+        self,
+        operator: str,
+        library: bool,
+        reads: Iterable[Buffer],
+        *writes: Buffer,
+        workspace: int = 0,
+        sums: bool = False,
     ) -> None:
-        self.tasks.append(Task(operator, True, library, reads, writes, workspace))
+        self.tasks.append(
+            Task(operator, True, library, frozenset(reads), writes, workspace, sums=sums)
+        )
+
+    def _buffer(self, value: int, fmt: Name) -> Buffer:
+        """Return a new buffer for the gradient of a value."""
+        return Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
 
     def _arrive(self, operator: str, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
         if self.graph.values[root].differentiated:
-            result = self._gradients.get(root, frozenset()) | sources
-            self._gradients[root] = self._bounded(
-                operator, root, result, self.forward.states.held(root)
-            )
+            sources |= self._gradients.get(root, frozenset())
+            fmt = self.forward.states.held(root)
+            self._gradients[root] = self._bounded(operator, root, sources, fmt)
 
     def _repeat(self, index: int) -> None:
         """Recompute the operators of a checkpointed body, all at once."""
@@ -91,14 +99,11 @@ class Backward:
         while first and self.graph.operators[first - 1].repeated:
             first -= 1
         for place in range(first, index + 1):
-            for task in self.forward.tasks_of(place):
-                writes = tuple(dataclasses.replace(buffer) for buffer in task.writes)
+            for task in self.forward.tasks_by_operator[place]:
+                writes = tuple(replace(buffer) for buffer in task.writes)
                 self._repeated |= dict(zip(task.writes, writes, strict=True))
-                self.tasks.append(
-                    dataclasses.replace(
-                        task, backward=True, reads=self._now(task.reads), writes=writes
-                    )
-                )
+                reads = self._now(task.reads)
+                self.tasks.append(replace(task, backward=True, reads=reads, writes=writes))
         self._repeated_from = first
 
     def _now(self, buffers: Sources) -> Sources:
@@ -113,8 +118,8 @@ class Backward:
         for buffer in saved & (self.forward.again.keys() - self._there_again):
             self._there_again.add(buffer)
             self._task(operator.id, False, self.forward.again[buffer], buffer)
-        if dear_gradient(operator):
-            saved |= {self._dear(operator, saved)}
+        if has_expensive_gradient(operator):
+            saved |= {self._intermediate(operator, saved)}
         outgoing = incoming | saved
         if pools(operator) and operator.reads[0].gradient:
             outgoing = self._pooled(index, operator, incoming, saved)
@@ -126,7 +131,7 @@ class Backward:
             elif read.gradient:
                 self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
 
-    def _dear(self, operator: ModelOperator, saved: Sources) -> Buffer:
+    def _intermediate(self, operator: ModelOperator, saved: Sources) -> Buffer:
         """Return the FP32 intermediate of a gradient that is expensive and read several times."""
         size = self.forward.bytes(operator.result, FP32.name)
         buffer = Buffer(f"within {self._name(operator.result)}", FP32.name, size, passing=True)
@@ -135,21 +140,18 @@ class Backward:
 
     def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
         """Return the sources of an operand's gradient: a reduction if the operand was broadcast."""
-        values = self.graph.values
-        if operator.row not in SPREADS or whole(values[value].numel) >= whole(
-            values[operator.result].numel
-        ):
+        size, full = (whole(self.graph.values[n].numel) for n in (value, operator.result))
+        if operator.row not in SPREADS or size >= full:
             return outgoing
-        fmt = self.forward.states.held(value)
-        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
-        self._sum(operator.id, outgoing, buffer)
+        buffer = self._buffer(value, self.forward.states.held(value))
+        self._task(operator.id, False, outgoing, buffer, sums=True)
         return frozenset({buffer})
 
     def _bounded(self, operator: str, value: int, sources: Sources, fmt: Name) -> Sources:
         """Return the sources of a gradient, materialized if they are more than `READS`."""
         if len(sources) <= READS:
             return sources
-        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
+        buffer = self._buffer(value, fmt)
         self._task(operator, False, sources, buffer)
         return frozenset({buffer})
 
@@ -157,52 +159,38 @@ class Backward:
         return self.graph.values[self.forward.root(value)].source == "parameter"
 
     def _name(self, value: int) -> str:
-        return _of(self.graph.values[self.forward.root(value)].name)
+        return f"gradient of {self.graph.values[self.forward.root(value)].name}"
 
     def _normed(self, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
         """Add the tasks of a normalization; return the sources of its operand's gradient."""
-        operand, weights = (
-            operator.reads[0].value,
-            [read for read in operator.reads[1:] if read.gradient],
-        )
+        operand, index = operator.reads[0].value, self.graph.places[operator.id]
+        weights = [read for read in operator.reads[1:] if read.gradient]
         scales = frozenset[Buffer]().union(
-            *(self.forward.read_of(r.value) for r in weights if r.role == "weight")
+            *(self.forward.read_of(read.value) for read in weights if read.role == "weight")
         )
-        extras = sorted(
-            self.forward.extras(self.graph.places[operator.id]), key=lambda buffer: buffer.name
-        )
+        extras = sorted(self.forward.extras(index), key=lambda buffer: buffer.name)
         sums = [Buffer(f"sums of {self._name(operand)}", None, buffer.bytes) for buffer in extras]
+        gradients = self._of_parameters(weights)
+
+        def wide(sources: Sources) -> Sources:
+            return self._bounded(operator.id, operand, sources, FP32.name)
+
         # Inverse deviation and weight are multiplied last, even if the rest is materialized.
         last = frozenset(extras[-1:])
-        gradients = self._of_parameters(weights)
         if not operator.row.startswith(_OF_ROWS):
-            self._sum(
-                operator.id,
-                incoming | self._wide(operator, operand, incoming | saved),
-                *sums,
-                *gradients,
-            )
-            return self._wide(operator, operand, incoming | saved | frozenset(sums)) | last | scales
-        if self.forward.states.names[self.graph.places[operator.id]][1] == FP32.name:
+            reads = incoming | wide(incoming | saved)
+            self._task(operator.id, False, reads, *sums, *gradients, sums=True)
+            return wide(incoming | saved | frozenset(sums)) | last | scales
+        if self.forward.states.names[index][1] == FP32.name:
             # The normalized operand is saved, which needs no additional memory in FP32.
             saved -= frozenset(extras)
-        weighed = self._wide(operator, operand, incoming | scales)
-        self._task(
-            operator.id, False, weighed | self._wide(operator, operand, weighed | saved), *sums
-        )
-        result = self._wide(operator, operand, weighed | saved | frozenset(sums)) | last
+        weighed = wide(incoming | scales)
+        self._task(operator.id, False, weighed | wide(weighed | saved), *sums)
+        result = wide(weighed | saved | frozenset(sums)) | last
         if gradients:
-            self._sum(
-                operator.id, incoming | self._wide(operator, operand, incoming | saved), *gradients
-            )
+            reads = incoming | wide(incoming | saved)
+            self._task(operator.id, False, reads, *gradients, sums=True)
         return result
-
-    def _sum(self, operator: str, reads: Sources, *writes: Buffer) -> None:
-        """Add a reduction over the batch."""
-        self.tasks.append(Task(operator, True, False, reads, writes, sums=True))
-
-    def _wide(self, operator: ModelOperator, value: int, sources: Sources) -> Sources:
-        return self._bounded(operator.id, value, sources, FP32.name)
 
     def _of_parameters(self, reads: list[ModelRead]) -> list[Buffer]:
         """Return buffers for the gradients of parameters that have none yet."""
@@ -215,67 +203,60 @@ class Backward:
         self, index: int, operator: ModelOperator, incoming: Sources, saved: Sources
     ) -> Sources:
         fmt, value = self.forward.states.names[index][1], operator.reads[0].value
-        gradient = self._lying(operator, incoming, fmt)
-        places = Buffer(
-            f"places of {self._name(value)}",
-            None,
-            INDEX * whole(self.graph.values[operator.result].numel),
-        )
+        gradient = self._materialized(operator, incoming, fmt)
+        size = INDEX * whole(self.graph.values[operator.result].numel)
+        places = Buffer(f"places of {self._name(value)}", None, size)
         self._task(operator.id, False, saved, places)
-        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
-        self._task(operator.id, True, frozenset({gradient, places}), buffer)
+        buffer = self._buffer(value, fmt)
+        self._task(operator.id, True, {gradient, places}, buffer)
         return frozenset({buffer})
 
-    def _lying(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
+    def _materialized(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
         """Materialize the gradient of an operator's result in a format."""
-        size = self.forward.bytes(operator.result, fmt)
+        buffer = self._buffer(operator.result, fmt)
         # The gradient of a transposed view is copied into another layout.
         if len(incoming) == 1 and operator.result not in self._turned:
             (only,) = incoming
-            if only.format == fmt and only.bytes == size:
+            if (only.format, only.bytes) == (fmt, buffer.bytes):
                 return only
-        buffer = Buffer(self._name(operator.result), fmt, size)
         self._task(operator.id, False, incoming, buffer)
         return buffer
 
     def _product(self, index: int, operator: ModelOperator, incoming: Sources) -> None:
         precision, output = self.forward.states.names[index]
         narrow, carrier = computed_in(precision)
-        gradient = self._lying(operator, incoming, narrow)
+        gradient = self._materialized(operator, incoming, narrow)
         at_once = convolves(operator) or attends(operator)
         # The backward kernel of a convolution includes the gradient of the bias.
         inputs = (0, 1, 2) if at_once else self.forward.multiplied(operator)
-        places = [
-            place for place, read in enumerate(operator.reads) if place in inputs and read.gradient
-        ]
-        made = {place: self._made(operator, place, carrier) for place in places}
+        values = [read.value for read in operator.reads]
+        made = {
+            place: self._made(values[place], carrier)
+            for place, read in enumerate(operator.reads)
+            if place in inputs and read.gradient
+        }
         if index in self.forward.matrices:
             self.tasks += self.forward.matrices[index].backward(operator.id, gradient, made)
         elif at_once:
-            factors = [
-                self._factor(index, operator, place, carrier)
-                for place in (inputs if attends(operator) else (0, 1))
-            ]
-            reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
+            factors = [self._factor(index, operator, place, carrier) for place in (0, 1)]
+            workspace = 0
             if attends(operator):
-                reads |= self._now(self.forward.kept.get(index, frozenset()))
-                workspace = scratch(self.graph, operator, self.forward.states.names[index])[1]
+                factors.append(self._factor(index, operator, 2, carrier))
+                factors += self._now(self.forward.kept.get(index, frozenset()))
             else:
                 # oneDNN copies the weights into its own layout, and sums their gradient in FP32.
-                workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
-            self._task(operator.id, True, reads, *made.values(), workspace=workspace)
-            results = tuple(made.values())
+                workspace = 2 * self.forward.bytes(values[1], carrier)
+            results, reads = tuple(made.values()), filter(None, [gradient, *factors])
+            self._task(operator.id, True, reads, *results, workspace=workspace)
             # One task unpacks each result of the kernel; all results live until the last task.
-            self.tasks += [
-                Task(operator.id, True, True, writes=(result,), holds=results) for result in results
-            ]
+            for result in results:
+                self.tasks.append(Task(operator.id, True, True, writes=(result,), holds=results))
         for place, buffer in made.items():
             if not at_once:
                 factor = self._factor(index, operator, self.forward.other(operator, place), carrier)
-                reads = frozenset(filter(None, [gradient, factor]))
-                self._task(operator.id, True, reads, buffer)
-            if self._is_parameter(operator.reads[place].value) and not buffer.stays:
-                self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
+                self._task(operator.id, True, filter(None, [gradient, factor]), buffer)
+            if self._is_parameter(values[place]) and not buffer.stays:
+                self._parameter(operator, values[place], frozenset({buffer}))
         for place, read in enumerate(operator.reads):
             if place not in inputs and read.gradient and self._is_parameter(read.value):
                 # The bias gradient is summed in the format of the incoming gradient.
@@ -284,21 +265,17 @@ class Backward:
                     summed = frozenset({gradient})
                 self._parameter(operator, read.value, summed, sums=True)
         for place, buffer in made.items():
-            if not self._is_parameter(operator.reads[place].value):
+            if not self._is_parameter(values[place]):
                 scale = self._scale(index, self.forward.other(operator, place))
-                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *scale}))
+                self._arrive(operator.id, values[place], scale | {buffer})
 
-    def _made(self, operator: ModelOperator, place: int, carrier: Name) -> Buffer:
+    def _made(self, value: int, carrier: Name) -> Buffer:
         """Return the buffer for a factor's gradient, the final one for an unconverted parameter."""
-        value = operator.reads[place].value
         root = self.forward.root(value)
-        if (
-            self._is_parameter(value)
-            and self.graph.values[root].own == carrier
-            and root not in self._arrived
-        ):
+        unconverted = self._is_parameter(value) and self.graph.values[root].own == carrier
+        if unconverted and root not in self._arrived:
             return self._gradient(root)
-        return Buffer(self._name(value), carrier, self.forward.bytes(value, carrier))
+        return self._buffer(value, carrier)
 
     def _factor(
         self, index: int, operator: ModelOperator, place: int, carrier: Name
@@ -313,7 +290,7 @@ class Backward:
         if saved not in self._carried:
             size = self.forward.bytes(operator.reads[place].value, carrier)
             self._carried[saved] = Buffer(saved.name, carrier, size, Category.CASTS)
-            self._task(operator.id, False, frozenset({saved}), self._carried[saved])
+            self._task(operator.id, False, {saved}, self._carried[saved])
         return self._carried[saved]
 
     def _scale(self, index: int, place: int) -> Sources:
@@ -321,16 +298,13 @@ class Backward:
         saved = self.forward.factors.get((index, place))
         if saved is None or saved.format is None or not FORMATS[saved.format].scaled:
             return frozenset()
-        return frozenset(
-            {self._scales.setdefault(saved, Buffer(f"scale of {saved.name}", None, 0))}
-        )
+        scale = self._scales.setdefault(saved, Buffer(f"scale of {saved.name}", None, 0))
+        return frozenset({scale})
 
     def _gradient(self, root: int) -> Buffer:
         self._arrived.add(root)
-        owned = self.graph.values[root].own
-        return Buffer(
-            self._name(root), owned, self.forward.bytes(root, owned), Category.GRADIENTS, stays=True
-        )
+        final = self._buffer(root, self.graph.values[root].own)
+        return replace(final, category=Category.GRADIENTS, stays=True)
 
     def _parameter(
         self, operator: ModelOperator, value: int, sources: Sources, sums: bool = False
@@ -340,32 +314,14 @@ class Backward:
             return  # gradients of further readers are accumulated in place
         gradient = self._gradient(root)
         if operator.row in GATHERS and self.graph.device == "cpu":
-            self._gathered(operator, gradient, sources)
+            # One kernel reads materialized rows.
+            rows = self._materialized(operator, sources, gradient.format)
+            self._task(operator.id, True, {rows}, gradient)
             return
         if operator.row in GATHERS:
             # Zeros need no input; the gradients of the rows that were read are added to them.
-            self._task(operator.id, False, frozenset(), gradient)
-        self.tasks.append(Task(operator.id, True, False, sources, (gradient,), sums=sums))
-
-    def _gathered(self, operator: ModelOperator, gradient: Buffer, sources: Sources) -> None:
-        """Add the gradient of an embedding table by one kernel, which reads materialized rows.
-
-        Tables with equal sources share these rows.
-        """
-        fmt = gradient.format
-        key = sources, fmt, self.forward.bytes(operator.result, fmt)
-        if key not in self._rows:
-            self._rows[key] = self._lying(operator, sources, fmt)
-        workspace = 0
-        if fmt is not None and FORMATS[fmt].dtype.itemsize < FP32.dtype.itemsize:
-            # The kernel sums in FP32.
-            wide = FP32.dtype.itemsize // FORMATS[fmt].dtype.itemsize
-            workspace = wide * (self._rows[key].bytes + gradient.bytes)
-        self._task(operator.id, True, frozenset({self._rows[key]}), gradient, workspace=workspace)
-
-
-def _of(name: str) -> str:
-    return f"gradient of {name}"
+            self._task(operator.id, False, (), gradient)
+        self._task(operator.id, False, sources, gradient, sums=sums)
 
 
 def computed_in(precision: Name) -> tuple[Name, Name]:

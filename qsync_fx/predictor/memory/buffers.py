@@ -1,8 +1,7 @@
 """Buffers of a training step, the tasks that write and read them, and their liveness.
 
 `Values` maps the values of a model to storage and sizes under given operator states. `lives`
-computes the live bytes over time for a list of tasks: a buffer is live from the task that writes it
-to the last task that reads it, or to the end of the step if it stays.
+computes the live bytes over time for a list of tasks.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from qsync_fx.graph.cost_algebra import Size
 from qsync_fx.graph.graph import VECTORS
 from qsync_fx.ops import table
 from qsync_fx.predictor.cost_mapper.plan_states import States
-from qsync_fx.predictor.model.model_graph import ModelOperator, Name
+from qsync_fx.predictor.model.model_graph import ModelOperator, Name, Value
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 """Operators whose result Inductor materializes on a CPU if several operators read it."""
-SIGMOIDS = ("silu",)
-"""Activations with a gradient that Inductor computes from a sigmoid, with several reads of it."""
 GATES = ("relu", "threshold")
 GATHERS = ("embedding",)
 
 
 def convolves(operator: ModelOperator) -> bool:
+    """Return whether an operator is a convolution."""
     return "conv" in operator.row
 
 
@@ -38,9 +36,9 @@ def attends(operator: ModelOperator) -> bool:
     return "attention" in operator.row
 
 
-def dear_gradient(operator: ModelOperator) -> bool:
+def has_expensive_gradient(operator: ModelOperator) -> bool:
     """Return whether the gradient of an operator reads a `HEAVY` intermediate several times."""
-    return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
+    return operator.row == "silu" or (operator.row == "gelu" and operator.method == "tanh")
 
 
 def draws_alone(operator: ModelOperator) -> bool:
@@ -64,6 +62,12 @@ def whole(size: Size) -> int:
         ) from None
 
 
+def value_bytes(value: Value, fmt: Name) -> int:
+    """Return the bytes of a value in a format."""
+    floats = FORMATS[fmt].dtype.itemsize * whole(value.numel) if fmt is not None else 0
+    return floats + whole(value.fixed)
+
+
 class Values:
     def __init__(self, states: States) -> None:
         self.states, self.graph = states, states.graph
@@ -85,9 +89,7 @@ class Values:
 
     def bytes(self, value: int, fmt: Name) -> int:
         """Return the bytes of a value in a format."""
-        live = self.graph.values[value]
-        floats = FORMATS[fmt].dtype.itemsize * whole(live.numel) if fmt is not None else 0
-        return floats + whole(live.fixed)
+        return value_bytes(self.graph.values[value], fmt)
 
     def multiplies(self, operator: ModelOperator) -> bool:
         """Return whether an operator is a product, which a library kernel computes."""
@@ -140,9 +142,6 @@ class Buffer:
     """Region of memory with one value.
 
     Attributes:
-        name: name of the value.
-        format: format of its floating-point elements.
-        bytes: size in bytes.
         category: purpose of the bytes unless they are saved for backward.
         stays: whether it is live after the backward pass, such as parameter gradients.
         passing: whether it is in memory only if a kernel other than its writer reads it.
@@ -160,12 +159,8 @@ class Buffer:
 class Task:
     """Unit of work that reads and writes buffers.
 
-    A compiler fuses all tasks between two library kernels into one kernel. It allocates all of its
-    outputs before it runs and frees its inputs after it.
-
     Attributes:
         operator: id of the operator that it belongs to; "" for the loss.
-        backward: whether it belongs to the backward pass.
         library: whether a library kernel runs it.
         reads, writes: buffers; a buffer with an earlier writer is not allocated again.
         workspace: temporary bytes while it runs.
@@ -193,12 +188,9 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Live(Generic[K]):
-    """Live bytes during a task or a fused kernel.
+    """Live bytes during a kernel, by key of the caller's choice.
 
-    Attributes:
-        operator: id of the last operator that it belongs to.
-        backward: whether that operator runs in the backward pass.
-        kinds: bytes by key of the caller's choice.
+    `operator` is the id of its last operator, which runs in the backward pass if `backward`.
     """
 
     operator: str
@@ -210,15 +202,11 @@ class Live(Generic[K]):
         return sum(self.kinds.values())
 
 
-def lives(
-    tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], workspace: K
-) -> list[Live[K]]:
-    """Return the live bytes over time for tasks in this order.
+def lives(tasks: Sequence[Task], kind: Callable[[Buffer], K], workspace: K) -> list[Live[K]]:
+    """Return the live bytes over time, by the keys of buffers and of the workspace.
 
-    Args:
-        grouped: whether the tasks between two library kernels form one kernel.
-        kind: key of a buffer's bytes.
-        workspace: key of the workspace bytes.
+    A buffer is live from the kernel that writes it to the last one that reads it, or to the end of
+    the step if it stays. All tasks between two library kernels form one kernel.
     """
     ends = {
         buffer: index
@@ -230,40 +218,38 @@ def lives(
         if not buffer.stays:
             dying[index].append(buffer)
     live: set[Buffer] = set()
-    kinds: dict[K, int] = {}
+    kinds: defaultdict[K, int] = defaultdict(int)
     result: list[Live[K]] = []
-    index = 0
-    while index < len(tasks):
-        end = index + 1
-        while grouped and not tasks[index].library and end < len(tasks) and not tasks[end].library:
+    begin = 0
+    while begin < len(tasks):
+        end = begin + 1
+        while not tasks[begin].library and end < len(tasks) and not tasks[end].library:
             end += 1
-        gone = [buffer for place in range(index, end) for buffer in dying[place]]
-        for task in tasks[index:end]:
+        kernel, gone = tasks[begin:end], [b for index in range(begin, end) for b in dying[index]]
+        for task in kernel:
             for buffer in task.writes:
                 if buffer in live or (buffer.passing and ends[buffer] < end):
                     continue
-                under = _under(task, buffer, gone, live)
-                if under is not None:
+                if (under := _overwritten(task, buffer, gone, live)) is not None:
                     live.remove(under)
                     kinds[kind(under)] -= under.bytes
                 live.add(buffer)
-                subject = kind(buffer)
-                kinds[subject] = kinds.get(subject, 0) + buffer.bytes
-        last, working = tasks[end - 1], max(task.workspace for task in tasks[index:end])
-        now = {subject: size for subject, size in kinds.items() if size > 0}
-        if working:
-            now[workspace] = now.get(workspace, 0) + working
-        result.append(Live(last.operator, last.backward, now))
-        for buffer in gone:
-            if buffer in live:
-                live.remove(buffer)
-                kinds[kind(buffer)] -= buffer.bytes
-        index = end
+                kinds[kind(buffer)] += buffer.bytes
+        now = defaultdict(int, {key: size for key, size in kinds.items() if size})
+        if working := max(task.workspace for task in kernel):
+            now[workspace] += working
+        result.append(Live(kernel[-1].operator, kernel[-1].backward, dict(now)))
+        for buffer in live.intersection(gone):
+            live.remove(buffer)
+            kinds[kind(buffer)] -= buffer.bytes
+        begin = end
     return result
 
 
-def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], live: set[Buffer]) -> Buffer | None:
-    """Return the buffer that a task can overwrite, a dead input of equal size; None if none."""
+def _overwritten(
+    task: Task, buffer: Buffer, gone: Sequence[Buffer], live: set[Buffer]
+) -> Buffer | None:
+    """Return a dead input of equal size that a task overwrites; None if there is none."""
     if task.library or task.anew:
         return None
     return next(

@@ -1,9 +1,8 @@
 """Execution order of the tasks of a pass, as Inductor chooses it to reduce peak memory.
 
 Inductor compares four topological orders (torch/_inductor/memory.py): the written one, LPMF, BFS
-and DFS. It selects the first one with the lowest estimated peak. Its estimate treats tasks one by
-one and ignores that all tasks between two library kernels become one kernel, as well as in-place
-reuse of buffers and workspaces.
+and DFS. It selects the first one with the lowest estimated peak. Its estimate ignores later fusion
+of tasks, in-place reuse of buffers and workspaces.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass
 
 from qsync_fx.predictor.memory.buffers import Buffer, Task
 
@@ -27,13 +25,14 @@ def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
         saved: buffers that are live at the end of the pass; `Buffer.stays` implies it.
     """
     groups = fused(tasks)
-    pass_ = _pass(groups, frozenset(saved))
-    written = list(range(len(groups)))
-    result = min(
-        (written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)),
-        key=pass_.expected,
+    kernels = _Pass(groups, saved)
+    orders = (
+        list(range(len(groups))),
+        kernels.least_growing(),
+        kernels.first_read_first(),
+        kernels.smallest_first(),
     )
-    return [task for index in result for task in groups[index]]
+    return [task for index in min(orders, key=kernels.estimated_peak) for task in groups[index]]
 
 
 def fused(tasks: Sequence[Task]) -> list[list[Task]]:
@@ -50,15 +49,14 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
     touching: defaultdict[Buffer, set[int]] = defaultdict(set)
     for task in tasks:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
-        result = len(groups)
+        near = set[int]()
         if not task.library and not task.apart:
-            # A candidate shares reads with the task and no input of the task depends on it.
-            near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
-            for index in near:
-                if groups[index].takes(task) and not _waits(needed_by, index, needed):
-                    result = index
-                    break
-        if result == len(groups):
+            near = near.union(*(touching[buffer] for buffer in task.reads))
+        for result in sorted(near, reverse=True):
+            if groups[result].takes(task) and not _waits(needed_by, result, needed):
+                break
+        else:
+            result = len(groups)
             groups.append(_Kernel())
             needs.append(set())
             needed_by.append(set())
@@ -96,9 +94,8 @@ class _Kernel:
         if first.library or first.apart:
             return False
         if first.sums and not task.sums:
-            return (
-                bool(task.reads) and task.reads <= self.written
-            )  # an elementwise task on sums alone is fused with them
+            # An elementwise task on sums alone is fused with them.
+            return bool(task.reads) and task.reads <= self.written
         if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
             return False
         if not task.reads.isdisjoint(self.written):
@@ -136,34 +133,50 @@ def visit(
             order[stack.pop()] = None
 
 
-@dataclass(frozen=True)
 class _Pass:
     """Kernels of a pass, by index.
 
     Attributes:
         sizes: bytes that each kernel allocates.
         reads: buffers that each kernel reads from others, and own results that no kernel reads.
-        writes: buffers that each kernel writes.
         before, after: kernels that must run before and after each kernel.
         readers: for each buffer that can be freed, the kernels that read it.
-        given: bytes that are live before the pass.
-        output: bytes that are live after the pass.
+        given, output: bytes that are live before and after the pass.
     """
 
-    sizes: Sequence[int]
-    reads: Sequence[Sequence[Buffer]]
-    writes: Sequence[Sequence[Buffer]]
-    before: Sequence[Sequence[int]]
-    after: Sequence[Sequence[int]]
-    readers: dict[Buffer, list[int]]
-    given: int
-    output: int
+    def __init__(self, groups: Sequence[Sequence[Task]], saved: Collection[Buffer]) -> None:
+        self.sizes = [0] * len(groups)
+        self.reads = [set[Buffer]() for _ in groups]
+        self.before, self.after = [set[int]() for _ in groups], [set[int]() for _ in groups]
+        writer: dict[Buffer, int] = {}
+        inputs: set[Buffer] = set()
+        for index, group in enumerate(groups):
+            for task in group:
+                inputs |= task.reads - writer.keys()
+                self.reads[index] |= {b for b in task.reads if writer.get(b) != index}
+                self.sizes[index] += sum(b.bytes for b in task.writes if b not in writer)
+                needed = {writer.get(b, index) for b in (*task.reads, *task.writes)}
+                self.before[index] |= needed - {index}
+                writer |= dict.fromkeys(task.writes, index)
+        self._moved = [
+            size + sum(buffer.bytes for buffer in reads)
+            for size, reads in zip(self.sizes, self.reads, strict=True)
+        ]
+        for buffer in writer.keys() - set().union(*self.reads):
+            self.reads[writer[buffer]].add(buffer)
+        live = {b for b in writer.keys() | inputs if b.stays or b in saved}
+        self.readers: defaultdict[Buffer, list[int]] = defaultdict(list)
+        for index, reads in enumerate(self.reads):
+            for buffer in reads - live:
+                self.readers[buffer].append(index)
+            for place in self.before[index]:
+                self.after[place].add(index)
+        self.given = sum(buffer.bytes for buffer in inputs)
+        self.output = sum(buffer.bytes for buffer in live)
 
-    def expected(self, order: Sequence[int]) -> int:
+    def estimated_peak(self, order: Sequence[int]) -> int:
         """Return the peak that Inductor estimates for an order, in bytes."""
-        steps = [0] * len(order)
-        for step, index in enumerate(order):
-            steps[index] = step
+        steps = {index: step for step, index in enumerate(order)}
         freed = [0] * len(order)
         for buffer, readers in self.readers.items():
             freed[max(map(steps.__getitem__, readers))] += buffer.bytes
@@ -174,123 +187,55 @@ class _Pass:
             live -= freed[step]
         return most
 
+    def least_growing(self) -> list[int]:
+        """LPMF: run the kernel that grows memory least, preferably below the peak so far."""
+        sizes, waits = self.sizes, [len(places) for places in self.before]
+        left = {buffer: len(readers) for buffer, readers in self.readers.items()}
+        frees = [sum(b.bytes for b in reads if left.get(b) == 1) for reads in self.reads]
+        ready = {index for index, count in enumerate(waits) if not count}
+        gap = max(self.given, self.output) - self.given
+        result: list[int] = []
 
-def _pass(groups: Sequence[Sequence[Task]], saved: frozenset[Buffer]) -> _Pass:
-    writer: dict[Buffer, int] = {}
-    sizes, before = [0] * len(groups), [set[int]() for _ in groups]
-    reads: list[list[Buffer]] = [[] for _ in groups]
-    inputs: dict[Buffer, None] = {}
-    for index, group in enumerate(groups):
-        for task in group:
-            for buffer in task.reads:
-                if buffer not in writer:
-                    inputs[buffer] = None
-                elif writer[buffer] != index:
-                    before[index].add(writer[buffer])
-                if writer.get(buffer) != index:
-                    reads[index].append(buffer)
-            for buffer in task.writes:
-                if buffer not in writer:
-                    sizes[index] += buffer.bytes
-                elif writer[buffer] != index:
-                    before[index].add(writer[buffer])
-                writer[buffer] = index
-        reads[index] = list(dict.fromkeys(reads[index]))
-    readers: defaultdict[Buffer, list[int]] = defaultdict(list)
-    for index, result in enumerate(reads):
-        for buffer in result:
-            readers[buffer].append(index)
-    for buffer, index in writer.items():
-        if buffer not in readers:
-            readers[buffer] = [index]
-            reads[index].append(buffer)
-    released = {
-        buffer: item for buffer, item in readers.items() if not buffer.stays and buffer not in saved
-    }
-    after = [list[int]() for _ in groups]
-    for index, places in enumerate(before):
-        for place in sorted(places):
-            after[place].append(index)
-    output = sum(buffer.bytes for buffer in {**writer, **inputs} if buffer.stays or buffer in saved)
-    return _Pass(
-        sizes,
-        reads,
-        [[buffer for task in group for buffer in task.writes] for group in groups],
-        [sorted(places) for places in before],
-        after,
-        released,
-        sum(buffer.bytes for buffer in inputs),
-        output,
-    )
+        def growth(index: int) -> tuple[int, int, int]:
+            above = sizes[index] if sizes[index] > gap else 0
+            return above, sizes[index] - frees[index], index
 
-
-def _least_growing(pass_: _Pass) -> list[int]:
-    """LPMF: run the kernel that grows memory least, preferably below the peak so far."""
-    waits = [len(places) for places in pass_.before]
-    left = {buffer: len(readers) for buffer, readers in pass_.readers.items()}
-    frees = [
-        sum(buffer.bytes for buffer in reads if left.get(buffer) == 1) for reads in pass_.reads
-    ]
-    ready = [index for index, count in enumerate(waits) if not count]
-    live = pass_.given
-    gap = max(live, pass_.output) - live
-    result: list[int] = []
-    while ready:
-        sizes = pass_.sizes
-        index = min(
-            ready,
-            key=lambda index: (
-                sizes[index] if sizes[index] > gap else 0,
-                sizes[index] - frees[index],
-                index,
-            ),
-        )
-        ready.remove(index)
-        result.append(index)
-        live += sizes[index]
-        gap = max(gap - sizes[index], 0) + frees[index]
-        live -= frees[index]
-        for place in pass_.after[index]:
-            waits[place] -= 1
-            if not waits[place]:
-                ready.append(place)
-        for buffer in pass_.reads[index]:
-            if buffer in left:
+        while ready:
+            index = min(ready, key=growth)
+            ready.remove(index)
+            result.append(index)
+            gap = max(gap - sizes[index], 0) + frees[index]
+            for place in self.after[index]:
+                waits[place] -= 1
+                if not waits[place]:
+                    ready.add(place)
+            for buffer in self.reads[index] & left.keys():
                 left[buffer] -= 1
                 if left[buffer] == 1:
-                    for place in pass_.readers[buffer]:
+                    for place in self.readers[buffer]:
                         frees[place] += buffer.bytes
-    return result
+        return result
 
+    def first_read_first(self) -> list[int]:
+        """BFS: run the kernel whose inputs were computed earliest."""
+        waits = [len(places) for places in self.before]
+        ready: list[tuple[list[int], int]]
+        ready = [([], index) for index, count in enumerate(waits) if not count]
+        result: dict[int, int] = {}
+        while ready:
+            index = heapq.heappop(ready)[1]
+            result[index] = len(result)
+            for place in self.after[index]:
+                waits[place] -= 1
+                if not waits[place]:
+                    inputs = sorted(result[item] for item in self.before[place])
+                    heapq.heappush(ready, (inputs, place))
+        return list(result)
 
-def _first_read_first(pass_: _Pass) -> list[int]:
-    """BFS: run the kernel whose inputs were computed earliest."""
-    waits = [len(places) for places in pass_.before]
-    ready: list[tuple[list[int], int]] = [
-        ([], index) for index, count in enumerate(waits) if not count
-    ]
-    heapq.heapify(ready)
-    result: dict[int, int] = {}
-    while ready:
-        index = heapq.heappop(ready)[1]
-        result[index] = len(result)
-        for place in pass_.after[index]:
-            waits[place] -= 1
-            if not waits[place]:
-                heapq.heappush(ready, (sorted(result[item] for item in pass_.before[place]), place))
-    return list(result)
-
-
-def _smallest_first(pass_: _Pass) -> list[int]:
-    """DFS: visit kernels in ascending order of the bytes that they read and write."""
-
-    def size(index: int) -> tuple[int, int]:
-        return pass_.sizes[index] + sum(
-            buffer.bytes for buffer in pass_.reads[index] if buffer not in pass_.writes[index]
-        ), index
-
-    keys = [size(index) for index in range(len(pass_.sizes))]
-    result: dict[int, None] = {}
-    for first in sorted(range(len(keys)), key=keys.__getitem__):
-        visit(first, pass_.before, keys.__getitem__, result)
-    return list(result)
+    def smallest_first(self) -> list[int]:
+        """DFS: visit kernels in ascending order of the bytes that they read and write."""
+        keys = [(moved, index) for index, moved in enumerate(self._moved)]
+        result: dict[int, None] = {}
+        for _, first in sorted(keys):
+            visit(first, self.before, keys.__getitem__, result)
+        return list(result)

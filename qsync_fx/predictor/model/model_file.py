@@ -7,9 +7,7 @@ follow from earlier ones, formats are known, and every reachable state has a cos
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -25,10 +23,11 @@ from qsync_fx.predictor.model.model_graph import (
     ModelParameter,
     ModelRead,
     Name,
+    StateNames,
     Value,
     reachable,
 )
-from qsync_fx.predictor.model.symbolic_sizes import read as read_file, sizes_of, written
+from qsync_fx.predictor.model.symbolic_sizes import read as parsed, sizes_of, written
 from qsync_fx.serialization.schema import Schema
 from qsync_fx.serialization.strict_json import Malformed
 
@@ -36,67 +35,57 @@ from qsync_fx.serialization.strict_json import Malformed
 def check(graph: ModelGraph) -> None:
     """Raise `Malformed`, or `PlanError` for an invalid operator id, if a graph is inconsistent."""
     reads = [read for operator in graph.operators for read in operator.reads] + list(graph.outputs)
-    if not 0 <= graph.points <= len(reads):
-        raise Malformed(f" has {graph.points} places of casts, and {len(reads)} readings")
-    _places(graph, reads)
+    for index, count, where in _references(graph, reads):
+        if not 0 <= index < count:
+            raise Malformed(f" refers to number {index} of {count} at {where[:120]}")
     if unknown := set(_formats(graph, reads)) - {None, *FORMATS}:
-        raise Malformed(
-            f" speaks of formats that there are not: {', '.join(sorted(map(str, unknown)))[:120]}"
-        )
+        raise Malformed(f" has unknown formats: {', '.join(sorted(map(str, unknown)))[:120]}")
     for operator in graph.operators:
-        _operator(graph, operator)
-        for read in operator.reads:
-            _answers(read, operator.id)
-    for read in graph.outputs:
-        _answers(read, "the model's caller")
+        _check_operator(graph, operator)
     origins = {read.point: read.origin for read in reads}
-    if any(read.point is not None and origins[read.point] != read.origin for read in reads):
-        raise Malformed(" has a place of casts at which two values are converted")
+    for read in reads:
+        if read.point is None:
+            continue
+        if missing := {"", *FORMATS} - read.wanted.keys():
+            raise Malformed(f" lacks the required format of {read.role} for {sorted(missing)}")
+        if origins[read.point] != read.origin:
+            raise Malformed(" has a cast point at which two values are converted")
     if len(graph.places) != len(graph.operators):
         raise Malformed(" has two operators of one id")
     if len({parameter.path for parameter in graph.parameters}) != len(graph.parameters):
         raise Malformed(" has two parameters of one path")
-    if any(
-        parameter.numel < 0 or not 0 < parameter.dtype_bytes <= 16 for parameter in graph.parameters
-    ):
-        raise Malformed(" has a parameter whose size is none")
+    if any(p.numel < 0 or not 0 < p.dtype_bytes <= 16 for p in graph.parameters):
+        raise Malformed(" has a parameter with an invalid size")
     if any(isinstance(size, int) and size < 0 for size in sizes_of(graph)):
-        raise Malformed(" has a size below zero")
-    for operator, states in zip(
-        graph.operators, reachable(graph.operators, graph.formats), strict=True
-    ):
-        if missing := next((state for state in states if state not in operator.costs), None):
-            raise Malformed(f" has no cost of {operator.id} in {' and '.join(map(str, missing))}")
+        raise Malformed(" has a negative size")
+    states = reachable(graph.operators, graph.formats)
+    for operator, possible in zip(graph.operators, states, strict=True):
+        if not operator.costs.keys() >= set(possible):
+            raise Malformed(f" has no cost of {operator.id} in a reachable state")
 
 
-def _places(graph: ModelGraph, reads: Iterable[ModelRead]) -> None:
-    values, operators = range(len(graph.values)), range(len(graph.operators))
+def _references(graph: ModelGraph, reads: Sequence[ModelRead]) -> Iterator[tuple[int, int, str]]:
+    """Yield each index of a graph with the number of things it may refer to, and its location."""
+    values, operators = len(graph.values), len(graph.operators)
+    yield graph.points, len(reads) + 1, "the number of cast points"
     for value in graph.values:
-        _in(value.tensor, values, f"the memory of {value.name}")
+        yield value.tensor, values, value.name
         if value.operator is not None:
-            _in(value.operator, operators, f"what makes {value.name}")
+            yield value.operator, operators, value.name
     for read in reads:
-        _in(read.value, values, f"the operand {read.role}")
-        _in(read.origin, values, f"the operand {read.role}")
+        yield read.value, values, read.role
+        yield read.origin, values, read.role
         if read.point is not None:
-            _in(read.point, range(graph.points), f"where {read.role} is read")
+            yield read.point, graph.points, read.role
     for parameter in graph.parameters:
         for reader in parameter.readers:
-            _in(reader, operators, f"a reader of {parameter.path}")
+            yield reader, operators, parameter.path
     for number, operator in enumerate(graph.operators):
-        _in(operator.result, values, f"the result of {operator.id}")
-        decided = operator.decided
-        if isinstance(decided, Choices):
-            for other in decided.readers:
-                _in(other, operators, f"a reader of {operator.id}")
+        yield operator.result, values, operator.id
+        if isinstance(operator.decided, Choices):
+            yield from ((other, operators, operator.id) for other in operator.decided.readers)
         else:
-            for other in decided.operators:
-                _in(other, range(number), f"an operator before {operator.id}")
-
-
-def _in(place: int, existing: range, description: str) -> None:
-    if place not in existing:
-        raise Malformed(f" names the {place}th of {len(existing)} as {description[:120]}")
+            yield from ((other, number, operator.id) for other in operator.decided.operators)
 
 
 def _formats(graph: ModelGraph, reads: Iterable[ModelRead]) -> Iterator[Name]:
@@ -118,33 +107,15 @@ def _formats(graph: ModelGraph, reads: Iterable[ModelRead]) -> Iterator[Name]:
             yield from state
 
 
-def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
+def _check_operator(graph: ModelGraph, operator: ModelOperator) -> None:
     OpId.parse(operator.id)
     decided = operator.decided
     if isinstance(decided, Choices) is not (operator.kind == "adjustable"):
-        raise Malformed(
-            f" has the {operator.kind} operator {operator.id}, whose rule is of the kind "
-            f"{decided.kind}"
-        )
-    if isinstance(decided, Choices):
-        if missing := {decided.held, *graph.formats} - decided.runs.keys():
-            raise Malformed(
-                f" does not say what {operator.id} makes of {', '.join(sorted(missing))}"
-            )
-    elif not math.isfinite(decided.scalar):
-        raise Malformed(f" has a scalar of {operator.id} that is none")
+        raise Malformed(f" has the {operator.kind} operator {operator.id}, which is {decided.kind}")
+    if isinstance(decided, Choices) and not {decided.held, *graph.formats} <= decided.runs.keys():
+        raise Malformed(f" lacks the precision of {operator.id} for a format")
     if operator.converts and not operator.reads:
         raise Malformed(f" has the conversion {operator.id} without an operand")
-
-
-def _answers(read: ModelRead, reader: str) -> None:
-    if read.point is not None and (missing := {"", *FORMATS} - read.wanted.keys()):
-        raise Malformed(
-            f" does not say what {reader} reads in {', '.join(sorted(missing)) or 'no format'}"
-        )
-
-
-Source = Literal["operator", "parameter", "buffer", "input", "constant"]
 
 
 @dataclass(frozen=True)
@@ -166,7 +137,7 @@ class StoredValue:
     name: str
     tensor: int
     operator: int | None
-    source: Source
+    source: Literal["operator", "parameter", "buffer", "input", "constant"]
     own: str | None
     numel: int
     fixed: int
@@ -175,10 +146,9 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class StoredCost:
-    """Cost of an operator in one state.
+    """Cost of an operator in the state of `precision` and `output`.
 
     Attributes:
-        precision, output: the state.
         works: index into `StoredGraph.works`.
         saved: name, format and size index of each saved tensor.
     """
@@ -243,65 +213,47 @@ FILE: Final = Schema(
 )
 
 
-class _Once:
-    """List of distinct things, with their indices by key."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-        self._places: dict[Any, int] = {}
-
-    def place(self, key: Any, thing: Any) -> int:
-        if key not in self._places:
-            self._places[key] = len(self.found)
-            self.found.append(thing)
-        return self._places[key]
-
-
 def stored(graph: ModelGraph) -> StoredGraph:
     """Return a model graph as it is stored in a file, or in a part of one."""
-    sizes, tables, works = _Once(), _Once(), _Once()
+    sizes: dict[Size, int] = {}
+    tables: dict[tuple[tuple[str, Name], ...], int] = {}
+    works: dict[tuple[int, ...], int] = {}
 
     def size(value: Size) -> int:
-        return sizes.place(value, written(value))
+        return sizes.setdefault(value, len(sizes))
 
-    def reads(value: Iterable[ModelRead]) -> list[StoredRead]:
-        tabled = (
-            (read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in value
-        )
-        return [
-            StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled
-        ]
+    def read(value: ModelRead) -> StoredRead:
+        table = tables.setdefault(tuple(value.wanted.items()), len(tables))
+        return StoredRead(**{**vars(value), "wanted": table})
 
-    def cost(state: tuple[Name, Name], value: Cost) -> StoredCost:
-        all_works: Iterator[Work] = (getattr(value, name) for name in WORKS)
-        places = [index for work in all_works for index in (size(work.flops), size(work.bytes))]
+    def cost(state: StateNames, value: Cost) -> StoredCost:
+        each = [getattr(value, name) for name in WORKS]
+        places = tuple(index for work in each for index in (size(work.flops), size(work.bytes)))
         saved = [(tensor, settings, size(n)) for (tensor, settings), n in value.saved.items()]
-        return StoredCost(*state, works.place(tuple(places), places), saved)
+        return StoredCost(*state, works.setdefault(places, len(works)), saved)
 
-    operators = [
-        StoredOperator(
-            **{name: getattr(op, name) for name in _SAME},
-            reads=reads(op.reads),
-            costs=[cost(state, value) for state, value in op.costs.items()],
-        )
-        for op in graph.operators
-    ]
+    def operator(value: ModelOperator) -> StoredOperator:
+        reads = [read(item) for item in value.reads]
+        costs = [cost(state, item) for state, item in value.costs.items()]
+        return StoredOperator(**{**vars(value), "reads": reads, "costs": costs})
+
+    operators = [operator(value) for value in graph.operators]
     values = [
-        StoredValue(**{**_fields(value), "numel": size(value.numel), "fixed": size(value.fixed)})
+        StoredValue(**{**vars(value), "numel": size(value.numel), "fixed": size(value.fixed)})
         for value in graph.values
     ]
-    outputs = reads(graph.outputs)
+    outputs = [read(value) for value in graph.outputs]
     return StoredGraph(
-        graph.device,
-        list(graph.formats),
-        sizes.found,
-        tables.found,
-        works.found,
-        values,
-        operators,
-        outputs,
-        list(graph.parameters),
-        graph.points,
+        device=graph.device,
+        formats=list(graph.formats),
+        sizes=[written(value) for value in sizes],
+        tables=[dict(table) for table in tables],
+        works=[list(places) for places in works],
+        values=values,
+        operators=operators,
+        outputs=outputs,
+        parameters=list(graph.parameters),
+        points=graph.points,
     )
 
 
@@ -310,10 +262,8 @@ def restored(result: StoredGraph) -> ModelGraph:
     try:
         graph = _restored(result)
         check(graph)
-    except (Malformed, PlanError, IndexError, KeyError) as wrong:
-        message = f" refers to {wrong}, which it does not contain"
-        if isinstance(wrong, (Malformed, PlanError)):
-            message = wrong.what
+    except (Malformed, PlanError) as wrong:
+        message = wrong.what
         if message.startswith(" "):
             message = f"the model graph{message}"
         raise ProfileError(message, do=FILE.remedy) from None
@@ -321,68 +271,41 @@ def restored(result: StoredGraph) -> ModelGraph:
 
 
 def _restored(result: StoredGraph) -> ModelGraph:
-    sizes = list(map(read_file, result.sizes))
+    sizes = [parsed(text) for text in result.sizes]
     works = [[_at(sizes, index) for index in places] for places in result.works]
     if any(len(places) != 2 * len(WORKS) for places in works):
         raise Malformed(f" has works that are not {2 * len(WORKS)} sizes")
 
-    def cost(value: StoredCost) -> Cost:
-        pairs = iter(_at(works, value.works))
-        parts = {
-            name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)
-        }
-        return Cost(
-            **parts,
-            saved={
-                (tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved
-            },
-        )
+    def read(value: StoredRead) -> ModelRead:
+        return ModelRead(**{**vars(value), "wanted": _at(result.tables, value.wanted)})
 
-    def reads(value: Iterable[StoredRead]) -> tuple[ModelRead, ...]:
-        return tuple(
-            ModelRead(r.value, r.role, _at(result.tables, r.wanted), r.point, r.origin, r.gradient)
-            for r in value
-        )
+    def cost(value: StoredCost) -> Cost:
+        places = _at(works, value.works)
+        parts = dict(zip(WORKS, map(Work, places[::2], places[1::2]), strict=True))
+        saved = {(tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved}
+        return Cost(**parts, saved=saved)
+
+    def operator(value: StoredOperator) -> ModelOperator:
+        reads = tuple(read(item) for item in value.reads)
+        costs = {(item.precision, item.output): cost(item) for item in value.costs}
+        return ModelOperator(**{**vars(value), "reads": reads, "costs": costs})
+
+    def tensor(value: StoredValue) -> Value:
+        numel, fixed = _at(sizes, value.numel), _at(sizes, value.fixed)
+        return Value(**{**vars(value), "numel": numel, "fixed": fixed})
 
     return ModelGraph(
-        result.device,
-        tuple(
-            ModelOperator(
-                **{name: getattr(op, name) for name in _SAME},
-                reads=reads(op.reads),
-                costs={(value.precision, value.output): cost(value) for value in op.costs},
-            )
-            for op in result.operators
-        ),
-        tuple(
-            Value(
-                **{
-                    **_fields(value),
-                    "numel": _at(sizes, value.numel),
-                    "fixed": _at(sizes, value.fixed),
-                }
-            )
-            for value in result.values
-        ),
-        reads(result.outputs),
-        tuple(result.parameters),
-        result.points,
-        tuple(result.formats),
+        device=result.device,
+        operators=tuple(operator(value) for value in result.operators),
+        values=tuple(tensor(value) for value in result.values),
+        outputs=tuple(read(value) for value in result.outputs),
+        parameters=tuple(result.parameters),
+        points=result.points,
+        formats=tuple(result.formats),
     )
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-_SAME: Final = [
-    field.name
-    for field in dataclasses.fields(StoredOperator)
-    if field.name not in ("reads", "costs")
-]
 
 
 def _at(things: list[Any], index: int) -> Any:
     if not 0 <= index < len(things):
-        raise Malformed(f" refers to the {index}th of {len(things)} things")
+        raise Malformed(f" refers to number {index} of {len(things)}")
     return things[index]

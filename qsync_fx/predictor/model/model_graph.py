@@ -1,15 +1,14 @@
 """Model graph: operators, values, costs and cascade rules of a model, without torch's FX graph.
 
-States, casts, costs and memory of any plan follow from it. Operators are in execution order, later
-graphs after earlier ones. Operators and values refer to each other by index. A size is an integer,
-or a sympy expression if the model was explained with symbolic shapes. Formats are the names in
-`FORMATS`; None denotes "no floating-point values" and is the name of no format.
+Operators are in execution order. Operators and values refer to each other by index. A size is an
+integer, or a sympy expression if the model was explained with symbolic shapes. Formats are names in
+`FORMATS`, or None for "no floating-point values".
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.formats import FORMATS, Precision, promoted
 from qsync_fx.graph.cost_algebra import Cost, Size
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path
 
 Name = str | None
@@ -31,14 +31,13 @@ class Value:
     """Result of an operator, parameter, buffer, input or constant.
 
     Attributes:
-        name: name of its FX node, by which costs identify saved tensors.
+        name: name of its FX node; saved tensors in costs refer to it.
         tensor: index of the value whose storage it shares; its own index if it is no view.
         operator: index of the operator that determines its format; None if it is always `own`.
         source: "operator", "parameter", "buffer", "input", or "constant" for all others.
         own: format in the model as written.
         numel: number of floating-point elements.
         fixed: bytes of its other contents, such as integers and masks.
-        differentiated: whether a gradient flows back to it.
     """
 
     name: str
@@ -56,13 +55,11 @@ class ModelRead:
     """Read of a value by an operator or by the model's caller.
 
     Attributes:
-        value: index of the value.
         role: name of the argument.
         wanted: required format by the reader's precision ("" for none); None accepts any format.
         point: cast point, equal for reads that share one cast per format; None if no plan casts it.
         origin: index of the value that a cast converts: `value`, or the operand of the model's own
             conversions that lead to it.
-        gradient: whether a gradient flows back through this read.
     """
 
     value: int
@@ -79,8 +76,7 @@ class Choices:
 
     Attributes:
         runs: precision by planned format.
-        held: planned format that replaces a plan's default if the default is in `keeps`.
-        keeps: default formats that do not apply to this operator.
+        held: planned format that replaces a plan's default in `keeps`.
         outputs: output format by precision.
         wide: output format of a scaled precision if all `readers` compute in FP32 or wider;
             None if the output is never wide.
@@ -130,7 +126,6 @@ class ModelOperator:
     """Operator of the model.
 
     Attributes:
-        id: identifier in plans and profiles.
         kind: "adjustable", "dependent" or "fixed".
         row: name of its row in the operator table.
         shape: description of its result as explained: "f32[8, 16]", "f32[batch, 16]".
@@ -139,7 +134,6 @@ class ModelOperator:
         repeated: whether activation checkpointing recomputes it.
         result: index of its result.
         reads: its operands, in argument order.
-        decided: rule that determines its formats.
         converts: whether it is a conversion of the model itself.
         converted: whether it computes in the model's own format and converts its result.
         costs: cost in each reachable state, without casts.
@@ -170,15 +164,7 @@ class ModelOperator:
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """Parameter of the model.
-
-    Attributes:
-        path: qualified name in the model.
-        numel: number of elements.
-        dtype_bytes: bytes per element.
-        trained: whether it receives a gradient.
-        readers: indices of the operators that read it.
-    """
+    """Parameter of the model; `readers` are the indices of the operators that read it."""
 
     path: str
     numel: int
@@ -193,10 +179,7 @@ class ModelGraph:
 
     Attributes:
         device: device that it was explained for: the option "target", else the device type.
-        operators: operators in execution order.
-        values: their results and operands.
         outputs: reads of the model's results by its caller.
-        parameters: parameters in registration order.
         points: number of cast points.
         formats: formats that plans may request.
     """
@@ -225,12 +208,7 @@ class ModelGraph:
         return self.places[name]
 
     def at(self, **sizes: int) -> ModelGraph:
-        """Return the model with numbers for the named symbolic sizes, such as `batch=32`.
-
-        Raises:
-            ProfileError: the model has no such symbolic size, or a number is not a positive
-                integer.
-        """
+        """Return the model with positive numbers for the named symbolic sizes: `batch=32`."""
         from qsync_fx.predictor.model.symbolic_sizes import sized
 
         return sized(self, sizes)
@@ -294,11 +272,9 @@ def reachable(
 
 
 def chosen(choices: Choices, planned: str, explicit: bool) -> str:
-    """Return the precision of an adjustable operator.
+    """Return the precision of an adjustable operator for a planned format.
 
-    Args:
-        planned: format in the plan.
-        explicit: whether the plan names the operator or a pattern that matches it, not a default.
+    `explicit`: the plan names the operator or a pattern that matches it, not a default.
     """
     if choices.pinned is not None:
         return choices.pinned
@@ -340,3 +316,79 @@ def followed(follows: Follows, promotion: Name) -> Name:
     if promotion is None or (follows.promotes and follows.scalar > FORMATS[promotion].max):
         return follows.own
     return promotion
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Isomorphic blocks: each one's module path, and its operator ids in execution order."""
+
+    modules: tuple[str, ...]
+    operators: tuple[tuple[str, ...], ...]
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Operators at the same position of each block, one tuple per position."""
+        return tuple(zip(*self.operators, strict=True))
+
+
+def isomorphic_blocks(graph: ModelGraph) -> tuple[Blocks, ...]:
+    """Return the largest isomorphic blocks of a model, in descending order of operator count."""
+    inside = _operators_of_modules(graph)
+    equal: dict[Hashable, list[str]] = {}
+    for module, places in inside.items():
+        if len(places) > 1:
+            equal.setdefault(_structure(graph, places), []).append(module)
+    result: list[Blocks] = []
+    used: set[int] = set()
+    for modules in sorted(equal.values(), key=lambda modules: -len(inside[modules[0]])):
+        # A module that only wraps another one is the same block.
+        distinct = {tuple(inside[module]): module for module in reversed(modules)}
+        free = [module for module in modules if module in distinct.values()]
+        free = [module for module in free if used.isdisjoint(inside[module])]
+        if len(free) > 1:
+            used.update(place for module in free for place in inside[module])
+            ids = [tuple(graph.operators[i].id for i in inside[module]) for module in free]
+            result.append(Blocks(tuple(free), tuple(ids)))
+    return tuple(result)
+
+
+def _operators_of_modules(graph: ModelGraph) -> Mapping[str, list[int]]:
+    result: dict[str, list[int]] = {}
+    for place, operator in enumerate(graph.operators):
+        parts = OpId.parse(operator.id).module.split(".")
+        for end in range(1, len(parts) + 1):
+            if parts[0]:
+                result.setdefault(".".join(parts[:end]), []).append(place)
+    return result
+
+
+def _structure(graph: ModelGraph, places: list[int]) -> Hashable:
+    """Return a key that is equal for isomorphic blocks."""
+    numbers = {place: number for number, place in enumerate(places)}
+    points: dict[int | None, int] = {None: -1}
+    result: list[Hashable] = []
+    for place in places:
+        operator = graph.operators[place]
+        decided = operator.decided
+        if isinstance(decided, Choices):
+            rule: Hashable = (
+                tuple(decided.runs.items()),
+                decided.held,
+                decided.keeps,
+                decided.pinned,
+                decided.wide,
+            )
+        else:
+            rule = (decided.own, decided.promotes, decided.scalar, decided.named)
+        result.append((operator.row, operator.kind, operator.repeated, operator.converts, rule))
+        for read in operator.reads:
+            value = graph.values[read.value]
+            source: int | str = value.source
+            if value.operator is not None:
+                source = numbers.get(value.operator, "outside")
+            shared = points.setdefault(read.point, len(points))
+            wanted = tuple(read.wanted.items())
+            result.append((read.role, source, value.own, read.gradient, shared, wanted))
+            result.append((value.numel, value.fixed))
+        result += [(state, *cost.sizes) for state, cost in operator.costs.items()]
+    return tuple(result)

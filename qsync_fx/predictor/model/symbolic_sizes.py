@@ -1,21 +1,16 @@
 """Symbolic sizes: their text form, such as "64*batch*sequence + 4", and numbers for their symbols.
 
-The text may come from any source, so it is parsed by this grammar and never evaluated as code:
-
-    sum     = ["-"] product (("+" | "-") product)*
-    product = power ("*" power | "/" number)*
-    power   = atom ["**" number]
-    atom    = number | name | function "(" sum ("," sum)* ")" | "(" sum ")"
-
-Invariants: `read(written(size)) == size` for the results of `canonical`. Any other text raises
-`Malformed` within bounded time. `sized` changes sizes only: states, casts and indices are the same.
+A text has the syntax of a Python expression of whole numbers, names, `+`, `-`, `*`, division by a
+number, powers, and functions in `FUNCTIONS`. It may come from any source, so its syntax tree is
+read and never evaluated as code. Invariant: `read(written(size)) == size` for a `canonical` size.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import sympy
@@ -29,8 +24,8 @@ from qsync_fx.serialization.strict_json import Malformed
 FUNCTIONS: Final = {name: getattr(functions, name) for name in ON_NUMBERS}
 """torch's functions of symbolic sizes that may occur in addition to sums and products."""
 
-_LONGEST, _DEEPEST, _DEGREE, _DIGITS = 4000, 24, 64, 40
-_TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z_0-9]*)|(\*\*|[-+*/(),]))")
+_LONGEST, _DEEPEST, _DEGREE, _LARGEST = 4000, 24, 64, 10**40
+_TERMS, _FACTORS = (ast.Add, ast.Sub), (ast.Mult, ast.Div)
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -45,9 +40,7 @@ def canonical(size: Any) -> Size:
 
 def written(size: Any) -> str:
     """Return a size as text; raise `Malformed` if it is no valid tensor size."""
-    if isinstance(size, int):
-        return str(int(size))
-    if isinstance(size, float) and size.is_integer():
+    if isinstance(size, int) or (isinstance(size, float) and size.is_integer()):
         return str(int(size))
     if isinstance(size, sympy.Rational):
         return str(size)
@@ -69,15 +62,76 @@ def read(text: str) -> Size:
     """Return the size that a text denotes; raise `Malformed` for any other text."""
     if len(text) > _LONGEST:
         raise Malformed(f" has a size of {len(text)} characters")
-    reader = _Reader(text)
     try:
-        result, _ = reader.sum(0)
-    except Malformed:
-        raise
-    except Exception as error:  # noqa: BLE001 - torch's size functions reject invalid arguments so
-        raise Malformed(f" has a size that is none: {text[:120]!r}: {error}") from None
-    reader.end()
+        result, _ = _parsed(ast.parse(text.strip(), mode="eval").body, _DEEPEST)
+    # The parser and torch's functions of sizes raise errors of many classes.
+    except Exception as error:  # noqa: BLE001
+        raise Malformed(f" has an invalid size {text[:120]!r}: {error}") from None
     return int(result) if result.is_Integer else result
+
+
+def _parsed(node: ast.expr, depth: int) -> tuple[Any, int]:
+    """Return the expression of a syntax tree, and an upper bound on its degree."""
+    if not depth:
+        raise ValueError("it is nested too deeply")
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int and number < _LARGEST:
+            return sympy.Integer(number), 0
+        case ast.Name(id=name):
+            return symbol(name), 1
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
+            result, degree = _parsed(operand, depth - 1)
+            return -result, degree
+        case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+            result, degree = _parsed(base, depth - 1)
+            return sympy.Pow(result, exponent), _checked(max(degree, 1) * exponent)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            chain = _chain(node, _TERMS)
+            parts = [_parsed(part, depth - 1) for _, part in chain]
+            signs = [-1 if isinstance(sign, ast.Sub) else 1 for sign, _ in chain]
+            terms = [sign * part for sign, (part, _) in zip(signs, parts, strict=True)]
+            return sympy.Add(*terms), max(degree for _, degree in parts)
+        case ast.BinOp(op=ast.Mult() | ast.Div()):
+            return _parsed_product(node, depth)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            parts = [_parsed(part, depth - 1) for part in args]
+            return FUNCTIONS[name](*(part for part, _ in parts)), sum(by for _, by in parts)
+    raise ValueError(f"it contains {ast.unparse(node)[:40]!r}")
+
+
+def _parsed_product(node: ast.BinOp, depth: int) -> tuple[Any, int]:
+    factors: list[Any] = []
+    total = 0
+    for operation, part in _chain(node, _FACTORS):
+        if not factors and isinstance(part, ast.UnaryOp):
+            # The sign belongs to the product: sympy would distribute it over a first factor.
+            factors.append(sympy.Integer(-1))
+            part = part.operand
+        factor, degree = _parsed(part, depth - 1)
+        if isinstance(operation, ast.Div):
+            if not factor.is_Integer or not factor:
+                raise ValueError("it divides by something other than a positive number")
+            factor = 1 / factor
+        factors.append(factor)
+        total += degree
+    return sympy.Mul(*factors), _checked(total)
+
+
+def _chain(
+    node: ast.expr, kinds: tuple[type[ast.operator], ...]
+) -> list[tuple[ast.operator | None, ast.expr]]:
+    """Return the operands of left-associative operators, each with the operator before it."""
+    result: list[tuple[ast.operator | None, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, kinds):
+        result.append((node.op, node.right))
+        node = node.left
+    return [(None, node), *reversed(result)]
+
+
+def _checked(degree: int) -> int:
+    if degree > _DEGREE:
+        raise ValueError(f"it is of a degree above {_DEGREE}")
+    return degree
 
 
 def _product(size: sympy.Mul) -> str:
@@ -98,126 +152,14 @@ def _factor(size: Any) -> str:
     return written(size)
 
 
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-        self.token: str = ""
-        self._next()
-
-    def sum(self, depth: int) -> tuple[Any, int]:
-        """Return an expression and an upper bound on its degree."""
-        if depth > _DEEPEST:
-            raise self._wrong("is nested too deeply")
-        negative = self._take("-")
-        result, degree = self._product(depth)
-        terms = [-result if negative else result]
-        while self.token in ("+", "-") and self.token:
-            negative = self._take("-") or not self._take("+")
-            term, other = self._product(depth)
-            terms.append(-term if negative else term)
-            degree = max(degree, other)
-        return sympy.Add(*terms), degree
-
-    def end(self) -> None:
-        if self.token:
-            raise self._wrong(f"has {self.token!r} behind its end")
-
-    def _product(self, depth: int) -> tuple[Any, int]:
-        result, degree = self._power(depth)
-        factors = [result]
-        while self.token in ("*", "/") and self.token:
-            if self._take("/"):
-                number = self._number()
-                if not number:
-                    raise self._wrong("divides by zero")
-                factors.append(sympy.Rational(1, number))
-            else:
-                self._take("*")
-                factor, other = self._power(depth)
-                factors.append(factor)
-                degree += other
-        if degree > _DEGREE:
-            raise self._wrong(f"is of a degree above {_DEGREE}")
-        return sympy.Mul(*factors), degree
-
-    def _power(self, depth: int) -> tuple[Any, int]:
-        result, degree = self._atom(depth)
-        if self._take("**"):
-            exponent = self._number()
-            degree = max(degree, 1) * exponent
-            if degree > _DEGREE:
-                raise self._wrong(f"is of a degree above {_DEGREE}")
-            result = sympy.Pow(result, exponent)
-        return result, degree
-
-    def _atom(self, depth: int) -> tuple[Any, int]:
-        if self.token.isdecimal():
-            return sympy.Integer(self._number()), 0
-        if self._take("("):
-            result = self.sum(depth + 1)
-            self._expect(")")
-            return result
-        name = self.token
-        if not name:
-            raise self._wrong("ends too early")
-        if not name.isidentifier():
-            raise self._wrong(f"has {name!r} instead of a number or name")
-        self._next()
-        if not self._take("("):
-            return symbol(name), 1
-        if name not in FUNCTIONS:
-            raise self._wrong(f"has an unknown function {name!r}")
-        arguments = [self.sum(depth + 1)]
-        while self._take(","):
-            arguments.append(self.sum(depth + 1))
-        self._expect(")")
-        return FUNCTIONS[name](*(argument for argument, _ in arguments)), sum(
-            degree for _, degree in arguments
-        )
-
-    def _number(self) -> int:
-        if not self.token.isdecimal() or len(self.token) > _DIGITS:
-            raise self._wrong(f"lacks a whole number of at most {_DIGITS} digits")
-        result = int(self.token)
-        self._next()
-        return result
-
-    def _take(self, token: str) -> bool:
-        if self.token != token:
-            return False
-        self._next()
-        return True
-
-    def _expect(self, token: str) -> None:
-        if not self._take(token):
-            raise self._wrong(f"lacks {token!r}")
-
-    def _next(self) -> None:
-        if not self.text[self.at :].strip():
-            self.token = ""
-            return
-        match = _TOKEN.match(self.text, self.at)
-        if match is None:
-            raise self._wrong(f"has {self.text[self.at : self.at + 10]!r}")
-        self.token, self.at = match.group().strip(), match.end()
-
-    def _wrong(self, why: str) -> Malformed:
-        return Malformed(f" has a size that {why}: {self.text[:120]!r}")
-
-
 _SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
 """Dimensions of a tensor in the description of its shape."""
 
 
 def symbols(graph: ModelGraph) -> frozenset[str]:
     """Return the names of a model's symbolic sizes."""
-    result = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
-    return frozenset(
-        symbol.name
-        for size in result
-        for symbol in size.free_symbols
-        if isinstance(symbol, sympy.Symbol)
-    )
+    sizes = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
+    return frozenset(str(symbol) for size in sizes for symbol in size.free_symbols)
 
 
 def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
@@ -237,19 +179,12 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     def size(before: Size) -> Size:
         return now.get(before, before)
 
-    values = [
-        dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed))
-        for value in graph.values
-    ]
-    operators = [
-        dataclasses.replace(
-            op,
-            shape=_shaped(op.shape, value),
-            costs={state: before.each(size) for state, before in op.costs.items()},
-        )
-        for op in graph.operators
-    ]
-    return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
+    values = [replace(v, numel=size(v.numel), fixed=size(v.fixed)) for v in graph.values]
+    operators = []
+    for operator in graph.operators:
+        costs = {state: before.each(size) for state, before in operator.costs.items()}
+        operators.append(replace(operator, shape=_shaped(operator.shape, value), costs=costs))
+    return replace(graph, values=tuple(values), operators=tuple(operators))
 
 
 def _shaped(text: str, value: Mapping[str, int]) -> str:

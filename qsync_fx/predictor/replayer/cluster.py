@@ -1,7 +1,7 @@
 """Clusters: device classes, links between devices, and settings of the gradient exchange.
 
-docs/replayer.md has an example of the TOML file. Invariant: every `Cluster` can be replayed.
-Invalid values from a file or from Python raise an error with the cause and the location.
+docs/replayer.md has an example of the TOML file. Every `Cluster` can be replayed: invalid values
+from a file or from Python raise an error with the cause and the location.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from qsync_fx.devices.device_catalog import check_exists, get, names
@@ -24,12 +24,11 @@ from qsync_fx.predictor.replayer.collectives import (
     Levels,
     MeasuredCollectives,
 )
-from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.schema import Check, Path, TomlSchema
 
 Memory = float | int | str
 
-_UNITS: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9} | {
+_UNITS: Final = {"%": 0.01, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9} | {
     "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30
 }  # fmt: skip
 WAYS: Final = 'give bytes, "4 GB" or "30%"'
@@ -37,12 +36,7 @@ WAYS: Final = 'give bytes, "4 GB" or "30%"'
 
 
 class Size(NamedTuple):
-    """Amount of memory.
-
-    Attributes:
-        amount: bytes, or a share of the total memory, 1 for all of it.
-        share: whether `amount` is a share.
-    """
+    """Amount of memory: bytes, or a share of the total memory, 1 for all of it."""
 
     amount: float
     share: bool = False
@@ -50,19 +44,14 @@ class Size(NamedTuple):
 
 def memory_size(memory: Memory) -> Size | None:
     """Return the parsed amount of memory; None if it is invalid."""
-    if not isinstance(memory, str):
-        return Size(float(memory)) if memory > 0 and math.isfinite(memory) else None
-    result = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[KMG]?i?B)\s*", memory, flags=re.IGNORECASE)
-    if (
-        result is None
-        or result[2].upper() == "IB"
-        or not math.isfinite(float(result[1]))
-        or not float(result[1])
-    ):
-        return None
-    if result[2] == "%":
-        return Size(float(result[1]) / 100, share=True)
-    return Size(float(result[1]) * _UNITS[result[2].upper()])
+    amount, unit = memory, "B"
+    if isinstance(memory, str):
+        result = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|(?:[KMG]i?)?B)\s*", memory, re.IGNORECASE)
+        if result is None:
+            return None
+        amount, unit = result[1], result[2].upper()
+    size = Size(float(amount) * _UNITS[unit], share=unit == "%")
+    return size if 0 < size.amount < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -70,19 +59,16 @@ class ClusterDevice:
     """Class of equal devices.
 
     Attributes:
-        count: number of devices.
         device: name of a device of the catalog; None if a profile supplies the times.
         profile: path of a profile, relative to the folder of the cluster file.
-        batch: samples per device and step; None if unknown.
-        memory: memory available to a plan: bytes, "4 GB", or "30%" of the catalog device's memory;
-            None if unknown.
+        batch: samples per device and step.
+        memory: memory available to a plan: bytes, "4 GB", or "30%" of the catalog device's memory.
         bandwidth, latency: of its link, or of its node's link; None for the network's values.
-        slowdown: factor on the durations of its profile; 1.1 for 10% slower.
+        slowdown: factor on the durations of its profile.
         delay: seconds per step that it waits for other causes, such as data loading.
         launch: seconds that the host needs to launch one entry of its schedule.
         copies: seconds per byte that DistributedDataParallel needs to copy gradients into a bucket,
-            and again to copy them back. None for the value of the device's profile, 0 if it has
-            none.
+            and again to copy them back; None for the value of the device's profile.
     """
 
     count: int = 1
@@ -107,13 +93,10 @@ class Network:
         latency: seconds of the smallest all-reduce (between nodes, if there are nodes).
         all_reduce: measured pairs of bytes and seconds, which replace bandwidth and latency.
         ranks: number of ranks in these measurements; None for all devices of the cluster.
-        busy: computation delay per second of transfer of a bucket that travels alone. It is 0 if
-            other cores send and sum, 1 if the computing cores do, and more if both slow each other
-            down. Link measurements determine it together with the all-reduces.
+        busy: computation delay per second of transfer of a bucket that travels alone: 0 if other
+            cores send and sum, 1 if the computing cores do, more if both slow each other down.
         coding: computation delay per second in which codecs encode and decode; None for the value
             of `busy`, at most 1.
-        slows_compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
-        slows_transfer: relative slowdown of a transfer while a device computes.
     """
 
     bandwidth: float | None = None
@@ -122,8 +105,6 @@ class Network:
     ranks: int | None = None
     busy: float = 0.0
     coding: float | None = None
-    slows_compute: float = 0.0
-    slows_transfer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,16 +113,14 @@ class NodeGroup:
 
     Attributes:
         ranks: ranks per node. With 1, only the network links devices.
-        bandwidth: bytes per second that each rank sends within the node. Several ranks per node
-            require it or `inside`.
+        bandwidth: bytes per second that each rank sends within the node, unless `inside` is given.
         latency: seconds of the smallest all-reduce within a node.
         ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as with
             gloo; otherwise it is hierarchical.
         inside: measured pairs of bytes and seconds of all-reduces within a node, which replace
             bandwidth and latency.
-        across: measured pairs for all-reduces between nodes. The bytes are the total of the ranks
-            of a node, whose shards travel concurrently. For compressed buckets they replace the
-            network's measurements, which then describe all-reduces of all ranks only.
+        across: measured pairs for all-reduces between nodes, by the total bytes of a node. For
+            compressed buckets they replace the network's measurements.
         count: number of nodes in the `across` measurements; None for all nodes of the cluster.
     """
 
@@ -159,11 +138,9 @@ class Buckets:
     """Settings of DistributedDataParallel's gradient buckets.
 
     Attributes:
-        first_bytes: size at which the first bucket is full.
-        bytes: size at which further buckets are full.
+        first_bytes, bytes: size at which the first and further buckets are full.
         whole_graphs: whether all gradients of a compiled graph become ready together, as with
-            torch._dynamo.config.optimize_ddp = False. Otherwise DistributedDataParallel splits
-            graphs at bucket boundaries, and each bucket is sent after its last gradient.
+            torch._dynamo.config.optimize_ddp = False.
     """
 
     first_bytes: int = FIRST_BYTES
@@ -177,8 +154,7 @@ class Compression:
 
     Attributes:
         ratio: transferred bytes per byte of a gradient.
-        fixed: seconds per bucket on each device, between its last gradient and the transfer.
-        each: seconds per byte of gradients, in addition to `fixed`.
+        fixed, each: seconds of each device per bucket and per byte of gradients.
     """
 
     ratio: float = 1.0
@@ -186,20 +162,18 @@ class Compression:
     each: float = 0.0
 
 
-_ZERO_IS_FINE: Final = frozenset(
-    "latency delay launch busy coding slows_compute slows_transfer fixed each copies".split()
-)
+_ZERO_IS_FINE: Final = frozenset("latency delay launch busy coding fixed each copies".split())
 
 
 def _positive(value: Any) -> str | None:
     """Return a message for an invalid number among the fields of a value; None if all are valid."""
-    for part in fields(value):
-        number = getattr(value, part.name)
-        if type(number) in (int, float) and (
-            not number >= 0 or (number == 0 and part.name not in _ZERO_IS_FINE)
-        ):
-            least = "at least" if part.name in _ZERO_IS_FINE else "above"
-            return f" has the {part.name} {number}, which must be {least} 0"
+    for name, number in vars(value).items():
+        if type(number) not in (int, float):
+            continue
+        if name in _ZERO_IS_FINE and not number >= 0:
+            return f" has the {name} {number}, which must be at least 0"
+        if name not in _ZERO_IS_FINE and not number > 0:
+            return f" has the {name} {number}, which must be above 0"
     return None
 
 
@@ -258,9 +232,7 @@ class Cluster:
         devices: device classes by name. The first class contains rank 0, whose gradient order
             determines the buckets.
         network: links for gradients; None for a single device.
-        buckets: bucket settings.
-        compression: compression of all buckets; None for none.
-        nodes: grouping of ranks into nodes.
+        compression: compression of all buckets.
     """
 
     devices: Mapping[str, ClusterDevice]
@@ -273,31 +245,29 @@ class Cluster:
         if not self.devices:
             raise ProfileError("the cluster has no devices", do=_REMEDY)
         # The schema checks files and knows the location. This check is for Python callers.
-        parts: dict[str, Any] = {f"devices.{name}": device for name, device in self.devices.items()}
-        parts |= {"network": self.network, "buckets": self.buckets, "compression": self.compression}
-        parts["nodes"] = self.nodes
+        parts = {f"devices.{name}": device for name, device in self.devices.items()} | vars(self)
         for where, part in parts.items():
-            if part is not None and (why := CHECKS[type(part)](part)):
+            if type(part) in CHECKS and (why := CHECKS[type(part)](part)):
                 raise ProfileError(f"the cluster{why}", where=where, do=_REMEDY)
         if why := self._uneven():
             raise ProfileError(f"the cluster{why}", where="nodes", do=_REMEDY)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        """Return the cluster in a file of TOML.
-
-        Raises:
-            ProfileError: the file cannot be read, is not a cluster, or names an unknown device.
-        """
+        """Return the cluster in a TOML file; raise `ProfileError` if it is invalid."""
         result = CLUSTER.load(path)
+        devices = dict(result.devices)
         for name, device in result.devices.items():
             if device.device is not None:
-                _check_device(path, name, device.device)
-        folder = pathlib.Path(os.fspath(path)).parent
-        return replace(
-            result,
-            devices={name: _beside(folder, device) for name, device in result.devices.items()},
-        )
+                try:
+                    check_exists(device.device)
+                except DeviceError as error:
+                    where = f"{shown(str(path))}, devices.{name}.device"
+                    raise ProfileError(error.what, where=where, do=error.do) from error
+            if device.profile is not None:
+                profile = pathlib.Path(os.fspath(path)).parent / device.profile
+                devices[name] = replace(device, profile=str(profile))
+        return replace(result, devices=devices)
 
     @property
     def ranks(self) -> int:
@@ -305,35 +275,23 @@ class Cluster:
         return sum(device.count for device in self.devices.values())
 
     def bytes_of(self, name: str, memory: Memory) -> float | None:
-        """Return an amount of memory of a device class in bytes.
+        """Return an amount of memory of a device class in bytes; None if unknown or invalid.
 
-        A share refers to the memory in the cluster, else to the memory in the catalog. None if both
-        are unknown or the amount is invalid.
+        A share refers to the memory in the cluster, else to the memory in the catalog.
         """
-        size = memory_size(memory)
-        if size is None:
-            return None
-        if not size.share:
-            return size.amount
-        device = self.devices[name]
+        size, device = memory_size(memory), self.devices[name]
+        if size is None or not size.share:
+            return size and size.amount
         available = memory_size(device.memory or 0)
         if available is not None and not available.share:
             return available.amount * size.amount
-        called = device.device or name
-        if device.device is None and called not in names():
+        if device.device is None and name not in names():
             return None
-        return get(called).memory.bytes * size.amount
+        return get(device.device or name).memory.bytes * size.amount
 
     @property
     def all_reduce(self) -> AllReduce:
-        """All-reduce of DistributedDataParallel's buckets.
-
-        It is the measured one if there is a measurement, else a ring over all links or a
-        hierarchical all-reduce.
-
-        Raises:
-            ProfileError: the bandwidth of a link is unknown.
-        """
+        """All-reduce of DistributedDataParallel's buckets: measured, a ring or hierarchical."""
         nodes = self.nodes
         if (measured := self._measured()) is not None:
             return measured
@@ -351,25 +309,17 @@ class Cluster:
 
     @property
     def exchange(self) -> Levels:
-        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes.
-
-        Raises:
-            ProfileError: the bandwidth of a link is unknown.
-        """
+        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes."""
         nodes = self.nodes
         inside: AllReduce = CollectiveLink(nodes.bandwidth or math.inf, nodes.latency)
         if nodes.inside:
             inside = MeasuredCollectives(tuple(nodes.inside), nodes.ranks)
         if nodes.across:
-            return Levels(
-                MeasuredCollectives(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks),
-                inside,
-                nodes.ranks,
-            )
+            count = nodes.count or self.ranks // nodes.ranks
+            return Levels(MeasuredCollectives(tuple(nodes.across), count), inside, nodes.ranks)
         return Levels(self._measured() or self._link(), inside, nodes.ranks)
 
     def _measured(self) -> MeasuredCollectives | None:
-        """Return the measured all-reduce of all ranks, if any."""
         network = self.network or Network()
         if not network.all_reduce:
             return None
@@ -377,44 +327,33 @@ class Cluster:
 
     def _link(self) -> CollectiveLink:
         network = self.network or Network()
-        bandwidths = []
+        bandwidths, latencies = [], []
         for name, device in self.devices.items():
-            if (bandwidth := device.bandwidth or network.bandwidth) is None:
-                raise ProfileError(
-                    f"neither the link of {shown(name)} nor [network] has a bandwidth", do=_REMEDY
-                )
+            bandwidth, latency = device.bandwidth or network.bandwidth, device.latency
+            if bandwidth is None:
+                message = f"neither the link of {shown(name)} nor [network] has a bandwidth"
+                raise ProfileError(message, do=_REMEDY)
             bandwidths.append(bandwidth)
-        latencies = [
-            network.latency if item.latency is None else item.latency
-            for item in self.devices.values()
-        ]
+            latencies.append(network.latency if latency is None else latency)
         return CollectiveLink(min(bandwidths), max(latencies))
 
     def _uneven(self) -> str | None:
         """Return why nodes do not match devices and links; None if they match."""
         size = self.nodes.ranks
+        counts = [device.count for device in self.devices.values()]
         if self.nodes.across:
             # Measurements describe existing nodes, which may mix device classes.
-            if self.ranks % size == 0:
-                return None
-            return f" has {self.ranks} devices, which do not make nodes of {size}"
-        for name, device in self.devices.items():
-            if device.count % size:
-                return (
-                    f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
-                )
-        if 1 < size < self.ranks and self.network is not None and self.network.all_reduce:
+            counts = [self.ranks]
+        for count in counts:
+            if count % size:
+                return f" has {count} devices, which do not make nodes of {size}"
+        measured = self.network is not None and self.network.all_reduce
+        if 1 < size < self.ranks and measured and not self.nodes.across:
             return (
                 " has a measured all_reduce, which does not separate nodes; give a bandwidth, or "
                 "measurements inside and across nodes"
             )
         return None
-
-    @property
-    def overlap(self) -> Overlap:
-        """Mutual slowdown of communication and computation."""
-        network = self.network or Network()
-        return Overlap(network.slows_compute, network.slows_transfer)
 
     def check_names(self, names: Mapping[str, object], of: str) -> None:
         """Raise `ProfileError` unless `names` are exactly the device classes of the cluster."""
@@ -427,23 +366,6 @@ class Cluster:
 
 
 _REMEDY: Final = 'run "qsync docs replayer" for an example'
-
-
-def _check_device(path: Path, name: str, device: str) -> None:
-    try:
-        check_exists(device)
-    except DeviceError as error:
-        raise ProfileError(
-            error.what, where=f"{shown(str(path))}, devices.{name}.device", do=error.do
-        ) from error
-
-
-def _beside(folder: pathlib.Path, device: ClusterDevice) -> ClusterDevice:
-    if device.profile is None:
-        return device
-    return replace(device, profile=str(folder / device.profile))
-
-
 CLUSTER: Final = TomlSchema(
     Cluster,
     noun="cluster",

@@ -6,14 +6,17 @@ first class, as DDP uses rank 0's order. Devices of a class are equal, so one of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
+from qsync_fx.devices.roofline import share
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
-from qsync_fx.predictor.replayer.collectives import ddp_buckets, share
+from qsync_fx.predictor.replayer.collectives import ddp_buckets
 from qsync_fx.predictor.replayer.device_timeline import (
     Array,
     DeviceStep,
@@ -30,15 +33,11 @@ class CompressedTransfer:
     """Transfer of a bucket by a codec, on the communication thread, while the device computes.
 
     A large bucket is split into chunks: one travels while the next one is encoded. With several
-    ranks per node this applies between nodes. The exchange within a node runs before and after it
-    without overlap: values are copied, then sent, then summed. Buckets do not overlap each other.
+    ranks per node this applies between nodes; the exchange within a node does not overlap it.
 
     Attributes:
-        codec: name of the codec.
-        nbytes: encoded bytes that a rank, or all ranks of a node, contribute instead of gradients,
-            as the equivalent all-reduce size.
+        nbytes: encoded bytes that a rank, or all ranks of a node, contribute.
         seconds: time to encode and decode the exchange between ranks, or nodes.
-        phases: number of phases of the exchange.
         inside: bytes that a rank contributes within its node, if several ranks share one.
         stretches: number of chunks per phase; 1 for no overlap of coding and transfer.
         inside_seconds: time to copy and sum the FP32 exchange within the node.
@@ -54,18 +53,14 @@ class CompressedTransfer:
 
     @property
     def coding(self) -> float:
-        """Time that the communication thread computes, without waiting for a link, in seconds."""
+        """Seconds that the communication thread computes."""
         return self.seconds + self.inside_seconds
 
     def with_travel(self, seconds: float, inside: float = 0.0) -> float:
-        """Return the total duration of the exchange in seconds.
+        """Return the duration of the exchange for these transfer times between and within nodes.
 
         The longer one of coding and transfer overlaps all but one chunk of the shorter one. The
         exchange within nodes is sequential.
-
-        Args:
-            seconds: transfer time between ranks, or nodes.
-            inside: transfer time within nodes.
         """
         between = max(seconds, self.seconds) + min(seconds, self.seconds) / self.stretches
         return between + inside + self.inside_seconds
@@ -73,13 +68,9 @@ class CompressedTransfer:
 
 @dataclass(frozen=True)
 class SimulatedBucket:
-    """Bucket of gradients that travel together.
+    """Bucket of `nbytes` bytes of gradients that travel together as `travelling` bytes.
 
-    Attributes:
-        parameters: paths of its parameters.
-        nbytes: bytes of the gradients.
-        travelling: bytes of the transfer.
-        coded: transfer by a codec; None if DistributedDataParallel sends the bucket itself.
+    `coded` is the transfer by a codec; None if DistributedDataParallel sends the bucket itself.
     """
 
     parameters: tuple[str, ...]
@@ -93,7 +84,6 @@ class SimulatedStep:
     """Step of a cluster.
 
     Attributes:
-        cluster: the cluster.
         devices: timeline of one device of each class without others, by class name.
         buckets: buckets in sending order; empty for one device.
         step: timeline of the step; its device axis has the order of `devices`.
@@ -106,11 +96,11 @@ class SimulatedStep:
 
     def after(self, name: str) -> float:
         """Return the time from a device's last computation or transfer to its next step."""
-        return after(self.devices[name].optimizer, self.cluster.devices[name], _whole(self.buckets))
+        return after(self.devices[name].optimizer, self.cluster.devices[name], _total(self.buckets))
 
     def returned(self, name: str) -> float:
         """Return the part of `after` in which the device copies gradients out of buckets."""
-        return returned(self.cluster.devices[name], _whole(self.buckets))
+        return _copied(self.cluster.devices[name], _total(self.buckets), slowed=True)
 
 
 def simulate(
@@ -125,46 +115,49 @@ def simulate(
     """Return a steady-state step of a cluster.
 
     Args:
-        schedules: schedule of each device class.
-        cluster: devices and links.
-        compression: compression of each bucket; None for the cluster's compression of all buckets.
-        indices: parameters of each bucket; None for DDP's buckets.
-        transfer: duration of each transfer in seconds, including coding; None for `travel`.
-        later: computation delay of each device per bucket in seconds; None for `beside_computing`.
-
-    Raises:
-        ProfileError: the schedules belong to different models or do not match the device classes.
+        compression: compression of each bucket; default: the cluster's.
+        indices: parameters of each bucket; default: DDP's buckets.
+        transfer: duration of each transfer in seconds, including coding; default: `travel`.
+        later: computation delay per bucket in seconds; default: `beside_computing`.
     """
     cluster.check_names(schedules, "schedules")
     parameters = _same_parameters(schedules)
     if indices is None:
         indices = buckets_of(schedules, cluster)
-    settings: list[Compression | CompressedTransfer | None] = (
-        [cluster.compression] * len(indices) if compression is None else list(compression)
-    )
-    if len(settings) != len(indices):
-        message = f"compression of {len(settings)} buckets for {len(indices)}"
+    if compression is None:
+        compression = [cluster.compression] * len(indices)
+    if len(compression) != len(indices):
+        message = f"compression of {len(compression)} buckets for {len(indices)}"
         raise ProfileError(message, where="compression", do="give one for each bucket, or None")
-    buckets = tuple(
-        _bucket(parameters, selected, item)
-        for selected, item in zip(indices, settings, strict=True)
-    )
+    buckets = tuple(map(partial(_bucket, parameters), indices, compression))
     used = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
     if later is None:
         later = beside_computing(cluster, buckets, used)
-    neighbours = _entries(dict(enumerate(later)))
-    devices = {
-        name: local(
+    devices = {}
+    for name, device in cluster.devices.items():
+        earlier = [
+            before_sending(device, item, bucket.nbytes)
+            for item, bucket in zip(compression, buckets, strict=True)
+        ]
+        devices[name] = local(
             schedules[name],
             indices,
-            slowdown=item.slowdown,
-            launch=item.launch,
-            extra=_sending(item, settings, buckets),
-            neighbours=neighbours,
+            slowdown=device.slowdown,
+            launch=device.launch,
+            extra=_entries(earlier),
+            neighbours=_entries(later),
         )
-        for name, item in cluster.devices.items()
-    }
-    return SimulatedStep(cluster, devices, buckets, _steady(devices, cluster, buckets, used))
+    between = [
+        after(devices[name].optimizer, device, _total(buckets))
+        for name, device in cluster.devices.items()
+    ]
+    step = steady(
+        np.stack([device.ready for device in devices.values()]),
+        np.array([device.computed for device in devices.values()]),
+        np.array(between),
+        used,
+    )
+    return SimulatedStep(cluster, devices, buckets, step)
 
 
 def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
@@ -175,30 +168,23 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
         used[plain] = cluster.all_reduce.seconds(
             [buckets[index].travelling for index in plain], cluster.ranks
         )
-    for index, seconds in _links(cluster, buckets).items():
-        settings = buckets[index].coded
-        assert settings is not None, "_links has compressed buckets only"
-        used[index] = settings.with_travel(*seconds)
+    for index, coded, between, within in _links(cluster, buckets):
+        used[index] = coded.with_travel(between, within)
     return used
 
 
-def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tuple[float, float]]:
-    """Return the transfer times of each encoded bucket between ranks or nodes, and within nodes."""
-    coded = [
-        (index, bucket, bucket.coded)
-        for index, bucket in enumerate(buckets)
-        if bucket.coded is not None
-    ]
-    if not coded:
-        return {}
-    levels, result = cluster.exchange, {}
-    for index, bucket, settings in coded:
-        (within,) = levels.inside.seconds([settings.inside], levels.size)
-        (between,) = levels.across.seconds(
-            [bucket.travelling], cluster.ranks // levels.size, settings.phases
-        )
-        result[index] = float(between), float(within)
-    return result
+def _links(
+    cluster: Cluster, buckets: Sequence[SimulatedBucket]
+) -> Iterator[tuple[int, CompressedTransfer, float, float]]:
+    """Yield each encoded bucket with its transfer times between ranks or nodes, and within."""
+    for index, bucket in enumerate(buckets):
+        if (coded := bucket.coded) is None:
+            continue
+        levels = cluster.exchange
+        (within,) = levels.inside.seconds([coded.inside], levels.size)
+        count = cluster.ranks // levels.size
+        (between,) = levels.across.seconds([bucket.travelling], count, coded.phases)
+        yield index, coded, float(between), float(within)
 
 
 def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
@@ -229,15 +215,9 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
 def after(optimizer: float, device: ClusterDevice, nbytes: int) -> float:
     """Return the time from the last computation and transfer to the end of the step, in seconds.
 
-    Args:
-        nbytes: bytes of gradients to copy out of the buckets.
+    It includes the copies of `nbytes` bytes of gradients out of the buckets.
     """
-    return optimizer + device.delay + returned(device, nbytes)
-
-
-def returned(device: ClusterDevice, nbytes: int) -> float:
-    """Return the time in which a device copies gradients out of their buckets, in seconds."""
-    return _copied(device, nbytes) * device.slowdown
+    return optimizer + device.delay + _copied(device, nbytes, slowed=True)
 
 
 def before_sending(
@@ -256,10 +236,7 @@ def beside_computing(
     """Return the computation delay of each device per bucket, without `slowdown`, in seconds.
 
     Sending and coding occupy cores for the shares `Network.busy` and `Network.coding` of their
-    times. Coding continues while another chunk of the bucket travels.
-
-    Args:
-        used: communication time of each bucket in seconds, including coding.
+    times. `used` is the communication time of each bucket in seconds, including coding.
     """
     network = cluster.network
     if network is None:
@@ -269,56 +246,24 @@ def beside_computing(
         coding = min(1.0, network.busy)
     # Coding times refer to the slowest device, and `slowdown` is applied per device later.
     coding /= max(device.slowdown for device in cluster.devices.values())
-
     result = [network.busy * float(seconds) for seconds in used]
-    for index, seconds in _links(cluster, buckets).items():
-        transfer = buckets[index].coded
-        assert transfer is not None, "_links has compressed buckets only"
-        result[index] = network.busy * sum(seconds) + coding * transfer.coding
+    for index, coded, between, within in _links(cluster, buckets):
+        result[index] = network.busy * (between + within) + coding * coded.coding
     return result
 
 
-def _copied(device: ClusterDevice, nbytes: int) -> float:
-    """Return the time to copy gradients in one direction, without `slowdown`, in seconds."""
-    return (device.copies or 0.0) * nbytes
+def _copied(device: ClusterDevice, nbytes: int, slowed: bool = False) -> float:
+    """Return the time to copy gradients in one direction, in seconds."""
+    seconds = (device.copies or 0.0) * nbytes
+    return seconds * device.slowdown if slowed else seconds
 
 
-def _sending(
-    device: ClusterDevice,
-    settings: Sequence[Compression | CompressedTransfer | None],
-    buckets: Sequence[SimulatedBucket],
-) -> dict[int, Entry]:
-    """Return by bucket the work of the device before it is sent."""
-    each = enumerate(zip(settings, buckets, strict=True))
-    seconds = {index: before_sending(device, item, bucket.nbytes) for index, (item, bucket) in each}
-    return _entries(seconds)
+def _entries(seconds: Sequence[float]) -> dict[int, Entry]:
+    return {index: Entry("", Part.OUTSIDE, item) for index, item in enumerate(seconds) if item}
 
 
-def _entries(seconds: Mapping[int, float]) -> dict[int, Entry]:
-    return {index: Entry("", Part.OUTSIDE, item) for index, item in seconds.items() if item}
-
-
-def _whole(buckets: Sequence[SimulatedBucket]) -> int:
+def _total(buckets: Sequence[SimulatedBucket]) -> int:
     return sum(bucket.nbytes for bucket in buckets)
-
-
-def _steady(
-    devices: Mapping[str, Local],
-    cluster: Cluster,
-    buckets: Sequence[SimulatedBucket],
-    transfer: Array,
-) -> DeviceStep:
-    between = [
-        after(devices[name].optimizer, item, _whole(buckets))
-        for name, item in cluster.devices.items()
-    ]
-    return steady(
-        np.stack([item.ready for item in devices.values()]),
-        np.array([item.computed for item in devices.values()]),
-        np.array(between),
-        transfer,
-        cluster.overlap,
-    )
 
 
 def _bucket(
@@ -341,16 +286,11 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
     (first, schedule), *others = schedules.items()
     for name, other in others:
         if other.parameters != schedule.parameters:
-            ours, theirs = (
-                {item.path: item for item in step.parameters} for step in (schedule, other)
-            )
-            differs = next(
-                (path for path in (ours | theirs) if ours.get(path) != theirs.get(path)),
-                "their order",
-            )
+            pairs = zip_longest(schedule.parameters, other.parameters)
+            differs = next(a or b for a, b in pairs if a != b)
             raise ProfileError(
                 f"the devices {shown(first)} and {shown(name)} train different parameters: "
-                f"{shown(differs)}",
+                f"{shown(differs.path)}",
                 where="schedules",
                 do="profile the same model on each class of devices",
             )

@@ -27,34 +27,11 @@ def ends(ready: Array, seconds: Array) -> Array:
 
         ends[n] = max over m <= n of (ready[m] + seconds[m] + ... + seconds[n])
 
-    This is the sum of all durations so far plus the running maximum of the delays. It describes
-    buckets that travel one after the other (QSync, Eq. (6)), and kernels launched by a host.
-
-    Args:
-        ready: (..., pieces), start times at the earliest, in seconds.
-        seconds: (..., pieces), durations.
+    It describes buckets that travel one after the other (QSync, Eq. (6)), and kernels launched by a
+    host. Both arguments are (..., pieces), in seconds.
     """
     total = np.cumsum(seconds, axis=-1)
-    late: Array = ready - (total - seconds)
-    np.maximum.accumulate(late, axis=-1, out=late)
-    late += total
-    return late
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Mutual slowdown of communication and computation, which share memory and CPU cores.
-
-    Attributes:
-        compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
-        transfer: relative slowdown of a transfer while any device computes.
-    """
-
-    compute: float = 0.0
-    transfer: float = 0.0
-
-
-NONE: Final = Overlap()
+    return np.asarray(np.maximum.accumulate(ready - (total - seconds), axis=-1) + total)
 
 
 @dataclass(frozen=True)
@@ -64,11 +41,8 @@ class DeviceStep:
     Attributes:
         begins: (..., devices), start of the step on each device.
         ready: (..., devices, buckets), time at which each bucket is ready on each device.
-        sent: (..., buckets), start of each transfer.
-        arrived: (..., buckets), end of each transfer.
-        computed: (..., devices), end of the backward pass.
-        done: (..., devices), end of the optimizer step, when the next step can begin.
-        slowed: relative slowdown of computation during transfers.
+        sent, arrived: (..., buckets), start and end of each transfer.
+        computed, done: (..., devices), end of the backward pass and of the optimizer step.
     """
 
     begins: Array
@@ -77,63 +51,40 @@ class DeviceStep:
     arrived: Array
     computed: Array
     done: Array
-    slowed: float = 0.0
 
     @property
     def seconds(self) -> Array:
         """Interval between the starts of two steps in seconds."""
-        longest: Array = (self.done - self.begins).max(axis=-1)
-        return longest
-
-    def moments(self, device: int, clock: Array) -> Array:
-        """Return the times at which a device's local clock shows `clock`, for one plan."""
-        begins, used = self.begins[device : device + 1], self.arrived - self.sent
-        clocks = _clocks(self.sent, used, begins, self.slowed)
-        moments: Array = _moments(clock[None], begins, clocks, used, self.slowed)[0]
-        return moments
+        return np.asarray((self.done - self.begins).max(axis=-1))
 
 
 def step(
-    ready: Array,
-    computed: Array,
-    optimizer: Array,
-    transfer: Array,
-    begins: Array,
-    overlap: Overlap = NONE,
+    ready: Array, computed: Array, optimizer: Array, transfer: Array, begins: Array
 ) -> DeviceStep:
     """Return the timeline of a step of devices that begin at `begins`.
 
     Args:
-        ready: (..., devices, buckets), time at which each bucket is ready, by the local clock.
-        computed: (..., devices), end of the backward pass by the local clock.
+        ready: (..., devices, buckets), time at which each bucket is ready, since `begins`.
+        computed: (..., devices), end of the backward pass, since `begins`.
         optimizer: (..., devices), duration of the optimizer and other work before the next step.
-        transfer: (..., buckets), transfer duration of each bucket.
+        transfer: (..., buckets), duration of each transfer.
         begins: (..., devices), start of the step.
-        overlap: mutual slowdown of communication and computation.
     """
-    if overlap == NONE:
-        ready, computed = ready + begins[..., None], computed + begins
-        arrived = ends(ready.max(axis=-2), transfer)
-        sent = arrived - transfer
-    else:
-        ready, sent, arrived, computed = _slowed(ready, computed, transfer, begins, overlap)
+    ready, computed = ready + begins[..., None], computed + begins
+    arrived = ends(ready.max(axis=-2), transfer)
+    sent = arrived - transfer
     synchronized = np.maximum(arrived[..., -1:], computed) if arrived.shape[-1] else computed
-    return DeviceStep(
-        begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute
-    )
+    return DeviceStep(begins, ready, sent, arrived, computed, synchronized + optimizer)
 
 
-def steady(
-    ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE
-) -> DeviceStep:
+def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array) -> DeviceStep:
     """Return a steady-state step: each device begins when it has finished the previous step.
 
-    A device with a fast optimizer begins earlier than others. The first step of a run, which all
-    devices begin together, is therefore longer. The arguments are the same as for `step`.
+    A device with a fast optimizer begins earlier than others. See `step` for the arguments.
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
-        result = step(ready, computed, optimizer, transfer, begins, overlap)
+        result = step(ready, computed, optimizer, transfer, begins)
         following = result.done - result.done.min(axis=-1, keepdims=True)
         if (
             not transfer.shape[-1]
@@ -148,71 +99,13 @@ _TURNS: Final = 64
 _SAME: Final = 1e-12
 
 
-def _slowed(
-    ready: Array, computed: Array, transfer: Array, begins: Array, overlap: Overlap
-) -> tuple[Array, Array, Array, Array]:
-    """Return when buckets are ready, sent and arrived, and when devices have computed.
-
-    A local clock runs slower during transfers. All earlier transfers are known when a bucket
-    becomes ready, so one iteration per bucket converts local clocks to times.
-    """
-    transfer = np.broadcast_to(transfer, (*ready.shape[:-2], ready.shape[-1]))
-    moments, sent, used = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
-    free = np.zeros(transfer.shape[:-1])
-    for index in range(transfer.shape[-1]):
-        before = slice(0, index)
-        clocks = _clocks(sent[..., before], used[..., before], begins, overlap.compute)
-        item = ready[..., index : index + 1]
-        moments[..., index] = _moments(item, begins, clocks, used[..., before], overlap.compute)[
-            ..., 0
-        ]
-        sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
-        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)[
-            ..., -1
-        ]
-        left = np.maximum(computed - clock, 0).max(axis=-1) * (1 + overlap.compute)
-        neighbours = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
-        used[..., index] = transfer[..., index] + neighbours * overlap.transfer / (
-            1 + overlap.transfer
-        )
-        free = sent[..., index] + used[..., index]
-    clocks = _clocks(sent, used, begins, overlap.compute)
-    computed = _moments(computed[..., None], begins, clocks, used, overlap.compute)[..., 0]
-    return moments, sent, sent + used, computed
-
-
-def _clocks(sent: Array, used: Array, begins: Array, slowed: float) -> Array:
-    """Return the local clocks of devices at the start of each transfer (..., devices, buckets)."""
-    lost = (np.cumsum(used, axis=-1) - used) * slowed / (1 + slowed)
-    return (sent - lost)[..., None, :] - begins[..., None]
-
-
-def _moments(clock: Array, begins: Array, clocks: Array, used: Array, slowed: float) -> Array:
-    """Return the times at which local clocks show `clock` (..., devices, times).
-
-    Args:
-        clocks: local clocks of the devices at the start of each transfer.
-        used: duration of each transfer.
-    """
-    plain: Array = begins[..., None] + clock
-    if not slowed:
-        return plain
-    shown = (used / (1 + slowed))[..., None, None, :]
-    neighbours = np.clip(clock[..., :, None] - clocks[..., None, :], 0, shown)
-    plain += slowed * neighbours.sum(axis=-1)
-    return plain
-
-
 @dataclass(frozen=True)
 class Local:
-    """Timeline of a device without other devices, at full speed, in seconds since its start.
+    """Timeline of a device without other devices, in seconds since its start.
 
     Attributes:
-        entries: entries in execution order.
-        seconds: (entries,), durations.
-        ends: (entries,), end times.
+        seconds, ends: (entries,), durations and end times.
         ready: (buckets,), time at which each bucket can be sent.
-        optimizer: duration of the optimizer step.
     """
 
     entries: tuple[Entry, ...]
@@ -228,30 +121,12 @@ class Local:
 
 
 def arrival(schedule: Schedule) -> list[int]:
-    """Return parameters in the order in which their gradients become ready.
-
-    Gradients that become ready together are in reverse registration order.
-    """
+    """Return parameters as their gradients become ready, else in reverse registration order."""
     index = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
     return sorted(
         (index[path] for path in schedule.ready),
         key=lambda n: (schedule.ready[schedule.parameters[n].path], -n),
     )
-
-
-def done_after(schedule: Schedule, buckets: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each bucket the number of entries that must finish before it is ready.
-
-    DDP sends buckets in order, so a bucket also waits for all earlier ones.
-    """
-    paths = [parameter.path for parameter in schedule.parameters]
-    done, result = 0, []
-    for bucket in buckets:
-        # A parameter without a gradient is sent as zeros, which are ready at the start.
-        full = (schedule.ready.get(paths[index], -1) for index in bucket)
-        done = max(done, len(schedule.forward) + 1 + max(full, default=-1))
-        result.append(done)
-    return result
 
 
 def local(
@@ -265,11 +140,9 @@ def local(
 ) -> Local:
     """Return a device's timeline without other devices.
 
-    The device runs its entries in order, each after the host has launched it. Compression of a
-    bucket is work of the device.
+    The device runs its entries in order, each after the host has launched it.
 
     Args:
-        schedule: schedule of the device.
         buckets: parameters of each bucket, in sending order.
         slowdown: factor on all durations; 1.1 for 10% slower than the schedule.
         launch: seconds that the host needs to launch an entry.
@@ -277,7 +150,15 @@ def local(
         neighbours: by bucket, work of the device after the start of its transfer, before it
             continues to compute.
     """
-    entries, done = [*schedule.forward, *schedule.backward], done_after(schedule, buckets)
+    entries, done = [*schedule.forward, *schedule.backward], list[int]()
+    last = len(schedule.forward)
+    for bucket in buckets:
+        # DDP sends buckets in order, so a bucket also waits for all earlier ones. A parameter
+        # without a gradient is sent as zeros, which are ready at the start.
+        paths = (schedule.parameters[index].path for index in bucket)
+        ends_at = max((schedule.ready.get(path, -1) for path in paths), default=-1)
+        last = max(last, len(schedule.forward) + 1 + ends_at)
+        done.append(last)
     for index in sorted({*extra, *neighbours}, reverse=True):
         before, behind = ([item[index]] if index in item else [] for item in (extra, neighbours))
         entries[done[index] : done[index]] = [*before, *behind]

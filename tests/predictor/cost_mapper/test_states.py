@@ -17,7 +17,7 @@ from qsync_fx.graph import node_metadata
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import casts
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
-from tests.support.planning.predicted_models import explained, graph_of, plans
+from tests.support.planning.predicted_models import cost_of, explained, graph_of, plans
 from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
@@ -32,14 +32,14 @@ def agree(found: States, told: Explanation) -> None:
     operators = {str(op.id): op for op in told.operators if not node_metadata.bodies(op.node)}
     assert operators.keys() == found.graph.places.keys()
     for name, op in operators.items():
-        assert found.of(name) == OperandState.of(op.note), name
+        assert found.names[found.graph.place(name)] == OperandState.of(op.note).names, name
         assert op.note.cost is not None
         number = found.graph.operator(name).graph
         kept = {
             (called(tensor, number), how): size
             for (tensor, how), size in op.note.cost.saved.items()
         }
-        assert found.cost(name) == dataclasses.replace(op.note.cost, saved=kept), name
+        assert cost_of(found, name) == dataclasses.replace(op.note.cost, saved=kept), name
     expected: Counter[tuple[object, ...]] = Counter()
     for at, part in enumerate(told.graphs):
         flow = part.costing.flow

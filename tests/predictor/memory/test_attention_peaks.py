@@ -84,8 +84,6 @@ def test_fused_attention_saves_its_output_and_row_sums() -> None:
     assert attending.bytes["linear", "fp32"] == 3 * 4 * rows * wide
     assert attending.bytes["scaled_dot_product_attention", "fp32"] == 4 * rows * wide
     assert attending.bytes["scaled_dot_product_attention extra 0", None] == 4 * 4 * rows
-    # Of a block of 64 queries and 256 keys the scores and their gradients, and a sum a row.
-    assert 4 * (2 * 64 * 256 + 64) in [live.bytes.get(("", None)) for live in back]
 
 
 def test_fused_attention_peak_equals_the_prediction() -> None:

@@ -13,8 +13,8 @@ def task(*writes: Buffer, reads: tuple[Buffer, ...] = (), library: bool = False)
     return Task("", True, library, frozenset(reads), writes)
 
 
-def held(tasks: list[Task], grouped: bool = True) -> list[int]:
-    return [live.bytes for live in lives(tasks, grouped, lambda buffer: buffer, None)]
+def held(tasks: list[Task]) -> list[int]:
+    return [live.bytes for live in lives(tasks, lambda buffer: buffer, None)]
 
 
 def test_buffer_is_live_until_its_last_reader() -> None:
@@ -43,8 +43,7 @@ def test_kernel_allocates_outputs_before_releasing_inputs() -> None:
         task(wide[0], reads=(narrow[0],)),
         task(wide[1], reads=(narrow[1],)),
     ]
-    assert held(tasks, grouped=True) == [4, 12]
-    assert held(tasks, grouped=False) == [4, 8, 10]
+    assert held(tasks) == [4, 12]
 
 
 def test_only_elementwise_tasks_reuse_their_last_input() -> None:

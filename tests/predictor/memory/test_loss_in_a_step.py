@@ -17,12 +17,12 @@ from qsync_fx.predictor.memory import (
     LossMemory,
     Orders,
     TrainingMemory,
-    most_bytes,
     step_memory,
 )
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import loss_memory, measured_peak
+from tests.support.planning.peaks import most_bytes
 from tests.support.planning.predicted_models import graph_of, live_buffers
 
 torch.set_num_threads(1)

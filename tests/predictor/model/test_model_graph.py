@@ -20,7 +20,7 @@ from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_file import FILE, restored, stored
 from qsync_fx.profiler.model_graph_builder import build_model_graph
-from tests.support.planning.predicted_models import DrawnTimes, explained, graph_of
+from tests.support.planning.predicted_models import DrawnTimes, cost_of, explained, graph_of
 from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def test_other_sizes_take_no_other_trace() -> None:
         first, second = states(sized, plan), states(there, plan)
         assert first.names == second.names
         for operator in there.operators:
-            ours, theirs = first.cost(operator.id), second.cost(operator.id)
+            ours, theirs = cost_of(first, operator.id), cost_of(second, operator.id)
             assert (ours.work, ours.saved_bytes) == (theirs.work, theirs.saved_bytes), operator.id
         assert (
             CostMapper(sized, DrawnTimes(), plan).totals

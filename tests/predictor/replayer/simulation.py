@@ -35,13 +35,10 @@ class Device:
 
 
 def simulated(
-    devices: list[Device], transfers: list[float], slower: float = 0.0, slows: float = 0.0
+    devices: list[Device], transfers: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
     """Returns when each bucket was sent, when it arrived, and when each device was done, its
     optimizer included.
-
-    `slower` is what a device takes longer while a bucket travels, `slows` what a bucket takes
-    longer while any device computes.
     """
     now = 0.0
     sent: list[float] = []
@@ -56,8 +53,6 @@ def simulated(
                 travelling = transfers[len(sent)]
                 sent.append(now)
         busy = [device for device in devices if device.computing]
-        transfer_rate = 1 / (1 + slows) if any(device.begins <= now for device in busy) else 1.0
-        device_rate = 1.0 if travelling is None else 1 / (1 + slower)
         until: list[float] = []
         for device in busy:
             if device.begins > now:
@@ -70,28 +65,27 @@ def simulated(
                 if device.left is None
                 else device.left
             )
-            until.append(ahead / device_rate)
+            until.append(ahead)
         if travelling is not None:
-            until.append(travelling / transfer_rate)
+            until.append(travelling)
         after = min(until)
         # What is next is next, whatever the rounding of the sums says.
         for device, left in zip(busy, until, strict=False):
             if device.begins > now:
                 continue
             next_one = left == after
-            passed = after * device_rate
             if device.left is None:
                 device.clock = (
-                    device.handed_over[device.entry] if next_one else device.clock + passed
+                    device.handed_over[device.entry] if next_one else device.clock + after
                 )
             else:
-                device.clock += passed
-                device.left = 0.0 if next_one else device.left - passed
+                device.clock += after
+                device.left = 0.0 if next_one else device.left - after
                 if next_one:
                     device.ended.append(now + after)
                     device.entry, device.left = device.entry + 1, None
         if travelling is not None:
-            travelling = travelling - after * transfer_rate if until[-1] > after else None
+            travelling = travelling - after if until[-1] > after else None
             if travelling is None:
                 arrived.append(now + after)
         late = [

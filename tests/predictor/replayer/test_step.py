@@ -1,6 +1,4 @@
-"""The closed forms equal a simulation of events: of one device, of fleets, of runs, with and
-without slowing down.
-"""
+"""The closed forms equal a simulation of events: of one device, of fleets, of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from benchmarks.predictor.replay_speed import Incremental, iteration, whole
 from qsync_fx.predictor.replayer.device_timeline import (
     DeviceStep,
     Local,
-    Overlap,
     local,
     steady,
     step,
@@ -154,20 +151,19 @@ def equal(found: DeviceStep, wanted: tuple[list[float], list[float], list[float]
 
 
 @settings(max_examples=150, deadline=None)
-@given(fleets(), st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.0, 0.7), (0.25, 2.0)]))
-def test_a_step_is_that_of_the_simulation(fleet: Fleet, slowing: tuple[float, float]) -> None:
-    found = step(*fleet.arrays(), np.array(fleet.begins), Overlap(*slowing))
-    equal(found, simulated(fleet.devices(fleet.begins), fleet.transfers, *slowing))
+@given(fleets())
+def test_a_step_is_that_of_the_simulation(fleet: Fleet) -> None:
+    found = step(*fleet.arrays(), np.array(fleet.begins))
+    equal(found, simulated(fleet.devices(fleet.begins), fleet.transfers))
 
 
 @settings(max_examples=60, deadline=None)
-@given(fleets(), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_entries_end_as_in_the_simulation(fleet: Fleet, slowing: tuple[float, float]) -> None:
-    found = step(*fleet.arrays(), np.array(fleet.begins), Overlap(*slowing))
+@given(fleets())
+def test_entries_end_as_in_the_simulation(fleet: Fleet) -> None:
     devices = fleet.devices(fleet.begins)
-    simulated(devices, fleet.transfers, *slowing)
-    for at, (one, device) in enumerate(zip(fleet.locals(), devices, strict=True)):
-        assert_allclose(found.moments(at, one.ends), device.ended, rtol=1e-9, atol=1e-9)
+    simulated(devices, fleet.transfers)
+    for one, device, begin in zip(fleet.locals(), devices, fleet.begins, strict=True):
+        assert_allclose(one.ends + begin, device.ended, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -198,10 +194,8 @@ def test_run_converges_to_the_steady_step(fleet: Fleet) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(fleets(), min_size=2, max_size=4), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_batched_replay_equals_single_replays(
-    fleets: list[Fleet], slowing: tuple[float, float]
-) -> None:
+@given(st.lists(fleets(), min_size=2, max_size=4))
+def test_batched_replay_equals_single_replays(fleets: list[Fleet]) -> None:
     shape = [(len(fleet.schedules), len(fleet.buckets)) for fleet in fleets]
     alike = [fleet for fleet, its in zip(fleets, shape, strict=True) if its == shape[0]]
     begins = [np.array(fleet.begins) for fleet in alike]
@@ -209,10 +203,9 @@ def test_batched_replay_equals_single_replays(
     together = step(
         *(np.stack(parts) for parts in zip(*every, strict=True)),
         np.stack(begins),
-        Overlap(*slowing),
     )
     for at, (arrays, begun) in enumerate(zip(every, begins, strict=True)):
-        alone = step(*arrays, begun, Overlap(*slowing))
+        alone = step(*arrays, begun)
         for name in ("ready", "sent", "arrived", "computed", "done"):
             assert_allclose(getattr(together, name)[at], getattr(alone, name), rtol=1e-12)
 

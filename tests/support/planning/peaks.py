@@ -16,12 +16,19 @@ from torch import Tensor, nn
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
-from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import LossMemory, TrainingMemory, step_memory
+from qsync_fx.predictor.cost_mapper import States, states
+from qsync_fx.predictor.memory import LossMemory, Orders, TrainingMemory, step_memory
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 
 FORMATS = ("fp32", "bf16", "int8")
+
+
+def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
+    """Returns the larger peak of both execution orders in bytes, parameters included."""
+    orders = Orders.of(found, training)
+    memories = (step_memory(found, training, tasks) for tasks in (orders.expected, orders.written))
+    return max(memory.peak.bytes for memory in memories)
 
 
 def real_and_foreseen(

@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.diagnostics import Explanation
+from qsync_fx.formats import precision
+from qsync_fx.graph.cost_algebra import Cost
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.graph.operator_costs import cast_cost
 from qsync_fx.predictor.cost_mapper import States
 from qsync_fx.predictor.memory import TrainingMemory
 from qsync_fx.predictor.memory.buffers import lives
@@ -261,6 +264,19 @@ class DrawnTimes:
         return Seconds(draw.random() * 1e-3, draw.random() * 1e-3)
 
 
+def cost_of(found: States, operator: str) -> Cost:
+    """Returns the cost of an operator under a plan, including its casts."""
+    index = found.graph.place(operator)
+    total = found.graph.operators[index].costs[found.names[index]]
+    for cast in found.casts:
+        if cast.owner == index:
+            value, after = found.graph.values[cast.value], precision(cast.after)
+            read = value.numel * precision(cast.before).dtype.itemsize
+            written = value.numel * after.dtype.itemsize
+            total += cast_cost(read, written, after, value.differentiated)
+    return total
+
+
 @dataclass(frozen=True)
 class LiveBuffers:
     """Live buffers at one moment of a step.
@@ -279,6 +295,6 @@ class LiveBuffers:
 def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
     """Returns the live buffers of both passes of a step over time."""
     moments = lives(
-        step_tasks(states, training), True, lambda buffer: (buffer.name, buffer.format), ("", None)
+        step_tasks(states, training), lambda buffer: (buffer.name, buffer.format), ("", None)
     )
     return [LiveBuffers(live.operator, live.backward, live.kinds) for live in moments]

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.trace_files import execution_trace, kineto
-from qsync_fx.predictor.replayer.trace_schedules import read_steps
+from qsync_fx.predictor.replayer.trace_schedules import execution_sizes, kineto, read_steps
 from tests.support.planning.trace_files import Edit, device_trace, edited
 
 
@@ -80,12 +79,6 @@ def nodes(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def circle(trace: dict[str, Any]) -> None:
-    by_id = {node["id"]: node for node in nodes(trace)}
-    inner = next(node for node in nodes(trace) if node["name"] == "aten::addmm")
-    by_id[inner["ctrl_deps"]]["ctrl_deps"] = inner["id"]
-
-
 def without_leaves(trace: dict[str, Any]) -> None:
     parents = {node["ctrl_deps"] for node in nodes(trace)}
     trace["nodes"] = [node for node in nodes(trace) if node["id"] in parents]
@@ -95,19 +88,6 @@ def without_leaves(trace: dict[str, Any]) -> None:
     ("edit", "what", "where"),
     [
         (lambda trace: trace.pop("nodes"), "has no nodes", ""),
-        (lambda trace: nodes(trace)[5].pop("id"), "lacks its id", "nodes[5]"),
-        (
-            lambda trace: nodes(trace)[5].update(id=nodes(trace)[4]["id"]),
-            "two nodes have the id",
-            "nodes[5]",
-        ),
-        (
-            lambda trace: nodes(trace)[9].update(ctrl_deps=nodes(trace)[9]["id"]),
-            "calls run in a circle",
-            "node ",
-        ),
-        (circle, "calls run in a circle: ", "node "),
-        (lambda trace: nodes(trace).__delitem__(slice(0, 3)), "is cut off", "node "),
         (without_leaves, "recorded functions are not in the", ""),
     ],
 )
@@ -141,7 +121,7 @@ def test_files_that_are_cut_off(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="is cut off or damaged"):
         kineto(packed)
     with pytest.raises(ProfileError, match="the execution trace ends in the middle"):
-        execution_trace(cut)
+        execution_sizes(cut)
     with pytest.raises(ProfileError, match="cannot be read"):
         kineto(tmp_path / "none.json")
     cut.write_text("[1, 2]")
@@ -200,4 +180,4 @@ def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))
     with suppress(ProfileError):
-        assert execution_trace(path)
+        execution_sizes(path)

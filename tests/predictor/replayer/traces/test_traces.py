@@ -14,8 +14,12 @@ import pytest
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
-from qsync_fx.predictor.replayer.trace_files import kineto
-from qsync_fx.predictor.replayer.trace_schedules import TracedSchedule, played_traces, read_steps
+from qsync_fx.predictor.replayer.trace_schedules import (
+    TracedSchedule,
+    kineto,
+    played_traces,
+    read_steps,
+)
 from qsync_fx.predictor.times import Part
 from tests.support import tiers
 from tests.support.distributed import traced_rank
@@ -54,7 +58,7 @@ def test_schedule_duration_equals_the_step(folder: Path) -> None:
         assert found.seconds == pytest.approx(mark["dur"] / 1e6)
         schedule = found.schedule
         waited = found.seconds - schedule.seconds
-        assert 0 <= waited <= sum(sent.seconds for sent in found.sent) + 1e-6
+        assert 0 <= waited <= sum(found.sent) + 1e-6
         adamw = next(
             event
             for event in traced
@@ -75,10 +79,8 @@ def test_buckets_equal_ddp(folder: Path, with_execution: bool) -> None:
     ]
     execution = folder / "execution-0.json" if with_execution else None
     for found in read_steps(folder / "kineto-0.json", execution):
-        assert [(sent.elements, sent.element_bytes) for sent in found.sent] == [
-            (count, 4) for count in wanted
-        ]
-        assert [parameter.numel for parameter in found.schedule.parameters] == wanted
+        sizes = [(bucket.numel, bucket.dtype_bytes) for bucket in found.schedule.parameters]
+        assert sizes == [(count, 4) for count in wanted] and len(found.sent) == len(wanted)
         ready = list(found.schedule.ready.values())
         assert ready == sorted(set(ready)) and len(ready) == len(wanted) > 2
         linear_0 = [
@@ -97,7 +99,7 @@ def test_rank_is_replayed_alone_and_on_a_cluster(step: TracedSchedule, folder: P
     played = played_traces({"here": [step]}, cluster)
     taken = played.step.arrived - played.step.sent
     assert taken.tolist() == pytest.approx(
-        [1e-5 + 1.5 * 4 * sent.elements / 1e9 for sent in step.sent]
+        [1e-5 + 1.5 * 4 * bucket.numel / 1e9 for bucket in step.schedule.parameters]
     )
     assert float(played.step.seconds) > step.schedule.seconds
 
@@ -124,9 +126,7 @@ def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
         pair
         for pair in zip(*traces.values(), strict=True)
         if taken.tolist()
-        == pytest.approx(
-            [min(a.seconds, b.seconds) for a, b in zip(pair[0].sent, pair[1].sent, strict=True)]
-        )
+        == pytest.approx([min(both) for both in zip(pair[0].sent, pair[1].sent, strict=True)])
     ]
     assert len(chosen) == 1
     with pytest.raises(ProfileError, match="rank 0 is there twice"):
@@ -164,8 +164,9 @@ def test_work_of_a_device(tmp_path: Path) -> None:
         ("aten::linear#0", 20),
     ]
     assert first.schedule.ready == {"bucket 0": 1}
-    assert (first.sent[0].elements, first.sent[0].element_bytes) == (64, 2)
-    assert first.sent[0].seconds == pytest.approx(30e-6)
+    (bucket,) = first.schedule.parameters
+    assert (bucket.numel, bucket.dtype_bytes) == (64, 2)
+    assert first.sent[0] == pytest.approx(30e-6)
     assert first.schedule.optimizer == pytest.approx(10e-6)
     assert last.schedule.optimizer == pytest.approx(7e-6)
     assert first.seconds == pytest.approx(75e-6)
