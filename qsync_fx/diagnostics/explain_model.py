@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizeContext
 
 from qsync_fx.coverage.compilation_log import collecting
 from qsync_fx.coverage.findings import findings, uncovered
 from qsync_fx.coverage.module_coverage import Tree, models
 from qsync_fx.diagnostics.explanation import Explained, Explanation, Registered
+from qsync_fx.diagnostics.model_state import forward_restored
 from qsync_fx.errors import PlanError, QSyncError
 from qsync_fx.module_paths import joined
 from qsync_fx.ops.spec import Kind
@@ -26,27 +27,6 @@ from qsync_fx.options import Options
 from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.validation import check_plan
-
-
-@contextlib.contextmanager
-def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of tensors, and torch's random number generators, on exit.
-
-    The tensors stay the same objects.
-
-    Args:
-        written: tensors that may be mutated.
-        every: all tensors of the model; they determine the devices whose generators are restored.
-    """
-    saved = [t.detach().clone() for t in written]
-    devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(written, saved, strict=True):
-                tensor.copy_(value)
 
 
 def explain(
@@ -68,12 +48,15 @@ def explain(
     parsed = Options.parse(options)
     collected: list[Explained] = []
     model = getattr(model, "_orig_mod", model)
+    module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    if not isinstance(module, nn.Module):
+        module = nn.Module()  # a function without state
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        collected.append(explained(module, inputs, parsed, collected))
-        return module.forward
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        collected.append(explained(graph, inputs, parsed, collected))
+        return graph.forward
 
-    with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
+    with forward_restored(module), _own_cache() as breaks, collecting(parsed) as log:
         observed(model, backend, parsed)(*args, **kwargs)
         trees = [Tree(root, log) for root in models(log)]
     missing = [module for tree in trees for module in uncovered(tree)]
@@ -192,13 +175,3 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 
     with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks
-
-
-def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore a model's buffers and the random number generators on exit."""
-    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-    tensors = (
-        [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    )
-    # A forward pass mutates buffers (batch norm statistics, spectral norms), but no parameters.
-    return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)

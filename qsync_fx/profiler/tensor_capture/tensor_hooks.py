@@ -2,9 +2,7 @@
 
 `tapped` interprets a graph node by node and passes adjustable or named operators to a tap, which
 observes or changes them. Bodies of higher-order operators (activation checkpointing) are inlined
-and run once. Without a change the results are bit-identical to the graph's. `Taps` records the
-tensors that operators may round. It copies only tensors that the model mutates later, and stores
-one byte per element for gates.
+and run once. Without a change the results are bit-identical to the graph's.
 """
 
 from __future__ import annotations
@@ -92,8 +90,6 @@ class OperatorCall:
     """One call of an operator.
 
     Attributes:
-        operator: its id.
-        row: its row in the operator table.
         tensors: tensors it may round, by place; for a follower all inputs and the result.
         given: its detached arguments.
         call: the operator's function.
@@ -110,15 +106,13 @@ class OperatorCall:
 
 @dataclass
 class Taps:
-    """Recorder of operator calls and gates in one run.
+    """Recorder of operator calls and gates in one run; copies tensors that are mutated later.
 
     Args:
         wanted: places to record, by operator.
         following: operators to record completely.
 
     Attributes:
-        seen: recorded calls.
-        gates: recorded gates.
         unrecorded: operators that ran with autograd disabled.
     """
 
@@ -134,9 +128,9 @@ class Taps:
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
         """Edge of each tensor's gradient, by the index of the call and the tensor's place."""
         return {
-            (index, place): t.edge
+            (index, place): tapped.edge
             for index, visited in enumerate(self.seen)
-            for place, t in visited.tensors.items()
+            for place, tapped in visited.tensors.items()
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
@@ -157,16 +151,16 @@ class Taps:
         branched, tensors = list(argument), {}
         for place in places - {OUTPUT}:
             value = argument_at(argument, place)
-            branch = (
-                value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            )
+            if value.requires_grad:
+                branch = value.view_as(value)
+            else:
+                branch = value.detach().requires_grad_()
             put(branched, place, branch)
             tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
-        result = (
-            self.watch(operator.node, branched, {}, lambda: call(branched))
-            if follows
-            else call(branched)
-        )
+        if follows:
+            result = self.watch(operator.node, branched, {}, lambda: call(branched))
+        else:
+            result = call(branched)
         if OUTPUT in places and isinstance(result, Tensor):
             # A view, since some backward passes use the result; errors there are measured by
             # running it.
@@ -204,11 +198,8 @@ class Taps:
 
     def _handed_on(self, node: fx.Node) -> int | None:
         """Return the index of the call whose result a node reads, possibly moved by other nodes."""
-        read = (
-            self._given.get(node.args[0])
-            if node.args and isinstance(node.args[0], fx.Node)
-            else None
-        )
+        source = node.args[0] if node.args else None
+        read = self._given.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
         if read is not None and note is not None and note.row is not None and note.row.moves:
             self._given[node] = read
@@ -217,11 +208,9 @@ class Taps:
     def _is_result(self, x: Tensor, call: int) -> bool:
         """Return whether a tensor has the values of a call's result in the same order."""
         noted = self.seen[call].tensors.get(OUTPUT)
-        return (
-            noted is not None
-            and noted.value.numel() == x.numel()
-            and torch.equal(noted.value.flatten(), x.detach().flatten())
-        )
+        if noted is None or noted.value.numel() != x.numel():
+            return False
+        return torch.equal(noted.value.flatten(), x.detach().flatten())
 
     def _written(self, operator: Operator) -> bool:
         """Return whether the model mutates an input or the result of the operator."""
@@ -242,13 +231,14 @@ def put(argument: list[Any], place: Place, value: Tensor) -> None:
 def _floats(argument: Sequence[Any]) -> list[Place]:
     result: list[Place] = []
     for index, value in enumerate(argument):
-        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
-        result += [(index, item) for item, element in items if _is_float(element)]
-        result += [index] if _is_float(value) else []
+        if is_floating(value):
+            result.append(index)
+        elif isinstance(value, (list, tuple)):
+            result += [(index, item) for item, t in enumerate(value) if is_floating(t)]
     return result
 
 
-def _is_float(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
