@@ -92,19 +92,16 @@ register(
     MethodSpec(
         "depth",
         lambda: Formulas(by_depth),
-        "exact variances of each product, weighed with the depth of the operator",
         lambda operators, precisions: 2,
     ),
     MethodSpec(
         "fisher",
         lambda: Formulas(by_fisher),
-        "squared gradients, weighed with exact variances",
         lambda operators, precisions: 1,
     ),
     MethodSpec(
         "random",
         RandomIndicator,
-        "drawn, halved with each wider precision",
         lambda operators, precisions: 0,
     ),
 )

@@ -42,16 +42,15 @@ from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linke
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
 from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
-from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized, levelled
+from qsync_fx.profiler.run_statistics import (
+    MeasuredOperator,
+    MeasuredRun,
+    levelled,
+    merged,
+)
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
 from qsync_fx.profiler.sensitivity.gradient_step import method
-from qsync_fx.profiler.timing.inductor_lines import (
-    Files,
-    Passes,
-    WatchedLowering,
-    attribute,
-    watching,
-)
+from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, attribute, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
     Compiled,
@@ -224,7 +223,7 @@ class ProfilingSession:
         with without_training(self._module, self._optimizer), compiling() as compile_under:
             visited = observed(self._module, self.training, self._options)
             plans = self._plans(visited, formats, requested)
-            empty: dict[str, list[StepSample]] = {label: [] for label in plans}
+            empty: dict[str, list[MeasuredRun]] = {label: [] for label in plans}
             samples = Samples(self._machine, visited.model, self._optimizer_name, empty)
             if self._samples_path is not None:
                 samples = resumed(self._samples_path, samples)
@@ -247,17 +246,17 @@ class ProfilingSession:
                         compiled[label], peaks[label] = self._compile(compile_under, plan, files)
                     advance(f"compiled {label}", remaining.seconds)
                 for _ in range(rounds):
-                    complete: dict[str, StepSample] = {}
-                    for label, function in compiled.items():
+                    complete: list[MeasuredRun] = []
+                    for label, (plan, states) in plans.items():
                         with remaining.timing(remaining.turned):
-                            complete[label] = self._sample(function, files)
+                            run = self._run(compiled[label], files, states)
+                        planned = label == label_of(plan)
+                        run = replace(run, label=label, peak_bytes=peaks[label], planned=planned)
+                        complete.append(run)
                         advance(label, remaining.seconds)
                     samples.add_round(complete, self._samples_path)
         names = [fmt.name for fmt in formats]
-        runs = [
-            run_of(label, states, samples.plans[label], peaks[label], label == label_of(plan))
-            for label, (plan, states) in plans.items()
-        ]
+        runs = [merged(samples.plans[label]) for label in plans]
         allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
         return Profile(
             samples.machine,
@@ -328,7 +327,8 @@ class ProfilingSession:
                 compiled = compile_under(self._module, options, self.training)
         return compiled, measured_peak(functools.partial(self.training.run, compiled), self.device)
 
-    def _sample(self, compiled: Compiled, files: Files) -> StepSample:
+    def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
+        """Return the run of one step, with operator times of another one, scaled to the first."""
         training = self.training
         training.run(compiled)
         full = training.run(compiled)
@@ -347,8 +347,12 @@ class ProfilingSession:
                 replace(training, clock=queued.clock).run(compiled, queued)
             seconds = dict(queued.seconds(full))
         result = attribute(seconds, files)
-        operators = dict(result.operators)
-        return StepSample(full.forward, full.backward, full.optimizer, operators, result.quantized)
+        operators = [
+            MeasuredOperator(operator, *state.names, *result.operators.get(operator, (0.0, 0.0)))
+            for operator, state in states
+        ]
+        steps = [(full.forward, full.backward, full.optimizer)]
+        return MeasuredRun("", steps, 0, operators, result.quantized)
 
 
 def checked_precisions(precisions: Sequence[str | Precision]) -> list[Precision]:
@@ -463,7 +467,7 @@ Measured on two cores: 45 s for BERT-base (302 operators), 40 s of CPU time for 
 def estimated_seconds(
     observed: ObservedStep, plans: int, steps_s: float = 0.0
 ) -> tuple[float, float]:
-    """Return `steps_s` plus the seconds to compile `plans` plans, with cached graphs and without."""
+    """Return `steps_s` plus the seconds to compile all plans, with cached graphs and without."""
     operators = len(observed.explanation.operators)
     (cached, cached_each), (new, new_each) = _CACHED, _NEW
     return (
@@ -612,45 +616,27 @@ def _uncertain(run: MeasuredRun) -> float:
     return _OF_MEDIAN * max(_LEAST_SPREAD, run.spread) / math.sqrt(len(run.steps))
 
 
-# Checkpoint of an interrupted measurement: complete rounds, one sample of every plan per round.
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """Times of one plan in one round.
-
-    Attributes:
-        forward, backward, optimizer: seconds of an untraced step.
-        operators: seconds of each operator by id, from a step timed line by line and scaled to the
-            untraced step.
-        quantized: quantizer calls of the traced step, scaled likewise.
-    """
-
-    forward: float
-    backward: float
-    optimizer: float
-    operators: dict[str, Passes]
-    quantized: list[Quantized]
+# Checkpoint of an interrupted measurement: complete rounds, each with a run of every plan.
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of all plans on a machine: by plan label, one per round."""
+    """Runs on a machine: one per round, by the label of the plan."""
 
     machine: Machine
     model: Model
     optimizer: str
-    plans: dict[str, list[StepSample]]
+    plans: dict[str, list[MeasuredRun]]
 
     @property
     def rounds(self) -> int:
         """Number of rounds that every plan has completed."""
         return min(map(len, self.plans.values()), default=0)
 
-    def add_round(self, samples: Mapping[str, StepSample], path: pathlib.Path | None) -> None:
+    def add_round(self, runs: Sequence[MeasuredRun], path: pathlib.Path | None) -> None:
         """Add a complete round, and save all rounds."""
-        for label, sample in samples.items():
-            self.plans[label].append(sample)
+        for run in runs:
+            self.plans[run.label].append(run)
         if path is not None:
             SAMPLES.write(path, SAMPLES.encode(self))
 
@@ -685,20 +671,3 @@ def resumed(path: Path, empty: Samples) -> Samples:
     result = SAMPLES.resumed(path, empty, differs)
     complete = {name: used[: result.rounds] for name, used in result.plans.items()}
     return replace(result, plans=complete)
-
-
-def run_of(
-    label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool
-) -> MeasuredRun:
-    """Return the run of a plan, with the medians of its samples over the rounds."""
-    operators = []
-    for operator, state in states:
-        passes = [sample.operators.get(operator, (0.0, 0.0)) for sample in samples]
-        forward, backward = (statistics.median(column) for column in zip(*passes, strict=True))
-        operators.append(MeasuredOperator(operator, *state.names, forward, backward))
-    calls = zip(*(sample.quantized for sample in samples), strict=True)
-    quantized = [
-        replace(same[0], seconds=statistics.median(call.seconds for call in same)) for same in calls
-    ]
-    steps = [(sample.forward, sample.backward, sample.optimizer) for sample in samples]
-    return MeasuredRun(label, steps, peak_bytes, operators, quantized, planned)

@@ -62,8 +62,10 @@ class Model:
     @property
     def conditions(self) -> str:
         """Non-default options and modes in words; times are valid only under these conditions."""
-        modes = f"{self.evaluated} modules in eval mode" if self.evaluated else ""
-        return ", ".join(filter(None, (self.options, modes)))
+        conditions = [self.options] if self.options else []
+        if self.evaluated:
+            conditions.append(f"{self.evaluated} modules in eval mode")
+        return ", ".join(conditions)
 
     def check(self, current: Model) -> None:
         """Raise `ProfileError` if `current` is another model."""
@@ -74,8 +76,8 @@ class Model:
             )
 
     def __str__(self) -> str:
-        conditions = f" with {self.conditions}" if self.conditions else ""
-        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]}){conditions}"
+        text = f"{self.name} of {self.parameters} parameters ({self.digest[:8]})"
+        return f"{text} with {self.conditions}" if self.conditions else text
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,8 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as the text of its file."""
-        finite = None if self.sensitivity is None else self.sensitivity.finite()
-        return PROFILE.encode(replace(self, sensitivity=finite))
+        sensitivity = self.sensitivity and self.sensitivity.finite()
+        return PROFILE.encode(replace(self, sensitivity=sensitivity))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
@@ -199,9 +201,10 @@ class Profile:
 
     def interpolated(self, plan: Plan) -> list[str]:
         """Return the operators whose state under a plan is in no run, and is interpolated."""
-        from qsync_fx.profiler.profiled_times import interpolated
-
-        return interpolated(self, plan)
+        measured = {entry for run in self.runs for entry in run.states}
+        ids = [operator.id for operator in self.graph.operators]
+        planned = zip(ids, states(self.graph, plan).names, strict=True)
+        return [operator for operator, state in planned if (operator, state) not in measured]
 
     def __repr__(self) -> str:
         run, formats = self.runs[0], ", ".join(self.precisions)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.plan import Plan
-from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.profile import Profile
@@ -44,11 +42,12 @@ class ProfiledTimes:
         self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
         self._quantizing = fitted(profile.runs)
         for run in profile.runs:
-            states = [measured.state for measured in run.operators]
+            states = {index: item.state for index, item in enumerate(run.operators)}
             forward, backward = self._anchored(run) if run.planned else (1.0, 1.0)
             for index, measured in enumerate(run.operators):
                 seconds = Seconds(measured.forward * forward, measured.backward * backward)
-                entry = _OperatorRun(states[index], around(states, index), seconds, run.planned)
+                around = tuple(states.get(index + by) for by in NEIGHBOURS)
+                entry = _OperatorRun(states[index], around, seconds, run.planned)
                 self._seen[measured.operator].append(entry)
         measured_formats = {item.precision for run in profile.runs for item in run.operators}
         self._formats = sorted(filter(None, measured_formats))
@@ -145,19 +144,6 @@ class ProfiledTimes:
     def optimizer(self) -> float:
         """Return the seconds of the optimizer's step; 0 if none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
-
-
-def interpolated(profile: Profile, plan: Plan) -> list[str]:
-    """Return the operators whose state under a plan occurs in no run of a profile."""
-    measured = {entry for run in profile.runs for entry in run.states}
-    ids = [operator.id for operator in profile.graph.operators]
-    planned = zip(ids, states(profile.graph, plan).names, strict=True)
-    return [operator for operator, state in planned if (operator, state) not in measured]
-
-
-def around(states: Sequence[StateNames], index: int) -> tuple[StateNames | None, ...]:
-    """Return the states of an operator's neighbours, in the order of `NEIGHBOURS`."""
-    return tuple(states[index + by] if 0 <= index + by < len(states) else None for by in NEIGHBOURS)
 
 
 def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:

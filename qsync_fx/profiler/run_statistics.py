@@ -40,7 +40,7 @@ class MeasuredOperator:
 
 @dataclass(frozen=True)
 class Quantized:
-    """One call of a quantizer, from the format `before` to `after`, for an operand of `operator`."""
+    """One call of a quantizer from format `before` to `after`, for an operand of `operator`."""
 
     operator: str
     before: str
@@ -105,11 +105,6 @@ class MeasuredRun:
         return replace(self, steps=steps, operators=operators, quantized=quantized)
 
     @property
-    def undisturbed(self) -> float:
-        """Seconds of both passes on an idle machine: the mean of the faster half of the steps."""
-        return faster_half([step[0] + step[1] for step in self.steps])
-
-    @property
     def spread(self) -> float:
         """Median absolute deviation of the steps from `passes`, relative to `passes`."""
         typical = self.passes
@@ -128,6 +123,24 @@ class MeasuredRun:
 def faster_half(seconds: Sequence[float]) -> float:
     """Return the mean of the faster half, which suppresses slowdowns by other processes."""
     return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def merged(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """Return the runs of a plan as one: all steps, and the medians of operators and quantizers."""
+    operators = [
+        replace(
+            same[0],
+            forward=statistics.median(item.forward for item in same),
+            backward=statistics.median(item.backward for item in same),
+        )
+        for same in zip(*(run.operators for run in runs), strict=True)
+    ]
+    quantized = [
+        replace(same[0], seconds=statistics.median(item.seconds for item in same))
+        for same in zip(*(run.quantized for run in runs), strict=True)
+    ]
+    steps = [step for run in runs for step in run.steps]
+    return replace(runs[-1], steps=steps, operators=operators, quantized=quantized)
 
 
 def paces(plans: Sequence[Sequence[float]]) -> list[float]:
@@ -188,10 +201,9 @@ def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
 def check_numbers(value: Any) -> str | None:
     """Return an error text for a negative or non-finite number of a dataclass, else None."""
     for part in fields(value):
-        result = getattr(value, part.name)
-        for number in result if isinstance(result, tuple) else (result,):
-            if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
-                return f" has {part.name} {number}, which no measurement gives"
+        number = getattr(value, part.name)
+        if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
+            return f" has {part.name} {number}, which no measurement gives"
     return None
 
 

@@ -99,8 +99,9 @@ def shapes_of(batch: Any) -> str:
         return describe(batch)
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    items = batch if isinstance(batch, (list, tuple)) else ()
-    return f"({', '.join(map(shapes_of, items))})"
+    if not isinstance(batch, (list, tuple)):
+        batch = ()
+    return f"({', '.join(map(shapes_of, batch))})"
 
 
 def by_operator(values: Mapping[Key, float]) -> Values:
@@ -131,12 +132,13 @@ class SensitivityCheckpoint:
     def __init__(
         self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module
     ) -> None:
+        self._about, self._weights = about, ""
         if path is not None:
             INTERRUPTED.check_writable(path)
+            self._weights = weights_of(model)
         self.path, self.methods, self.steps = path, methods, 0
         self.traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
         self.seconds = dict.fromkeys(methods, 0.0)
-        self._about, self._weights = about, "" if path is None else weights_of(model)
 
     def resume(self, batch: Any) -> None:
         """Load the file if there is one; `batch` is the first batch.

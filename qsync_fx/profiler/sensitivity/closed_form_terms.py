@@ -129,7 +129,6 @@ METHODS: Final = (
     MethodSpec(
         "paper",
         lambda: Formulas(qsync_indicator),
-        "QSync's equations 3 to 5 to the letter",
         lambda operators, precisions: 1,
     ),
 )

@@ -96,9 +96,10 @@ def sensitivity(
         ProfileError: the loss depends on no parameter, Dynamo compiles no part of the model, there
             is no batch, `path` has an interrupted run of something else, or it is not writable.
     """
+    partial = None
     if path is not None:
         SENSITIVITY.check_writable(path)
-    partial = None if path is None else pathlib.Path(f"{path}.partial")
+        partial = pathlib.Path(f"{path}.partial")
     settings = (precisions, steps, fraction, optimizer, options, seed, say, partial)
     (result,) = several(model, step, batches, [method], *settings)
     if path is not None and partial is not None:
@@ -145,7 +146,7 @@ def several(
         about += ", trained between"
     made = {method: spec.make() for method, spec in specs.items()}
     checkpoint = SensitivityCheckpoint(partial, made, about, root)
-    tell: Say = say or (_on_a_terminal if shown else lambda _: None)
+    tell: Say = say or functools.partial(_on_a_terminal, shown)
     with contextlib.ExitStack() as stack:
         if any(spec.twice for spec in specs.values()):
             # From the first pass, as Dynamo would capture the model again for another kernel.
@@ -166,7 +167,9 @@ def several(
             with run.at(index, batch) as now:
                 if index == 0:
                     operators = len({operator for operator, _ in now().keys})
-                    most = f"{'at most ' if within else ''}{steps - checkpoint.steps} steps"
+                    most = f"{steps - checkpoint.steps} steps"
+                    if within:
+                        most = f"at most {most}"
                     what = f"{operators} operators in {', '.join(names)}"
                     for method, spec in specs.items():
                         passes = spec.passes(operators, len(names))
@@ -191,8 +194,8 @@ def several(
     ]
 
 
-def _on_a_terminal(text: str) -> None:
-    if sys.stderr.isatty():
+def _on_a_terminal(shown: bool, text: str) -> None:
+    if shown and sys.stderr.isatty():
         print(text, file=sys.stderr)
 
 

@@ -47,7 +47,6 @@ class MethodSpec:
     Attributes:
         name: name for users.
         make: makes an instance for a model.
-        about: description for lists.
         passes: approximate forward and backward passes per step, from the numbers of operators and
             precisions.
         twice: whether it uses second derivatives, which fused attention kernels lack.
@@ -55,7 +54,6 @@ class MethodSpec:
 
     name: str
     make: Callable[[], Method]
-    about: str
     passes: Callable[[int, int], int]
     twice: bool = False
 
@@ -169,7 +167,11 @@ def part_of(batch: Any, fraction: float) -> Any:
     """Return the first `fraction` of a batch's samples, rounded up."""
     full = samples(batch)
     saved = max(1, math.ceil(full * fraction))
-    return _map(batch, lambda t: t[:saved] if t.dim() and t.shape[0] == full else t)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[:saved] if tensor.dim() and len(tensor) == full else tensor
+
+    return _map(batch, part)
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
@@ -178,9 +180,10 @@ def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any
     Raises:
         ProfileError: there is no batch.
     """
-    again = itertools.cycle(batches) if isinstance(batches, Sequence) else batches
+    if isinstance(batches, Sequence):
+        batches = itertools.cycle(batches)
     empty = True
-    for batch in itertools.islice(again, steps):
+    for batch in itertools.islice(batches, steps):
         empty = False
         yield part_of(batch, fraction)
     if empty:
@@ -225,8 +228,10 @@ def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]
         result[name] = {}
         for codec in codecs:
             fitted = codec.fitted(gradient.shape)
-            ordered = fitted.columns(gradient)
-            values = (gradient if ordered is None else ordered).detach().float().cpu().flatten()
+            values = fitted.columns(gradient)
+            if values is None:
+                values = gradient
+            values = values.detach().float().cpu().flatten()
             part = _part(values.contiguous())
             result[name][codec.name] = fitted.variance(part) * values.numel() / part.numel()
     return result

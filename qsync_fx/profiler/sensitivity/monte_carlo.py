@@ -56,7 +56,6 @@ METHODS: Final = (
     MethodSpec(
         "monte_carlo",
         MonteCarlo,
-        "each operator in turn runs in the precision: the reference for the other methods",
         lambda operators, precisions: 1 + 4 * operators * precisions,
     ),
 )

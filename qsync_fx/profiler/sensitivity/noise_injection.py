@@ -7,6 +7,7 @@ added exactly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -97,17 +98,24 @@ def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Ta
 
 def _hook(value: Tensor, roundings: list[Rounded], generator: torch.Generator) -> None:
     for item in roundings:
-        value.register_hook(lambda g, item=item: g + _drawn(item, g, generator))  # type: ignore[no-untyped-call]
+        hook = functools.partial(_with_error, item, generator)
+        value.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _with_error(item: Rounded, generator: torch.Generator, value: Tensor) -> Tensor:
+    return value + _drawn(item, value, generator)
 
 
 def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Call) -> Any:
     """Run an operator in a narrow format; `places` are the indices of the converted arguments."""
     wide = next(item.dtype for item in tree_leaves(argument) if is_floating(item))
     narrow = list(argument)
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        return tensor.to(fmt.dtype) if tensor.is_floating_point() else tensor
+
     for index in places:
-        narrow[index] = tree_map_only(
-            Tensor, lambda t: t.to(fmt.dtype) if is_floating(t) else t, narrow[index]
-        )
+        narrow[index] = tree_map_only(Tensor, narrowed, narrow[index])
     result = call(narrow)
     return result.to(wide) if isinstance(result, Tensor) else result
 
@@ -124,7 +132,6 @@ METHODS: Final = (
     MethodSpec(
         "injected",
         Injected,
-        "noise of the exact variance is injected at each operator in turn",
         lambda operators, precisions: 1 + 2 * operators * precisions,
     ),
 )

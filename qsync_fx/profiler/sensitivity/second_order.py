@@ -185,9 +185,11 @@ class SecondOrder:
                 call = taps.seen[gate.reads]
                 errors = _errors(step, call, result.of(numbers[gate.reads]))
                 _add_flips_behind(squares, call, errors, gate, weights)
-        # Operators under torch.no_grad have errors, but no derivative reaches them.
-        unrecorded = [key for key in step.keys if key[0] in taps.unrecorded]
-        return squares | Injected().of(step, unrecorded) if unrecorded else squares
+        if taps.unrecorded:
+            # Operators under torch.no_grad have errors, but no derivative reaches them.
+            keys = [key for key in step.keys if key[0] in taps.unrecorded]
+            squares |= Injected().of(step, keys)
+        return squares
 
 
 KeyErrors = tuple[Sequence[Key], Sequence[Erring]]
@@ -264,8 +266,11 @@ class _Sums:
                     moved = float(item.values.flatten().dot(wide))
                     for key in keys:
                         self._fixed[key][index] += moved
-            if any(item.random for _, item in errors):
-                squares = wide.square_() if squares is None else squares.addcmul_(wide, wide)
+            if not any(item.random for _, item in errors):
+                continue
+            if squares is None:
+                squares = torch.zeros_like(wide)
+            squares.addcmul_(wide, wide)
         for keys, item in errors:
             if item.random and squares is not None:
                 square = float(item.values.flatten().dot(squares)) / len(probes)
@@ -303,10 +308,12 @@ def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | N
     """
     incoming = result.gradients[number + 1]
     slopes = [probe.by_gradient.get(number) for probe in result.probes]
-    if incoming is None:
-        return None
-    weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None]
-    return sum(weights[1:], weights[0]) / len(slopes) if weights else None
+    total: Tensor | None = None
+    for slope in slopes:
+        if slope is not None and incoming is not None:
+            weights = gate.weights(slope, incoming) / len(slopes)
+            total = weights if total is None else total.add_(weights)
+    return total
 
 
 def _add_flips_behind(
@@ -412,14 +419,12 @@ METHODS: Final = (
     MethodSpec(
         "second_order",
         SecondOrder,
-        "exact variances, carried to the gradients by second derivatives, and the gates that flip",
         lambda operators, precisions: 20,
         twice=True,
     ),
     MethodSpec(
         "hessian",
         HessianIndicator,
-        "HAWQ: the top eigenvalue of each weight's Hessian",
         lambda operators, precisions: 2 + 8 * operators,
         twice=True,
     ),

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
@@ -66,12 +67,14 @@ def erring(
         return _measured(observed, change.inside, gradients, handed)
     result = []
     values = {place: tapped.value for place, tapped in observed.tensors.items()}
+    tensors: dict[bool, Mapping[Place, Tensor]] = {False: values, True: gradients}
     for item in change.rounded:
         place, is_nearest = item.place, item.rounding == "nearest"
-        tensor = (gradients if item.gradient else values).get(place)
+        tensor = tensors[item.gradient].get(place)
         if tensor is None or (item.gradient and place == OUTPUT and item.fmt == handed):
             continue
-        errors = (noise if item.random else error)(tensor, item.fmt, item.rounding, item.keep)
+        measure = noise if item.random else error
+        errors = measure(tensor, item.fmt, item.rounding, item.keep)
         result.append(Erring(place, item.gradient, errors, item.random, is_nearest))
     return result
 
@@ -131,7 +134,7 @@ def _run(
         before: maps the recorded inputs to the leaves that are differentiated.
         change: maps a leaf to the argument of the call.
     """
-    inputs: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in observed.given]
+    inputs: list[Any] = [tree_map_only(Tensor, torch.clone, value) for value in observed.given]
     leaves: dict[Place, Tensor] = {}
     with torch.enable_grad():
         for place in observed.tensors.keys() - {OUTPUT}:

@@ -46,13 +46,7 @@ def called(
 
 
 _USED_OPTIONS: Final = (
-    "rounding",
-    "gradient_rounding",
-    "scaling",
-    "emulate_unsupported",
-    "passes",
-    "root",
-    "target",
+    "rounding gradient_rounding scaling emulate_unsupported passes root target".split()
 )
 
 Run = Callable[[Explained, Sequence[Any]], Any]
@@ -112,7 +106,7 @@ class Captured:
             raise ProfileError(
                 "Dynamo compiled no part of the model, so its operators are not known",
                 where=type(self.model).__name__,
-                do="let step(model, batch) call its first argument; qsync inspect shows graph breaks",
+                do="let step(model, batch) call its argument; qsync inspect shows graph breaks",
             )
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -30,7 +30,8 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT
 from qsync_fx.rounding import Rounding
 
 CHOOSING: Final = frozenset(
-    "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad constant_pad_nd".split()
+    "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad "
+    "constant_pad_nd".split()
 )
 """Dependent operators that select values and so do not round; others only move values."""
 
@@ -89,14 +90,12 @@ def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
     """Return the places of the floating-point tensors in an argument."""
     value = operator.graph.value
     if isinstance(argument, fx.Node):
-        return [index] if is_float(value(argument)) else []
-    if isinstance(argument, (list, tuple)):
-        return [
-            (index, item)
-            for item, used in enumerate(argument)
-            if isinstance(used, fx.Node) and is_float(value(used))
-        ]
-    return []
+        argument = value(argument)
+        return [index] if is_float(argument) else []
+    if not isinstance(argument, (list, tuple)):
+        return []
+    nodes = [(item, used) for item, used in enumerate(argument) if isinstance(used, fx.Node)]
+    return [(index, item) for item, used in nodes if is_float(value(used))]
 
 
 def _hands_on(operator: Operator) -> bool:
@@ -196,7 +195,9 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
     if fmt is None or out is None or _wide(fmt):
         return RoundingSite()
     following = followers(narrow)
-    handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
+    handed = None
+    if following and not leaves(operator.graph, operator.node, narrow):
+        handed = out
     if fmt.plain and not row.products and not row.output_only:
         places: list[Place] = [OUTPUT]
         for index, value in enumerate(arguments(operator.node).values()):

@@ -7,6 +7,7 @@ and run once. Without a change the results are bit-identical to the graph's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import AliasSets
@@ -140,7 +142,9 @@ class Taps:
         """
         name = str(operator.id)
         follows = name in self.following
-        places = {OUTPUT, *_floats(argument)} if follows else self.wanted.get(name, set())
+        places = self.wanted.get(name, set())
+        if follows:
+            places = {OUTPUT, *_floats(argument)}
         if not places:
             return call(argument)
         if not torch.is_grad_enabled():
@@ -164,9 +168,10 @@ class Taps:
         if OUTPUT in places and isinstance(result, Tensor):
             # A view, since some backward passes use the result; errors there are measured by
             # running it.
-            result = result if written else result.view_as(result)
+            if not written:
+                result = result.view_as(result)
             tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
-        plain = [_plain(value, written) for value in argument]
+        plain = tree_map_only(Tensor, functools.partial(_kept, written=written), argument)
         row = operator.row
         assert row is not None
         self._given[operator.node] = len(self.seen)
@@ -186,13 +191,15 @@ class Taps:
         if matches is None:
             return call()
         x, places, rivals = matches
-        reads = read if read is not None and rivals is None and self._is_result(x, read) else None
-        entry = get_gradient_edge(x)
-        numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
+        if read is not None and (rivals is not None or not self._is_result(x, read)):
+            read = None
+        entry, numel = get_gradient_edge(x), x.numel()
+        if rivals is not None:
+            numel = int(torch.count_nonzero(x.detach()))
         result = call()
         name = f"{len(self.gates)} {node.name}"  # equal in every process
         self.gates.append(
-            NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads)
+            NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, read)
         )
         return result
 
@@ -243,10 +250,5 @@ def is_floating(value: Any) -> bool:
 
 
 def _kept(value: Tensor, written: bool) -> Tensor:
-    return value.detach().clone() if written else value.detach()
-
-
-def _plain(value: Any, written: bool) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, written) for item in value]
-    return _kept(value, written) if isinstance(value, Tensor) else value
+    value = value.detach()
+    return value.clone() if written else value

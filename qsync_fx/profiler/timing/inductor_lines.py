@@ -186,11 +186,13 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
         with (
             torch._inductor.config.patch({"trace.provenance_tracking_level": 2}),
             settings.patch(cache_key_tag=tag),
-            contextlib.nullcontext() if model else result.anew(),
+            contextlib.ExitStack() as stack,
         ):
+            if not model:
+                stack.enter_context(result.anew())
             yield result
     finally:
-        GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign, assignment]
+        GraphLowering.compile_to_module = compile_to_module  # type: ignore
         PyCodeCache.load_by_key_path = load_by_key_path  # type: ignore[method-assign]
 
 
@@ -230,13 +232,14 @@ def computed_by(
         max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None
         for name, nodes in reported
     ]
+    calls = set(called)
     result: list[list[fx.Node]] = []
     for call, (_, nodes) in zip(called, reported, strict=True):
         if call is not None:
             result.append([call])
         else:
             # Without other nodes, it changes an operand's layout for the call; charge the call.
-            result.append([node for node in nodes if node not in called] or list(nodes))
+            result.append([node for node in nodes if node not in calls] or list(nodes))
     return result
 
 
@@ -247,7 +250,8 @@ def _is_library(name: str) -> bool:
 def _output(node: fx.Node, charge: CostAttribution | None) -> KernelOutput:
     owner, target = charge and charge.owner, str(node.target)
     schema = getattr(node.target, "_schema", None)
-    aliases = [argument.alias_info for argument in schema.arguments] if schema is not None else []
+    parameters = getattr(schema, "arguments", ())
+    aliases = [argument.alias_info for argument in parameters]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     if is_view or node.target is operator.getitem:
         return KernelOutput(owner, target, 0, None)
@@ -256,7 +260,7 @@ def _output(node: fx.Node, charge: CostAttribution | None) -> KernelOutput:
     nbytes = sum(int(tensor.numel()) * tensor.element_size() for tensor in read_and_written)
     if schema is None or not schema.name.startswith("qsync::quantize"):
         return KernelOutput(owner, target, nbytes, None)
-    names = [argument.name for argument in schema.arguments]
+    names = [argument.name for argument in parameters]
     source, fmt = node.args[0], node.args[names.index("fmt")]
     assert isinstance(source, fx.Node) and isinstance(fmt, str)
     value = source.meta["val"]

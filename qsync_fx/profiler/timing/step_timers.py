@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch._dynamo.config
@@ -97,7 +97,8 @@ def checking(step: StepFunction, module: nn.Module, where: str = "step") -> Step
 
     def checked(model: Any, batch: Any) -> Tensor:
         leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
-        hooks = [leaf.register_post_accumulate_grad_hook(accumulated) for leaf in leaves]  # type: ignore[no-untyped-call]
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        hooks = [register(leaf, accumulated) for leaf in leaves]
         try:
             loss = step(model, batch)
         finally:
@@ -267,19 +268,6 @@ _QUEUED: Final = 250
 """Events queued before the GPU is blocked again; the queue has room for 1,000 launches."""
 
 
-class TimedDevice(Protocol):
-    """A timed device."""
-
-    def mark(self) -> Any:
-        """Record an event after all queued work and return it, for `between`."""
-
-    def hold(self) -> None:
-        """Wait for all queued work, and delay the work queued next."""
-
-    def between(self, first: Any, last: Any) -> float:
-        """Return the seconds between two events."""
-
-
 class GpuTimer:
     """A CUDA device and its current stream."""
 
@@ -291,17 +279,20 @@ class GpuTimer:
         self._own = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
     def mark(self) -> Any:
+        """Record an event after all queued work and return it, for `between`."""
         kind: Any = torch.cuda.Event
         event = kind(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def hold(self) -> None:
+        """Wait for all queued work, and delay the work queued next."""
         torch.cuda.synchronize(self._device)
         sleep: Any = torch.cuda._sleep
         sleep(int(_BLOCKED_S * _CYCLES))
 
     def between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two events."""
         last.synchronize()
         used: float = first.elapsed_time(last) - self._own
         return max(0.0, used / 1e3)
@@ -311,10 +302,10 @@ class GpuTimer:
 class Queued:
     """Events and Python times of one step; its runner sets `backward` in the backward pass."""
 
-    device: TimedDevice
+    device: GpuTimer
     backward: bool = False
-    _kernels: list[tuple[Line, Any, Any]] = field(default_factory=list)
-    _python: dict[Line, float] = field(default_factory=lambda: defaultdict(float))
+    kernels: list[tuple[Line, Any, Any]] = field(default_factory=list)
+    python: dict[Line, float] = field(default_factory=lambda: defaultdict(float))
     _outside: list[tuple[bool, Any, Any]] = field(default_factory=list)
     _since: Any = None
 
@@ -335,12 +326,6 @@ class Queued:
         """Begin a segment outside of wrappers."""
         self._since = self.device.mark()
 
-    def kernel(self, line: Line, first: Any, last: Any) -> None:
-        self._kernels.append((line, first, last))
-
-    def python(self, line: Line, seconds: float) -> None:
-        self._python[line] += seconds
-
     def seconds(self, full: StepSeconds) -> Seconds:
         """Return the seconds of each line, given the untraced seconds of the passes.
 
@@ -348,15 +333,15 @@ class Queued:
         """
         result: dict[Line, float] = defaultdict(float)
         on_device, python = [0.0, 0.0], [0.0, 0.0]
-        for line, first, last in self._kernels:
+        for line, first, last in self.kernels:
             seconds = self.device.between(first, last)
             result[line] += seconds
             on_device[line[2]] += seconds
         for backward, first, last in self._outside:
             on_device[backward] += self.device.between(first, last)
-        for line, seconds in self._python.items():
+        for line, seconds in self.python.items():
             python[line[2]] += seconds
-        for line, seconds in self._python.items():
+        for line, seconds in self.python.items():
             used = (full.forward, full.backward)[line[2]]
             waiting = max(0.0, used - on_device[line[2]])
             result[line] += waiting * seconds / python[line[2]]
@@ -377,10 +362,10 @@ class _WrapperCall:
         """Trace function: called before each line, and at the return."""
         now, device = None, self._result.device
         if self._line is not None:
-            self._result.python(self._line, time.perf_counter() - self._since)
+            self._result.python[self._line] += time.perf_counter() - self._since
             if self._begun is not None:
                 now = device.mark()
-                self._result.kernel(self._line, self._begun, now)
+                self._result.kernels.append((self._line, self._begun, now))
         self._line, self._begun = (self._file, frame.f_lineno, self._backward), None
         if event == "return":
             self._line = None
@@ -397,7 +382,7 @@ class _WrapperCall:
 
 
 @contextlib.contextmanager
-def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> Iterator[Queued]:
+def timing_kernels(files: Mapping[str, Container[int]], device: GpuTimer) -> Iterator[Queued]:
     """Time the lines of the wrappers that this thread runs within the context.
 
     Args:
