@@ -152,7 +152,7 @@ def _collectives(device: Device) -> list[Collective]:
 
 def _moved(optimizer: Optimizer | None) -> float:
     """Return the FP32 bytes that an optimizer reads and writes per element of a parameter."""
-    settings = optimizer.defaults if optimizer is not None else {}
+    settings = getattr(optimizer, "defaults", {})
     states = int(bool(settings.get("momentum")))
     if "betas" in settings:
         states = 2

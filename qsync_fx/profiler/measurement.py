@@ -7,16 +7,13 @@ caches, one that is timed as a unit, and one that is timed line by line. Complet
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
 import pathlib
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -70,6 +67,9 @@ from qsync_fx.serialization.schema import Path, Schema
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
 """An optimizer of the model, or a function that makes one from its parameters."""
+
+PlanStates = dict[str, tuple[Plan, States]]
+"""Plans by label, with the operator states that each one leads to."""
 
 REPEATS: Final = 7
 SETTLED: Final = 0.1
@@ -234,29 +234,18 @@ class ProfilingSession:
                 if joint_steps:
                     cost += sending_costs(visited, ranks())
                 print(f"qsync: {cost}", file=sys.stderr, flush=True)
-            with (
-                watching(visited.model.digest) as files,
-                shown_progress("measuring", len(plans) * (1 + rounds), self._progress) as advance,
-            ):
-                remaining = RemainingTime(visited, len(plans), rounds)
-                compiled: dict[str, Compiled] = {}
-                peaks: dict[str, int] = {}
-                for label, (plan, _) in plans.items():
-                    with remaining.timing(remaining.compiled):
-                        compiled[label], peaks[label] = self._compile(compile_under, plan, files)
-                    advance(f"compiled {label}", remaining.seconds)
-                for _ in range(rounds):
-                    complete: list[MeasuredRun] = []
-                    for label, (plan, states) in plans.items():
-                        with remaining.timing(remaining.turned):
-                            run = self._run(compiled[label], files, states)
-                        planned = label == label_of(plan)
-                        run = replace(run, label=label, peak_bytes=peaks[label], planned=planned)
-                        complete.append(run)
-                        advance(label, remaining.seconds)
-                    samples.add_round(complete, self._samples_path)
+            with watching(visited.model.digest) as files:
+                compiled, peaks = self._compile_plans(plans, compile_under, files)
+                self._run_rounds(rounds, plans, compiled, samples, files)
         names = [fmt.name for fmt in formats]
-        runs = [merged(samples.plans[label]) for label in plans]
+        runs = [
+            replace(
+                merged(samples.plans[label]),
+                peak_bytes=peaks[label],
+                planned=label == label_of(plan),
+            )
+            for label, (plan, _) in plans.items()
+        ]
         allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
         return Profile(
             samples.machine,
@@ -302,13 +291,14 @@ class ProfilingSession:
 
     def _plans(
         self, visited: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
-    ) -> dict[str, tuple[Plan, States]]:
+    ) -> PlanStates:
         """Return the plans of every profile or, for a correction, its first, and the user's."""
-        explanation, result = visited.explanation, {}
+        explanation = visited.explanation
+        result: PlanStates = {}
         if self.base is None:
             result = profile_plans(explanation, formats)
         else:
-            check_same(self.base, self._machine, visited.model, self._optimizer_name)
+            self._check_base(self.base, visited.model)
         for plan in requested:
             add(result, label_of(plan), plan, explanation)
         if self.base is not None:
@@ -316,16 +306,52 @@ class ProfilingSession:
             add(result, self.base.runs[0].label, first, explanation)
         return result
 
-    def _compile(
-        self, compile_under: CompileUnder, plan: Plan, files: WatchedLowering
-    ) -> tuple[Compiled, int]:
-        """Return the model compiled under a plan, and the peak memory of a step in bytes."""
-        options = {**self._options, "plan": plan}
-        compiled = compile_under(self._module, options, self.training)
-        if files.unknown:
-            with files.anew():
-                compiled = compile_under(self._module, options, self.training)
-        return compiled, measured_peak(functools.partial(self.training.run, compiled), self.device)
+    def _check_base(self, base: Profile, model: Model) -> None:
+        """Raise `ProfileError` for a base profile of another machine, model or optimizer."""
+        base.machine.check(self._machine)
+        base.model.check(model)
+        if base.optimizer != self._optimizer_name:
+            now = self._optimizer_name or "no optimizer"
+            message = (
+                f"it was measured with {base.optimizer or 'no optimizer'}, and this is with {now}"
+            )
+            raise ProfileError(message, where="optimizer", do="give the same optimizer")
+
+    def _compile_plans(
+        self, plans: PlanStates, compile_under: CompileUnder, files: WatchedLowering
+    ) -> tuple[dict[str, Compiled], dict[str, int]]:
+        """Return the model compiled under each plan, and the peak memory of a step in bytes."""
+        compiled: dict[str, Compiled] = {}
+        peaks: dict[str, int] = {}
+        with shown_progress("compiling", len(plans), self._progress) as advance:
+            for label, (plan, _) in plans.items():
+                options = {**self._options, "plan": plan}
+                compiled[label] = compile_under(self._module, options, self.training)
+                if files.unknown:
+                    with files.anew():
+                        compiled[label] = compile_under(self._module, options, self.training)
+                step = functools.partial(self.training.run, compiled[label])
+                peaks[label] = measured_peak(step, self.device)
+                advance(label)
+        return compiled, peaks
+
+    def _run_rounds(
+        self,
+        rounds: int,
+        plans: PlanStates,
+        compiled: Mapping[str, Compiled],
+        samples: Samples,
+        files: Files,
+    ) -> None:
+        """Time every plan once in each round; only complete rounds are added to the samples."""
+        with shown_progress("measuring", len(plans) * rounds, self._progress) as advance:
+            for _ in range(rounds):
+                complete: list[MeasuredRun] = []
+                for label, (_, states) in plans.items():
+                    run = self._run(compiled[label], files, states)
+                    complete.append(replace(run, label=label))
+                    advance(label)
+                samples.add_round(complete, self._samples_path)
 
     def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
         """Return the run of one step, with operator times of another one, scaled to the first."""
@@ -520,36 +546,6 @@ def _about(seconds: tuple[float, float]) -> str:
     return f"about {cached} with the compiled code in torch's caches, {new} without"
 
 
-class RemainingTime:
-    """Estimate of the remaining time of a measurement; the caller appends completed parts.
-
-    Attributes:
-        compiled: seconds of each completed compilation.
-        turned: seconds of each plan in each completed round.
-    """
-
-    def __init__(self, observed: ObservedStep, plans: int, rounds: int) -> None:
-        self._plans, self._turns = plans, plans * rounds
-        self._turn_s = _ROUND_STEPS * observed.seconds.full
-        self.compiled: list[float] = []
-        self.turned: list[float] = []
-
-    @contextlib.contextmanager
-    def timing(self, durations: list[float]) -> Iterator[None]:
-        """Append the seconds of the context, unless it fails."""
-        begin = time.perf_counter()
-        yield
-        durations.append(time.perf_counter() - begin)
-
-    @property
-    def seconds(self) -> float:
-        """Remaining seconds; the mean omits the first compilation, which starts compilers."""
-        compile_s = statistics.fmean(self.compiled[1:] or self.compiled or [0.0])
-        turn_s = statistics.fmean(self.turned or [self._turn_s])
-        turns = self._turns - len(self.turned)
-        return (self._plans - len(self.compiled)) * compile_s + turns * turn_s
-
-
 # Correction of a profile.
 
 _LEAST_SPREAD: Final = 0.02
@@ -572,16 +568,6 @@ def _loaded_base(
         message = "a correction of a profile keeps its precisions"
         raise OptionError(message, where="precisions", do=f"leave them out, {do}")
     return profile if isinstance(profile, Profile) else Profile.load(profile)
-
-
-def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str) -> None:
-    """Raise `ProfileError` if a profile's machine, model or optimizer is not the current one."""
-    profile.machine.check(machine)
-    profile.model.check(model)
-    if profile.optimizer != optimizer:
-        before, now = profile.optimizer or "no optimizer", optimizer or "no optimizer"
-        message = f"it was measured with {before}, and this is with {now}"
-        raise ProfileError(message, where="optimizer", do="give the same optimizer")
 
 
 def corrected(profile: Profile, result: Profile) -> Profile:

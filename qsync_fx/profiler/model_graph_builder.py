@@ -123,9 +123,10 @@ class GraphReading:
     def _value(self, node: fx.Node) -> int:
         if node not in self._numbers:
             root = self.flow.tensor(node)
-            index = self._value(root) if root is not node else None
+            if root is not node:
+                self._value(root)  # a tensor precedes its views
             self._numbers[node] = len(self.values)
-            self.values.append(self._described(node, len(self.values) if index is None else index))
+            self.values.append(self._described(node, self._numbers[root]))
         return self._numbers[node]
 
     def _described(self, node: fx.Node, tensor: int) -> Value:
@@ -229,19 +230,19 @@ class GraphReading:
         outputs: dict[str, str] = {}
         readers = None
         if owned is not None:
-            is_narrow = owned.bits < 32
-            for fmt in runs.values():
+            outputs = {fmt.name: current[fmt].output.name for fmt in runs.values()}
+            if owned.bits < 32:
                 # Scaled formats output the format of a model that is written in a narrow one.
-                output = owned if fmt.scaled and is_narrow else current[fmt].output
-                outputs[fmt.name] = output.name
-            readers = None if is_narrow else wide_readers(site.node)
+                outputs |= {fmt.name: owned.name for fmt in runs.values() if fmt.scaled}
+            else:
+                readers = wide_readers(site.node)
         gradients = {fmt: current[fmt].gradient for fmt in runs.values() if fmt.scaled}
         return Choices(
             runs={fmt.name: item.name for fmt, item in runs.items()},
             held=live.name,
             keeps=tuple(fmt.name for fmt in saved),
             outputs=outputs,
-            wide=owned.name if owned is not None and readers is not None else None,
+            wide=name_of(owned) if readers is not None else None,
             readers=tuple(self.index[user] for user in readers or ()),
             pinned=self.pinned.get(str(note.id)),
             unpacked={
@@ -310,10 +311,10 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     graphs: list[GraphReading] = []
     try:
         with explanation.there():
+            first = points = 0
             for number, part in enumerate(explanation.graphs):
-                first = sum(len(graph.operators) for graph in graphs)
-                points = graphs[-1].points if graphs else 0
                 graphs.append(GraphReading(part.costing, number, values, first, points, pinned))
+                first, points = first + len(graphs[-1].operators), graphs[-1].points
             operators = _costed(graphs, wanted)
     except Malformed as wrong:
         do = "explain it with sizes that are numbers: torch._dynamo.mark_static, or one input size"
@@ -325,7 +326,7 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
         values=tuple(values),
         outputs=tuple(read for graph in graphs for read in graph.outputs),
         parameters=tuple(_parameters(graphs, explanation)),
-        points=graphs[-1].points,
+        points=points,
         formats=wanted,
     )
 

@@ -138,14 +138,13 @@ def profile_plans(
     result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
         add(result, str(fmt), Plan.uniform(fmt), explanation)
-    chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
+    adjustable = [op for op in explanation.operators if op.kind is Kind.ADJUSTABLE]
+    chosen = [op.id for op in adjustable]
+    multiplying = [op.id for op in adjustable if op.row is not None and op.row.products]
     for products in precisions:
         # Scaled formats serve products only, so other operators run in a float format.
         for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
-            formats = {
-                op.id: products if op.row is not None and op.row.products else others
-                for op in chosen
-            }
+            formats = dict.fromkeys(chosen, others) | dict.fromkeys(multiplying, products)
             plan = Plan(operators=formats)
             add(result, f"{products} products, {others} else", plan, explanation)
     return result

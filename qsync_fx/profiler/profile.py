@@ -209,8 +209,8 @@ class Profile:
     def __repr__(self) -> str:
         run, formats = self.runs[0], ", ".join(self.precisions)
         operators, passes = many(len(run.operators), "operator"), duration(run.passes)
-        what = f"{self.model}, {self.machine.name}, {formats}, {operators}"
-        return f"Profile({what}, {passes} in {run.label})"
+        summary = f"{self.model}, {self.machine.name}, {formats}, {operators}"
+        return f"Profile({summary}, {passes} in {run.label})"
 
     def __str__(self) -> str:
         return plain(profile_table(self), None)

@@ -47,8 +47,8 @@ def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
 def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     named = [codec_named(name) for name in NAMES]
     # Without codecs that depend on the shapes of parameters or on links.
-    alike = [codec for codec in named if codec.fitted((3, 5)) == codec]
-    codecs = [codec for codec in alike if not isinstance(codec, Adaptive)]
+    independent = [codec for codec in named if codec.fitted((3, 5)) == codec]
+    codecs = [codec for codec in independent if not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
     result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
     return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
@@ -109,8 +109,8 @@ def linked(
         )
         return [replace(alone, busy=busy)]
     result = taken_in_steps(profile, alone, steps)
-    busy, coding = mean(result.busy), None if result.coding is None else mean(result.coding)
-    return [replace(result, busy=busy, coding=coding)]
+    result = replace(result, busy=mean(result.busy))
+    return [result if result.coding is None else replace(result, coding=mean(result.coding))]
 
 
 def taken_in_steps(

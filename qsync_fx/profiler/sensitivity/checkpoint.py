@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,18 +67,6 @@ INTERRUPTED = Schema(
     smaller="ask for fewer steps",
     checks={MethodProgress: _check},
 )
-
-
-@runtime_checkable
-class Learning(Protocol):
-    """A method whose results depend on earlier steps."""
-
-    @property
-    def learned(self) -> dict[str, Values]:
-        """State between steps, by name."""
-
-    def learn(self, learned: Mapping[str, Values]) -> None:
-        """Restore the state."""
 
 
 def weights_of(model: nn.Module) -> str:
@@ -163,8 +151,8 @@ class SensitivityCheckpoint:
         for name, item in result.methods.items():
             self.traces[name] = [by_key(values) for values in item.trace[: result.steps]]
             self.seconds[name] = item.seconds
-            method = self.methods[name]
-            if isinstance(method, Learning):
+            method: Any = self.methods[name]
+            if item.learned:
                 method.learn(item.learned)
 
     def add(self, name: str, values: dict[Key, float], seconds: float) -> None:
@@ -186,6 +174,6 @@ class SensitivityCheckpoint:
         methods = {}
         for name, method in self.methods.items():
             trace = [by_operator(values) for values in self.traces[name]]
-            learned = dict(method.learned) if isinstance(method, Learning) else {}
+            learned = getattr(method, "learned", {})
             methods[name] = MethodProgress(trace, self.seconds[name], learned)
         return Interrupted(self._about, self._weights, methods)

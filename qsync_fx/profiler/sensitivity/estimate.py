@@ -156,7 +156,7 @@ def several(
         bar = progress(f"sensitivity of {name}", steps, shown and say is None)
         advance = stack.enter_context(bar)
         run = _SensitivityRun(captured, step, names, seed)
-        trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
+        trainer = optimizer and optimizer(list(trained(root).values()))
         for index, batch in enumerate(stepped(batches, steps, fraction)):
             if index == 0:
                 checkpoint.resume(batch)
@@ -170,10 +170,10 @@ def several(
                     most = f"{steps - checkpoint.steps} steps"
                     if within:
                         most = f"at most {most}"
-                    what = f"{operators} operators in {', '.join(names)}"
+                    scope = f"{operators} operators in {', '.join(names)}"
                     for method, spec in specs.items():
                         passes = spec.passes(operators, len(names))
-                        tell(f"{method}: {most} of about {passes} passes, {what}")
+                        tell(f"{method}: {most} of about {passes} passes, {scope}")
                 if is_new:
                     for method in methods:
                         begin = time.perf_counter()

@@ -34,7 +34,11 @@ Gradients = dict[str, Tensor]
 
 
 class Method(Protocol):
-    """A sensitivity method; it may learn from step to step."""
+    """A sensitivity method.
+
+    One that learns from step to step has a property `learned`, its state by name, operator and
+    precision for a checkpoint, and a method `learn` that restores it.
+    """
 
     def look(self, step: GradientStep) -> dict[Key, float]:
         """Return each operator's contribution in each precision; absent keys contribute 0."""

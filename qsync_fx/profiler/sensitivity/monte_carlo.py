@@ -34,7 +34,7 @@ class MonteCarlo:
         for name, precision in step.keys:
             plan = Plan("fp32", operators={name: precision})
             run = self._lowered.setdefault((name, precision), lowered(plan))
-            draws = self.draws if step.changes[name][precision].random else 1
+            draws = step.changes[name][precision].draws(self.draws)
             result[name, precision] = step.square_error(run, exact, draws)
         return result
 

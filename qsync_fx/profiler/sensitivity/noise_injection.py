@@ -53,8 +53,7 @@ class Injected:
             change = step.changes[name][precision]
             following = {item.operator for item in change.following}
             run = tapped(injecting(name, change, step.generator), also=following)
-            draws = self.draws if change.random else 1
-            result[name, precision] = step.square_error(run, exact, draws)
+            result[name, precision] = step.square_error(run, exact, change.draws(self.draws))
         return result
 
 

@@ -347,9 +347,9 @@ def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], 
     value = call.tensors[OUTPUT].value
     current = [item for item in errors if not item.gradient]
     random = {item.place: item.values for item in current if item.random}
-    known = [item for item in current if not item.random]
+    deterministic = [item for item in current if not item.random]
     # A single rounding to nearest preserves the order with respect to the jump.
-    moved = _moved(call, value, [e for e in known if not (e.place == OUTPUT and e.ordered)])
+    moved = _moved(call, value, [e for e in deterministic if not (e.place == OUTPUT and e.ordered)])
     deviation = _variance(call, random).sqrt() if random else None
 
     def chance(position: float) -> Tensor:

@@ -37,7 +37,7 @@ def called(
     Args:
         device: device type to compute for; by default the operands'.
     """
-    x = args[0] if args else None
+    x = next(iter(args), None)
     if target in _NORMS and isinstance(x, Tensor) and (device or x.device.type) == "cuda":
         others = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, Tensor)]
         if any(v.is_floating_point() and v.itemsize > x.itemsize for v in others):

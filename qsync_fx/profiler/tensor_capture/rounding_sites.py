@@ -88,14 +88,11 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
 
 def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
     """Return the places of the floating-point tensors in an argument."""
-    value = operator.graph.value
-    if isinstance(argument, fx.Node):
-        argument = value(argument)
-        return [index] if is_float(argument) else []
-    if not isinstance(argument, (list, tuple)):
-        return []
-    nodes = [(item, used) for item, used in enumerate(argument) if isinstance(used, fx.Node)]
-    return [(index, item) for item, used in nodes if is_float(value(used))]
+    used: dict[Place, Any] = {index: argument}
+    if isinstance(argument, (list, tuple)):
+        used = {(index, item): element for item, element in enumerate(argument)}
+    nodes = [(place, node) for place, node in used.items() if isinstance(node, fx.Node)]
+    return [place for place, node in nodes if is_float(operator.graph.value(node))]
 
 
 def _hands_on(operator: Operator) -> bool:
@@ -157,6 +154,10 @@ class RoundingSite:
     def random(self) -> bool:
         """Whether any rounding is random."""
         return any(item.random for item in self.rounded)
+
+    def draws(self, most: int) -> int:
+        """Return the useful number of runs: `most`, or 1 if rounding is deterministic."""
+        return most if self.random else 1
 
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]

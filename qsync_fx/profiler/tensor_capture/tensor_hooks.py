@@ -205,7 +205,7 @@ class Taps:
 
     def _handed_on(self, node: fx.Node) -> int | None:
         """Return the index of the call whose result a node reads, possibly moved by other nodes."""
-        source = node.args[0] if node.args else None
+        source = next(iter(node.args), None)
         read = self._given.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
         if read is not None and note is not None and note.row is not None and note.row.moves:

@@ -327,7 +327,9 @@ def _with_following_lines(
             result[-1] = result[-1][0], result[-1][1] + lines[line]
         else:
             before += lines[line]
-    return [*result, (None, before)] if before else result
+    if before:
+        result.append((None, before))
+    return result
 
 
 def _quantizer(kernel: InductorKernel | None, backward: bool, used: float) -> Quantized | None:
