@@ -43,6 +43,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import benchmarks.support.indicators  # noqa: F401 - registers "depth"
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.models import vgg_layers
 

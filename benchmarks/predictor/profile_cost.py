@@ -10,7 +10,6 @@ are the sensitivity's part.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -23,16 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qsync_fx
 from benchmarks.support.harness import Row, arguments, by_size, finish
+from qsync_fx.diagnostics.model_state import without_training
+from qsync_fx.formats import precisions
+from qsync_fx.profiler.measurement import (
+    REPEATS,
+    estimated_seconds,
+    sensitivity_seconds,
+    step_count,
+)
+from qsync_fx.profiler.observed_step import observed, profile_plans
+from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for
 
 PRECISIONS = ("fp32", "bf16", "int8")
 BATCHES = 50
-_TIME = r"([\d.]+ (?:s|minutes|hours))"
-_FORESEEN = re.compile(
-    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, "
-    rf"{_TIME} to {_TIME},.*)?$",
-    re.MULTILINE,
-)
-_MINUTES = {"s": 1 / 60, "minutes": 1.0, "hours": 60.0}
 
 
 def main() -> None:
@@ -47,29 +49,28 @@ def main() -> None:
         ("compiled before", {}),
     ):
         print(f"{layers} layers: {case}", flush=True)
-        job = json.dumps({"layers": layers, "threads": options.threads, "how": settings})
+        job = json.dumps({"layers": layers, "threads": options.threads, "settings": settings})
         command = [sys.executable, str(Path(__file__).resolve()), "--measure", job]
         done = subprocess.run(command, check=True, text=True, capture_output=True)
-        match = _FORESEEN.search(done.stderr)
-        assert match is not None, done.stderr
-        cached, new, *others = (_minutes(words) for words in match.groups())
-        predicted = {"foreseen_minutes": [round(cached + more, 1) for more in others]}
-        if settings:
-            predicted = {"foreseen_minutes": [round(new, 1)]}
-        rows.append(
-            {
-                "case": case,
-                "layers": layers,
-                **json.loads(done.stdout.splitlines()[-1]),
-                **predicted,
-            }
-        )
+        result = json.loads(done.stdout.splitlines()[-1])
+        rows.append({"case": case, "layers": layers, **result})
     finish(options, rows)
 
 
-def _minutes(words: str | None) -> float:
-    number, unit = (words or "0 s").split()
-    return float(number) * _MINUTES[unit]
+def estimated_minutes(
+    model: Any, training: TrainingStep, repeats: int, sensitivity: str | None
+) -> list[float]:
+    """Return the estimate before a measurement: without caches, or with caches a range."""
+    formats = precisions(PRECISIONS)
+    with without_training(model, training.optimizer):
+        step = observed(model, training, {})
+        plans = len(profile_plans(step.explanation, formats))
+    steps_s = step_count(plans, repeats) * step.seconds.full
+    cached_s, new_s = estimated_seconds(step, plans, steps_s)
+    if sensitivity is None:
+        return [round(new_s / 60, 1)]
+    more = sensitivity_seconds(step, sensitivity, len(formats))
+    return [round((cached_s + more_s) / 60, 1) for more_s in more]
 
 
 def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
@@ -89,11 +90,15 @@ def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
         loss: torch.Tensor = model(**batch).loss
         return loss
 
+    training = TrainingStep(step, batches[0], optimizer, model.zero_grad, clock_for(threads))
+    repeats, method = settings.get("repeats", REPEATS), settings.get("sensitivity", "second_order")
+    estimate = estimated_minutes(model, training, repeats, method)
     begin = time.perf_counter()
     profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **settings)
     minutes = (time.perf_counter() - begin) / 60
     sensitivity = profile.sensitivity
-    row = {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs)}
+    steps = sum(len(run.steps) for run in profile.runs)
+    row: dict[str, Any] = {"minutes": minutes, "steps": steps, "foreseen_minutes": estimate}
     if sensitivity is not None:
         row["sensitivity_steps"] = sensitivity.steps
         row["sensitivity_minutes"] = sensitivity.seconds / 60

@@ -29,7 +29,7 @@ from qsync_fx import Plan, Profile
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.profiler import measurement
 from qsync_fx.profiler.measurement import label_of
-from qsync_fx.profiler.run_statistics import MeasuredRun, paces
+from qsync_fx.profiler.run_statistics import MeasuredRun, faster_half, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -264,7 +264,7 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     }
     halves = [
         {
-            label: replace(run, steps=run.steps[start::2]).undisturbed
+            label: faster_half([step[0] + step[1] for step in run.steps[start::2]])
             for label, run in targets.items()
         }
         for start in (0, 1)

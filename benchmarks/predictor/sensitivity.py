@@ -37,6 +37,7 @@ from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import benchmarks.support.indicators  # noqa: F401 - registers further methods
 from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 
 Batch = tuple[Tensor, Tensor]

@@ -13,32 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.utils import counters
 
 from qsync_fx.coverage.compilation_log import Tree, collecting, models
 from qsync_fx.coverage.findings import uncovered
 from qsync_fx.diagnostics.explanation import Explained, Explanation, Registered
+from qsync_fx.diagnostics.model_state import forward_restored
 from qsync_fx.errors import PlanError, QSyncError
 from qsync_fx.module_paths import joined
 from qsync_fx.options import Options
 from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan.plan import Plan
-
-
-@contextlib.contextmanager
-def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of `written`, and random generators on the devices of `every`, on exit."""
-    saved = [t.detach().clone() for t in written]
-    devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(written, saved, strict=True):
-                tensor.copy_(value)
 
 
 def explain(
@@ -55,12 +42,15 @@ def explain(
     parsed = Options.parse(options)
     collected: list[Explained] = []
     model = getattr(model, "_orig_mod", model)
+    module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    if not isinstance(module, nn.Module):
+        module = nn.Module()  # a function without state
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        collected.append(explained(module, inputs, parsed, collected))
-        return module.forward
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        collected.append(explained(graph, inputs, parsed, collected))
+        return graph.forward
 
-    with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
+    with forward_restored(module), _own_cache() as breaks, collecting(parsed) as log:
         observed(model, backend, parsed)(*args, **kwargs)
         trees = [Tree(root, log) for root in models(log)]
     if parsed.plan is not None and not collected:
@@ -152,13 +142,3 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 
     with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks
-
-
-def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore a model's buffers and the random number generators on exit."""
-    module = getattr(model, "__self__", model)
-    if not isinstance(module, torch.nn.Module):
-        return unchanged([], [])
-    # A forward pass mutates buffers (batch norm statistics, spectral norms), but no parameters.
-    buffers = list(module.buffers())
-    return unchanged(buffers, [*module.parameters(), *buffers])

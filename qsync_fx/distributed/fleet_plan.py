@@ -42,7 +42,7 @@ from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Profile
-from qsync_fx.profiler.sensitivity.indicator_registry import method
+from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
 

@@ -1,9 +1,5 @@
 """Profiler: operator times, peak memory and sensitivity statistics of a model on a device.
 
-Start with `measurement.measure`, which returns a `profile.Profile`; `analytic_profile` computes one
-for a device of the catalog. `timing` times steps, `tensor_capture` records tensors and gradients,
+Start with `measurement.measure`, which returns a `profile.Profile`. `timing` times steps,
 `sensitivity` computes the indicator's inputs, and `links` measures collectives and codecs.
-`model_graph_builder` builds the predictor's `ModelGraph`.
-
-Invariant: profiling restores parameters, buffers and random number generators.
 """

@@ -1,12 +1,9 @@
-"""Profiles of catalog devices, with computed times and predicted memory.
-
-Invariant: the profile has the form of a measured one. The optimizer's memory is omitted if it
-cannot be determined.
-"""
+"""Profiles of catalog devices, with computed times and predicted memory."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,22 +14,26 @@ from torch.optim import Optimizer
 
 from qsync_fx.devices import Device, get
 from qsync_fx.devices.machine import of_catalog as machine_of
-from qsync_fx.errors import OptionError
-from qsync_fx.formats import FORMATS, Precision, precisions as named
+from qsync_fx.diagnostics.model_state import without_training
+from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import States, scheduled, states
 from qsync_fx.predictor.memory import OptimizerMemory, TrainingMemory as Held, step_memory
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.predictor.times import Entry, Part
-from qsync_fx.profiler.measurement import GivenOptimizer, optimizer_of
+from qsync_fx.profiler.measurement import (
+    GivenOptimizer,
+    checked_precisions,
+    optimizer_name,
+    optimizer_of,
+)
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import observed, profile_plans
 from qsync_fx.profiler.profile import Collective, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 from qsync_fx.profiler.timing.measured_memory import known_memory
 from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, clock_for
-from qsync_fx.profiler.training_state import untouched
 
 _SIZES = tuple(2**power for power in range(16, 31))
 
@@ -52,8 +53,7 @@ def catalog_profile(
 
     Args:
         device: from `qsync_fx.devices.get`, its name, or the path of a TOML file that describes it.
-        model: the model, as for `qsync_fx.measure`.
-        step: function of the model and a batch that returns the loss.
+        model, step: as for `qsync_fx.measure`.
         batch: the argument of `step`.
         precisions: formats that plans may use; by default those that the device has units for, up
             to 32 bits.
@@ -66,13 +66,19 @@ def catalog_profile(
     """
     if not isinstance(device, Device):
         device = get(device)
-    formats = _formats(device, precisions)
+    if precisions is None:
+        formats = [fmt for fmt in FORMATS.values() if fmt.name in device.units and fmt.bits <= 32]
+    else:
+        formats = checked_precisions(precisions)
     updating = optimizer_of(unwrapped(model), optimizer)
     training = TrainingStep(
         step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1)
     )
     # Times are for the sizes of this batch, even if the model was compiled for others.
-    with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with (
+        without_training(model, updating),
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+    ):
         visited = observed(model, training, {"target": device.target})
     graph = build_model_graph(visited.explanation, [fmt.name for fmt in formats])
     times = DeviceTimes(device, graph, _moved(updating))
@@ -90,20 +96,11 @@ def catalog_profile(
         stored(graph),
         [fmt.name for fmt in formats],
         [_run(label, item, times, seconds, live) for label, item in plans.items()],
-        type(updating).__name__ if updating is not None else "",
+        optimizer_name(updating),
         _collectives(device),
         optimizer_memory=memory,
         loss_memory=visited.loss,
     )
-
-
-def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> list[Precision]:
-    if precisions is None:
-        return [fmt for fmt in FORMATS.values() if fmt.name in device.units and fmt.bits <= 32]
-    result = named(precisions)
-    if not result:
-        raise OptionError("no precision is asked for", where="precisions", do="name one or more")
-    return result
 
 
 def _run(
@@ -119,19 +116,18 @@ def _run(
         MeasuredOperator(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
         for op, names in zip(result.graph.operators, result.names, strict=True)
     ]
-    full = (
-        sum(entry.seconds for entry in step.forward),
-        sum(entry.seconds for entry in step.backward),
-        optimizer,
+    forward_s, backward_s = (
+        sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)
     )
-    return MeasuredRun(label, [full], step_memory(result, live).step_bytes, measured, quantized)
+    steps = [(forward_s, backward_s, optimizer)]
+    return MeasuredRun(label, steps, step_memory(result, live).step_bytes, measured, quantized)
 
 
 def _by_operator(entries: Sequence[Entry]) -> dict[str, float]:
-    result: dict[str, float] = {}
+    result: dict[str, float] = defaultdict(float)
     for entry in entries:
         if entry.part is not Part.OUTSIDE:
-            result[entry.operator] = result.get(entry.operator, 0.0) + entry.seconds
+            result[entry.operator] += entry.seconds
     return result
 
 
@@ -140,29 +136,24 @@ def _quantized(result: States, times: DeviceTimes) -> list[Quantized]:
     for cast in result.casts:
         if FORMATS[cast.after].scaled:
             owner, value = result.graph.operators[cast.owner].id, result.graph.values[cast.value]
-            seconds = times.cast(
-                owner, cast.before, cast.after, value.numel, value.differentiated
-            ).forward
-            quantized.append(Quantized(owner, cast.before, cast.after, value.numel, False, seconds))
+            call = owner, cast.before, cast.after, value.numel
+            seconds = times.cast(*call, value.differentiated).forward
+            quantized.append(Quantized(*call, backward=False, seconds=seconds))
     return quantized
 
 
 def _collectives(device: Device) -> list[Collective]:
-    return [
-        Collective(
-            "nccl",
-            item.ranks,
-            [(int(size), device.allreduce_seconds(size, item.ranks)) for size in _SIZES],
-        )
-        for item in device.reductions
-    ]
+    result = []
+    for item in device.reductions:
+        seconds = [(size, device.allreduce_seconds(size, item.ranks)) for size in _SIZES]
+        result.append(Collective("nccl", item.ranks, seconds))
+    return result
 
 
 def _moved(optimizer: Optimizer | None) -> float:
-    """Return the bytes that an optimizer moves per element of a parameter, in FP32.
-
-    It reads the parameter, the gradient and the state, and writes the parameter and the state.
-    """
-    settings = optimizer.defaults if optimizer is not None else {}
-    saved = 2 if "betas" in settings else 1 if settings.get("momentum") else 0
-    return 4.0 * (3 + 2 * saved)
+    """Return the FP32 bytes that an optimizer reads and writes per element of a parameter."""
+    settings = getattr(optimizer, "defaults", {})
+    states = int(bool(settings.get("momentum")))
+    if "betas" in settings:
+        states = 2
+    return 4.0 * (3 + 2 * states)

@@ -1,9 +1,8 @@
 """Builder of the predictor's `ModelGraph` from an explanation.
 
 The model graph contains all facts of a model that the passes know and that no plan changes.
-They come from the same functions that the passes use: `rule_of` in `graph/cascade_rules.py`,
-`resolve`, and the cast sites of `Costing`. If the model has graph breaks, its graphs are
-concatenated. The FX graphs stay unchanged, and sizes are in their serializable form.
+They come from the same functions that the passes use. If the model has graph breaks, its graphs are
+concatenated. The FX graphs stay unchanged.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class GraphReading:
     """One graph of an explanation, with operators, values and cast points numbered across graphs.
 
     Args:
-        costing: costs and cast sites of the graph.
         graph: its index in the model.
         values: values of the preceding graphs; this graph's values are appended.
         first: index of its first operator.
@@ -94,7 +92,11 @@ class GraphReading:
         self._returned = {place.used: place for place in result if place.reader is None}
         self._enter(self.flow.graph)
         self.operators = [self._operator(site) for site in self.flow.sites]
-        self.outputs = [self._output(node) for node in self.flow.outputs if self._tensors(node)]
+        self.outputs = [
+            self._read_at(self._returned.get(node), node, "output", False)
+            for node in self.flow.outputs
+            if self._tensors(node)
+        ]
         self.parameters = self._parameters()
 
     @property
@@ -121,27 +123,25 @@ class GraphReading:
     def _value(self, node: fx.Node) -> int:
         if node not in self._numbers:
             root = self.flow.tensor(node)
-            index = self._value(root) if root is not node else None
+            if root is not node:
+                self._value(root)  # a tensor precedes its views
             self._numbers[node] = len(self.values)
-            self.values.append(self._described(node, len(self.values) if index is None else index))
+            self.values.append(self._described(node, self._numbers[root]))
         return self._numbers[node]
 
     def _described(self, node: fx.Node, tensor: int) -> Value:
         result = self._tensors(node)
         fmt = format_of(self.flow.graph.value(node))
+        sizes = [expression(t.numel()) for t in result if is_float(t)]
+        fixed = [expression(t.numel()) * t.element_size() for t in result if not is_float(t)]
         return Value(
             name=self.name(node.name),
             tensor=tensor,
             operator=self.index.get(self.flow.source(node)),
             source=self._source(node),
             own=name_of(fmt),
-            numel=self._size(sum((expression(t.numel()) for t in result if is_float(t)), start=0)),
-            fixed=self._size(
-                sum(
-                    (expression(t.numel()) * t.element_size() for t in result if not is_float(t)),
-                    start=0,
-                )
-            ),
+            numel=self._size(sum(sizes, start=0)),
+            fixed=self._size(sum(fixed, start=0)),
             differentiated=self.flow.needs(node),
         )
 
@@ -154,34 +154,35 @@ class GraphReading:
             return "operator"
         if isinstance(source.meta.get("val"), torch.nn.Parameter):
             return "parameter"
-        live = node_metadata.PATH.get(source) or source.op == "get_attr"
-        return "buffer" if live else "input" if source.op == "placeholder" else "constant"
+        if node_metadata.PATH.get(source) or source.op == "get_attr":
+            return "buffer"
+        return "input" if source.op == "placeholder" else "constant"
 
     # Operators.
 
     def _operator(self, site: OperandSite) -> ModelOperator:
         note = node_metadata.NOTE[site.node]
-        source = source_of(site.node)
-        row = note.row
+        source, row, adjustable = source_of(site.node), note.row, note.kind is Kind.ADJUSTABLE
+        operands = zip(site.operands, site.needs, strict=True)
+        # The variant, such as the approximation of a GELU.
+        method = str(site.node.kwargs.get("approximate", "none")).replace("none", "")
+        if self._in_vectors and drops(site.node):
+            method = VECTORS
         return ModelOperator(
             id=str(note.id),
             kind=str(note.kind),
-            row=row.name if row is not None else note.id.operator,
+            row=note.id.operator if row is None else row.name,
             shape=self._shape(site),
-            line=f"{Path(source.file).name}:{source.line}" if source is not None else "",
+            line="" if source is None else f"{Path(source.file).name}:{source.line}",
             graph=self.number,
             repeated=site.repeated,
             result=self._value(site.node),
-            reads=tuple(
-                self._read(site, o, need) for o, need in zip(site.operands, site.needs, strict=True)
-            ),
-            decided=self._choices(site, note)
-            if note.kind is Kind.ADJUSTABLE
-            else self._follows(site),
+            reads=tuple(self._read(site, operand, need) for operand, need in operands),
+            decided=self._choices(site, note) if adjustable else self._follows(site),
             converts=row is not None and row.converts,
-            converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
+            converted=row is not None and row.output_only and adjustable,
             costs={},
-            method=VECTORS if self._in_vectors and drops(site.node) else _method(site.node),
+            method=method,
         )
 
     def _shape(self, site: OperandSite) -> str:
@@ -192,36 +193,21 @@ class GraphReading:
 
     def _read(self, site: OperandSite, operand: Operand, gradient: bool) -> ModelRead:
         place = self._places.get((site.node, operand))
-        value = self._value(operand.node)
-        if place is None:
-            return ModelRead(value, operand.role, {}, None, value, gradient)
-        return ModelRead(
-            value,
-            operand.role,
-            self._wanted(place),
-            self._point(place),
-            self._value(place.origin),
-            gradient,
-        )
+        return self._read_at(place, operand.node, operand.role, gradient)
 
-    def _output(self, node: fx.Node) -> ModelRead:
-        place, value = self._returned.get(node), self._value(node)
+    def _read_at(
+        self, place: CastSite | None, node: fx.Node, role: str, gradient: bool
+    ) -> ModelRead:
+        value = self._value(node)
         if place is None:
-            return ModelRead(value, "output", {}, None, value, False)
-        return ModelRead(
-            value,
-            "output",
-            self._wanted(place),
-            self._point(place),
-            self._value(place.origin),
-            False,
-        )
+            return ModelRead(value, role, {}, None, value, gradient)
+        wanted, point = self._wanted(place), self._point(place)
+        return ModelRead(value, role, wanted, point, self._value(place.origin), gradient)
 
     def _wanted(self, place: CastSite) -> Mapping[str, Name]:
         """Return a cast site's required format by its reader's format; equal maps are shared."""
-        result = {
-            name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())
-        }
+        formats = (None, *FORMATS.values())
+        result = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in formats}
         return self._tables.setdefault(tuple(result.items()), result)
 
     def _point(self, place: CastSite) -> int:
@@ -238,27 +224,25 @@ class GraphReading:
             for fmt in current
             if note.autocast == "off" or (not region and stays(live, current[fmt], False))
         ]
-        refused, inputs = handle.refused, None if region else owned
-        runs = {
-            fmt: resolve(
-                row, fmt, context.device, context.options.emulate_unsupported, inputs, refused
-            )[0]
-            for fmt in current
-        }
-        scaled = owned is not None and owned.bits < 32
-        readers = wide_readers(site.node) if owned is not None and not scaled else None
+        device, emulate = context.device, context.options.emulate_unsupported
+        inputs, refused = None if region else owned, handle.refused
+        runs = {fmt: resolve(row, fmt, device, emulate, inputs, refused)[0] for fmt in current}
+        outputs: dict[str, str] = {}
+        readers = None
+        if owned is not None:
+            outputs = {fmt.name: current[fmt].output.name for fmt in runs.values()}
+            if owned.bits < 32:
+                # Scaled formats output the format of a model that is written in a narrow one.
+                outputs |= {fmt.name: owned.name for fmt in runs.values() if fmt.scaled}
+            else:
+                readers = wide_readers(site.node)
         gradients = {fmt: current[fmt].gradient for fmt in runs.values() if fmt.scaled}
         return Choices(
             runs={fmt.name: item.name for fmt, item in runs.items()},
             held=live.name,
             keeps=tuple(fmt.name for fmt in saved),
-            outputs={}
-            if owned is None
-            else {
-                fmt.name: (owned if fmt.scaled and scaled else current[fmt].output).name
-                for fmt in runs.values()
-            },
-            wide=owned.name if owned is not None and readers is not None else None,
+            outputs=outputs,
+            wide=name_of(owned) if readers is not None else None,
             readers=tuple(self.index[user] for user in readers or ()),
             pinned=self.pinned.get(str(note.id)),
             unpacked={
@@ -302,12 +286,6 @@ class GraphReading:
         return result
 
 
-def _method(node: fx.Node) -> str:
-    """Return the variant of an operator, such as the approximation of a GELU; "" by default."""
-    result = node.kwargs.get("approximate", "none")
-    return "" if result == "none" else str(result)
-
-
 def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
     """Return the model graph of an explained model.
 
@@ -325,23 +303,21 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
             "Dynamo compiled no part of the model, so there is nothing to predict",
             where=why or None,
         )
-    wanted = (
-        tuple(FORMATS)
-        if formats is None
-        else tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
-    )
+    wanted = tuple(FORMATS)
+    if formats is not None:
+        wanted = tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
     pinned = {str(op.id): str(op.precision) for op in explanation.operators if op.note.pinned}
     values: list[Value] = []
     graphs: list[GraphReading] = []
     try:
         with explanation.there():
+            first = points = 0
             for number, part in enumerate(explanation.graphs):
-                first = sum(len(graph.operators) for graph in graphs)
-                points = graphs[-1].points if graphs else 0
                 graphs.append(GraphReading(part.costing, number, values, first, points, pinned))
+                first, points = first + len(graphs[-1].operators), graphs[-1].points
             operators = _costed(graphs, wanted)
     except Malformed as wrong:
-        do = "explain it with sizes that are numbers: torch._dynamo.mark_static, or inputs of one size"
+        do = "explain it with sizes that are numbers: torch._dynamo.mark_static, or one input size"
         raise ProfileError(f"the model{wrong.what}", do=do) from None
     context = explanation.graphs[0].context
     return ModelGraph(
@@ -350,7 +326,7 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
         values=tuple(values),
         outputs=tuple(read for graph in graphs for read in graph.outputs),
         parameters=tuple(_parameters(graphs, explanation)),
-        points=graphs[-1].points,
+        points=points,
         formats=wanted,
     )
 
@@ -368,12 +344,8 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
 
     def cost(graph: GraphReading, node: fx.Node, state: StateNames) -> Cost:
         owned = graph.costing.own(node, state_named(state)).each(size)
-        return dataclasses.replace(
-            owned,
-            saved={
-                (graph.name(tensor), settings): n for (tensor, settings), n in owned.saved.items()
-            },
-        )
+        saved = {(graph.name(tensor), fmt): n for (tensor, fmt), n in owned.saved.items()}
+        return dataclasses.replace(owned, saved=saved)
 
     return [
         dataclasses.replace(operator, costs={state: cost(graph, site.node, state) for state in can})
@@ -389,21 +361,9 @@ def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> lis
         for path, (parameter, read) in graph.parameters.items():
             visited.setdefault(path, parameter)
             readers.setdefault(path, []).extend(read)
-    result = [
-        ModelParameter(
-            entry.path,
-            entry.numel,
-            entry.dtype_bytes,
-            entry.trained,
-            tuple(readers.get(entry.path, ())),
-        )
-        for entry in explanation.parameters
-    ]
-    available = {parameter.path for parameter in result}
+    entries = [(e.path, e.numel, e.dtype_bytes, e.trained) for e in explanation.parameters]
+    registered = {entry[0] for entry in entries}
     for path, live in visited.items():
-        if path not in available:
-            numel, itemsize = int(live.numel()), live.element_size()
-            result.append(
-                ModelParameter(path, numel, itemsize, live.requires_grad, tuple(readers[path]))
-            )
-    return result
+        if path not in registered:
+            entries.append((path, int(live.numel()), live.element_size(), live.requires_grad))
+    return [ModelParameter(*entry, tuple(readers.get(entry[0], ()))) for entry in entries]

@@ -1,11 +1,8 @@
 """Observation of a user's training step, and the plans under which its model is measured.
 
-`observed` runs the step as written and explains the model with its inputs. `profile_plans` chooses
-the plans. An operator's time depends on its state and on the formats of its neighbours. Uniform
-plans never show an INT8 product among FP32 operators, or an FP32 product among narrow operators. So
-products run in each format combined with each float format of the other operators.
-
-Invariant: no two plans put all operators into the same states.
+An operator's time depends on its state and on the formats of its neighbours. Uniform plans never
+show an INT8 product among FP32 operators, or an FP32 product among narrow operators. So products
+run in each format combined with each float format of the other operators.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from qsync_fx.diagnostics.explanation import Explanation
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import describe
-from qsync_fx.graph.graph import Operator
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
@@ -34,19 +30,15 @@ from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.memory.peak_memory import LossMemory
 from qsync_fx.profiler.profile import Model
 from qsync_fx.profiler.timing.measured_memory import loss_in_step
-from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep
-from qsync_fx.profiler.timing.step_validation import checking
+from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep, checking
 
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """Results of running a step as written.
+    """Results of running a step as written; the explanation is without a plan.
 
     Attributes:
-        explanation: the model as the backend compiles it, without a plan.
-        model: identity of the model.
         fingerprint: identity of the model for the plan cache.
-        seconds: time of the step.
         loss: memory of the loss; None if unknown.
     """
 
@@ -62,8 +54,7 @@ def observed(
 ) -> ObservedStep:
     """Run a step twice, explain the model with its first inputs, and measure the loss's memory.
 
-    The second step is timed, since the first one allocates and initializes. The memory of the loss
-    is measured by running the step without computing the model.
+    The second step is timed, since the first one allocates and initializes.
 
     Raises:
         ProfileError: the step does not train the model: it does not call the model, differentiates
@@ -84,15 +75,13 @@ def observed(
         raise ProfileError(
             f"the step did not call the model, a {type(module).__name__}",
             where="step",
-            do="write step(model, batch) so that it calls the model it is given and returns the loss",
+            do="let step(model, batch) call the model it is given and return the loss",
         )
     seconds = training.run(module)
+    loss = None
     # The results of several calls are live together, which a model graph does not describe.
-    loss = (
-        loss_in_step(training.step, module, training.batch, results[0])
-        if len(results) == 1
-        else None
-    )
+    if len(results) == 1:
+        loss = loss_in_step(training.step, module, training.batch, results[0])
     results.clear()
     args, kwargs = calls[0]
     # A profile has fixed sizes, but Dynamo makes sizes symbolic after they change.
@@ -105,22 +94,23 @@ def observed(
         raise ProfileError(
             "Dynamo compiled no part of the model, so there is nothing to measure",
             where="; ".join(explanation.breaks) or type(module).__name__,
-            do="remove the graph break; qsync_fx.explain says more",
+            do="remove the graph break; qsync_fx.explain lists them",
         )
     written = [op for part in explanation.graphs for op in part.written.operators()]
-    result = fingerprint(module, written, Options.parse(options))
-    return ObservedStep(explanation, model_of(module, explanation, options), result, seconds, loss)
+    identity = fingerprint(module, written, Options.parse(options))
+    model = model_of(module, explanation, options)
+    return ObservedStep(explanation, model, identity, seconds, loss)
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
     """Return the identity of a model: its operators, shapes, train/eval modes and options."""
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
-    lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lines += [f"{name} {describe(tensor)}" for name, tensor in tensors]
     evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
     requested = Options.parse(options).non_default_options
-    digest = hashlib.sha256(
-        "\n".join([*lines, *evaluated, *filter(None, [requested])]).encode()
-    ).hexdigest()[:16]
+    text = "\n".join([*lines, *evaluated, *filter(None, [requested])])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return Model(type(module).__name__, digest, parameters, requested, len(evaluated))
 
@@ -135,10 +125,6 @@ def _alone(returned: Any) -> Any:
     return tree_map_only(Tensor, detached, returned)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 States = tuple[tuple[str, OperandState], ...]
 """Id and state of each operator, in program order."""
 
@@ -150,11 +136,14 @@ def profile_plans(
     result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
         add(result, str(fmt), Plan.uniform(fmt), explanation)
-    chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
+    adjustable = [op for op in explanation.operators if op.kind is Kind.ADJUSTABLE]
+    chosen = [op.id for op in adjustable]
+    multiplying = [op.id for op in adjustable if op.row is not None and op.row.products]
     for products in precisions:
         # Scaled formats serve products only, so other operators run in a float format.
         for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
-            plan = Plan(operators={op.id: products if _multiplies(op) else others for op in chosen})
+            formats = dict.fromkeys(chosen, others) | dict.fromkeys(multiplying, products)
+            plan = Plan(operators=formats)
             add(result, f"{products} products, {others} else", plan, explanation)
     return result
 
@@ -168,7 +157,3 @@ def add(
     )
     if states not in [entry for _, entry in result.values()]:
         result[label] = plan, states
-
-
-def _multiplies(operator: Operator) -> bool:
-    return operator.row is not None and operator.row.products

@@ -1,9 +1,7 @@
 """`Profile`: the measurements of one model on one device, its file format and its table.
 
 All times are in seconds and all sizes in bytes; none is negative or NaN. A profile contains the
-model graph, so predictions need no model. It records its machine and model, and is rejected for
-others. The table lists one operator per line, the most expensive first; its time in a format is
-from the uniform run in that format. Operators without time or saved tensors are only counted.
+model graph, so predictions need no model.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import functools
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -22,7 +20,7 @@ from rich.text import Text
 
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError
-from qsync_fx.formatting import many, milliseconds, short
+from qsync_fx.formatting import duration, many, milliseconds, short
 from qsync_fx.passes.cached_plan import Fingerprint
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.cost_mapper.plan_states import states
@@ -31,7 +29,14 @@ from qsync_fx.predictor.memory.peak_memory import Anchor, LossMemory, OptimizerM
 from qsync_fx.predictor.model.model_file import StoredGraph, restored
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized, sizes, whole
+from qsync_fx.profiler.run_statistics import (
+    MeasuredOperator,
+    MeasuredRun,
+    Quantized,
+    check_numbers,
+    check_run,
+    fitted,
+)
 from qsync_fx.serialization.schema import Path, Schema
 from qsync_fx.text_tables import plain, table_of
 
@@ -44,7 +49,7 @@ class Model:
         name: name of the model's class.
         digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
         parameters: number of parameter elements.
-        options: non-default options of the backend, in words.
+        options: non-default options of the backend.
         evaluated: number of modules in eval mode.
     """
 
@@ -57,20 +62,22 @@ class Model:
     @property
     def conditions(self) -> str:
         """Non-default options and modes in words; times are valid only under these conditions."""
-        modes = f"{self.evaluated} modules in the mode to evaluate" if self.evaluated else ""
-        return ", ".join(filter(None, (self.options, modes)))
+        conditions = [self.options] if self.options else []
+        if self.evaluated:
+            conditions.append(f"{self.evaluated} modules in eval mode")
+        return ", ".join(conditions)
 
     def check(self, current: Model) -> None:
         """Raise `ProfileError` if `current` is another model."""
         if self.digest != current.digest:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
-                do="measure this model; its layers, the shapes of its inputs, its mode (train or eval) and options of the backend matter",
+                do="measure this model, with these input shapes, options and modes (train or eval)",
             )
 
     def __str__(self) -> str:
-        conditions = f" with {self.conditions}" if self.conditions else ""
-        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]}){conditions}"
+        text = f"{self.name} of {self.parameters} parameters ({self.digest[:8]})"
+        return f"{text} with {self.conditions}" if self.conditions else text
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,6 @@ class Collective:
     """Durations of all-reduces, and their effect on concurrent computation.
 
     Attributes:
-        backend: backend of torch.distributed.
-        ranks: number of ranks.
         seconds: pairs of bytes per rank and seconds of the slowest rank.
         busy: delay of concurrent computation on a rank, as a fraction of `seconds`; more than 1
             if both slow each other down.
@@ -105,13 +110,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Encoding and decoding speed of a codec on the device.
-
-    Attributes:
-        codec: its name.
-        encode: bytes of FP32 gradients encoded per second.
-        decode: bytes of FP32 gradients decoded and accumulated per second.
-    """
+    """Bytes of FP32 gradients that a codec encodes, or decodes and accumulates, per second."""
 
     codec: str
     encode: float
@@ -123,20 +122,17 @@ class Profile:
     """Measurements of one model on one device.
 
     Attributes:
-        machine: the measured machine.
-        model: identity of the model.
         stored: the model graph in its serialized form.
         precisions: names of the measured formats.
         runs: one per plan; first the plans of every profile, then user plans.
         optimizer: class name of the optimizer; "" for none.
         collectives: one per backend of torch.distributed.
-        sensitivity: each operator's contribution to the variance of the gradients in each format;
-            None if not measured.
-        optimizer_memory: state and temporaries of the optimizer; None if unknown.
-        codecs: codec speeds; empty if not measured.
-        loss_memory: memory of the loss after the model; None if unknown.
+        sensitivity: None if not measured.
+        optimizer_memory: None if unknown.
         fingerprint: identity of the model's graphs for the plan cache; None if the model was not
             run here.
+        codecs: empty if not measured.
+        loss_memory: None if unknown.
     """
 
     machine: Machine
@@ -173,8 +169,8 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as the text of its file."""
-        finite = None if self.sensitivity is None else self.sensitivity.finite()
-        return PROFILE.encode(replace(self, sensitivity=finite))
+        sensitivity = self.sensitivity and self.sensitivity.finite()
+        return PROFILE.encode(replace(self, sensitivity=sensitivity))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
@@ -205,85 +201,72 @@ class Profile:
 
     def interpolated(self, plan: Plan) -> list[str]:
         """Return the operators whose state under a plan is in no run, and is interpolated."""
-        from qsync_fx.profiler.profiled_times import interpolated
-
-        return interpolated(self, plan)
+        measured = {entry for run in self.runs for entry in run.states}
+        ids = [operator.id for operator in self.graph.operators]
+        planned = zip(ids, states(self.graph, plan).names, strict=True)
+        return [operator for operator, state in planned if (operator, state) not in measured]
 
     def __repr__(self) -> str:
-        from qsync_fx.formatting import duration, many
-
-        run = self.runs[0]
-        return (
-            f"Profile({self.model}, {self.machine.name}, {', '.join(self.precisions)}, {many(len(run.operators), 'operator')}, "
-            f"{duration(run.passes)} in {run.label})"
-        )
+        run, formats = self.runs[0], ", ".join(self.precisions)
+        operators, passes = many(len(run.operators), "operator"), duration(run.passes)
+        summary = f"{self.model}, {self.machine.name}, {formats}, {operators}"
+        return f"Profile({summary}, {passes} in {run.label})"
 
     def __str__(self) -> str:
+        return plain(profile_table(self), None)
 
-        return profile_text(self)
 
-
-def _table(collective: Collective) -> str | None:
-    if (wrong := sizes(collective)) is not None:
-        return wrong
+def _check_collective(collective: Collective) -> str | None:
     if not collective.slowdown:
         return " has the slowdown 0, which no measurement gives"
     if not collective.seconds:
         return " has an empty table of seconds"
-    for (nbytes, seconds), (after, _) in zip(
-        collective.seconds, [*collective.seconds[1:], (math.inf, 0.0)], strict=True
-    ):
-        if not (0 < nbytes < after and seconds > 0):
-            return (
-                f" has the seconds {seconds} for {nbytes} bytes; both are positive, and bytes grow"
-            )
-    return None
+    before = 0
+    for nbytes, seconds in collective.seconds:
+        if not (before < nbytes and 0 < seconds < math.inf):
+            return f" has {seconds} seconds for {nbytes} bytes; both are positive, and bytes grow"
+        before = nbytes
+    return check_numbers(collective)
 
 
-def _speed(speed: CodecSpeed) -> str | None:
-    if not (0 < speed.encode < math.inf and 0 < speed.decode < math.inf):
-        return f" has the speeds {speed.encode} and {speed.decode}; both are positive"
-    return None
+def _check_codec(speed: CodecSpeed) -> str | None:
+    if 0 < speed.encode < math.inf and 0 < speed.decode < math.inf:
+        return None
+    return f" has the speeds {speed.encode} and {speed.decode}; both are positive"
+
+
+def _check_profile(profile: Profile) -> str | None:
+    if not profile.runs:
+        return " holds no run"
+    first = profile.runs[0]
+    operators = [measured.operator for measured in first.operators]
+    for run in profile.runs:
+        if [measured.operator for measured in run.operators] != operators:
+            return f" holds other operators in the run {run.label!r} than in {first.label!r}"
+    return check_numbers(profile)
 
 
 def _check_operators(profile: Profile) -> None:
     """Raise `ProfileError` if the measured operators are not the model's."""
-    measured, live = (
-        [m.operator for m in profile.runs[0].operators],
-        [op.id for op in profile.graph.operators],
-    )
-    if measured != live:
-        strange = sorted({*measured} ^ {*live}) or measured
+    measured = [item.operator for item in profile.runs[0].operators]
+    expected = [operator.id for operator in profile.graph.operators]
+    if measured != expected:
         raise ProfileError(
-            "what was measured is another model than the profile holds",
-            where=strange[0],
-            do="measure it anew",
+            "the runs are of another model than the model graph",
+            where=(sorted({*measured} ^ {*expected}) or measured)[0],
+            do="measure the model again",
         )
 
 
-def _profile(profile: Profile) -> str | None:
-    if not profile.runs:
-        return " holds no run"
-    if (wrong := sizes(profile)) is not None:
-        return wrong
-    first = [measured.operator for measured in profile.runs[0].operators]
-    for run in profile.runs:
-        if [measured.operator for measured in run.operators] != first:
-            return (
-                f" holds other operators in the run {run.label!r} than in {profile.runs[0].label!r}"
-            )
-    return None
-
-
 _CHECKS: Final[Mapping[Any, Any]] = {
-    MeasuredOperator: sizes,
-    MeasuredRun: whole,
-    Quantized: sizes,
-    Model: sizes,
-    Collective: _table,
-    CodecSpeed: _speed,
-    LossMemory: sizes,
-    Profile: _profile,
+    MeasuredOperator: check_numbers,
+    MeasuredRun: check_run,
+    Quantized: check_numbers,
+    Model: check_numbers,
+    Collective: _check_collective,
+    CodecSpeed: _check_codec,
+    LossMemory: check_numbers,
+    Profile: _check_profile,
     **SENSITIVITY.checks,
 }
 
@@ -320,103 +303,76 @@ def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
     return result
 
 
-_PEAK: Final = "peak beyond state"
-
-
-def profile_text(profile: Profile, width: int | None = None) -> str:
-    """Return the profile as plain text, fitted to `width` if given."""
-    return plain(profile_table(profile), width)
-
-
 def profile_table(profile: Profile) -> RenderableType:
-    """Return the profile for a rich console: operators, then steps."""
+    """Return the profile for a rich console: a table of operators, one of runs, and notes.
+
+    The time of an operator in a format is from the uniform run in that format. Operators without
+    time and saved tensors are only counted.
+    """
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
-    free = _free(profile, uniform)
-    left = [Text(f"{many(len(free), 'operator')} more: no time, and nothing kept")] if free else []
-    return Group(
-        _operators(profile, uniform, free),
-        *left,
-        _runs(profile),
-        *(Text(line) for line in _notes(profile)),
-    )
-
-
-def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
-    """Return the operators without time or saved tensors in every format."""
-    dear = {
-        measured.operator
+    free = {item.operator for item in uniform[0].operators} - {
+        item.operator
         for run in uniform
-        for measured in run.operators
-        if measured.forward + measured.backward > 0 or _kept(profile, measured)
+        for item in run.operators
+        if item.seconds > 0 or _saved_bytes(profile, item)
     }
-    return frozenset(measured.operator for measured in uniform[0].operators) - dear
+    parts: list[RenderableType] = [_operators(profile, uniform, free)]
+    if free:
+        parts.append(f"{many(len(free), 'operator')} more: no time, and nothing saved for backward")
+    return Group(*parts, _runs(profile), *map(Text, _notes(profile)))
 
 
-def _kept(profile: Profile, measured: MeasuredOperator) -> Any:
-    """Return the bytes that an operator saves for backward."""
-    return (
-        profile.graph.operator(measured.operator)
-        .costs[measured.precision, measured.output]
-        .saved_bytes
-    )
+def _saved_bytes(profile: Profile, measured: MeasuredOperator) -> Any:
+    return profile.graph.operator(measured.operator).costs[measured.state].saved_bytes
 
 
-def _operators(profile: Profile, uniform: list[MeasuredRun], free: frozenset[str]) -> Table:
-    first, others = uniform[0], uniform[1:]
-    neighbours = [name for run in others for name in (*_columns(profile, run), "wins ms")]
-    table = _empty_table("operator", ["share", *_columns(profile, first), *neighbours])
-    used = {run.label: {m.operator: m for m in run.operators} for run in uniform}
-    for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
+def _operators(profile: Profile, uniform: Sequence[MeasuredRun], free: Set[str]) -> Table:
+    first, *others = uniform
+    columns = ["share", *_columns(profile, first)]
+    for run in others:
+        columns += [*_columns(profile, run), "wins ms"]
+    table = _empty_table("operator", columns)
+    measured_in = {run.label: {item.operator: item for item in run.operators} for run in uniform}
+    for measured in sorted(first.operators, key=lambda item: -item.seconds):
         if measured.operator in free:
             continue
-        seconds = measured.forward + measured.backward
-        cells = [
-            measured.operator,
-            f"{seconds / first.passes:.1%}",
-            *_cells(profile, first, measured),
-        ]
+        share = f"{measured.seconds / first.passes:.1%}"
+        cells = [measured.operator, share, *_cells(profile, first, measured)]
         for run in others:
-            other = used[run.label][measured.operator]
-            cells += [
-                *_cells(profile, run, other),
-                milliseconds(seconds - other.forward - other.backward),
-            ]
+            other = measured_in[run.label][measured.operator]
+            cells += _cells(profile, run, other)
+            cells.append(milliseconds(measured.seconds - other.seconds))
         table.add_row(*map(Text, cells))
     return table
 
 
 def _columns(profile: Profile, run: MeasuredRun) -> list[str]:
-    return [f"{run.label} ms", "keeps", *(["variance"] if _variances(profile, run) else [])]
+    columns = [f"{run.label} ms", "saved"]
+    return [*columns, "variance"] if _variances(profile, run) else columns
 
 
 def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> list[str]:
-    variances = _variances(profile, run)
-    result = variances.get(measured.operator, {}).get(run.label)
-    added = [("" if result is None else f"{result:.2g}")] if variances else []
-    return [
-        milliseconds(measured.forward + measured.backward),
-        short(_kept(profile, measured), "B"),
-        *added,
-    ]
+    cells = [milliseconds(measured.seconds), short(_saved_bytes(profile, measured), "B")]
+    if variances := _variances(profile, run):
+        value = variances.get(measured.operator, {}).get(run.label)
+        cells.append("" if value is None else f"{value:.2g}")
+    return cells
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
     """Return the operators' gradient variances; empty if the run's format has none."""
-    available = profile.sensitivity
-    return available.variance if available is not None and run.label in available.precisions else {}
+    sensitivity = profile.sensitivity
+    if sensitivity is None or run.label not in sensitivity.precisions:
+        return {}
+    return sensitivity.variance
 
 
 def _runs(profile: Profile) -> Table:
-    table = _empty_table("plan", ["forward ms", "backward ms", "outside ms", "spread", _PEAK])
+    columns = ["forward ms", "backward ms", "outside ms", "spread", "peak beyond state"]
+    table = _empty_table("plan", columns)
     for run in profile.runs:
-        cells = (
-            run.label,
-            milliseconds(run.forward),
-            milliseconds(run.backward),
-            milliseconds(sum(run.outside)),
-            f"{run.spread:.1%}",
-            short(run.peak_bytes, "B"),
-        )
+        times = map(milliseconds, (run.forward, run.backward, sum(run.outside)))
+        cells = (run.label, *times, f"{run.spread:.1%}", short(run.peak_bytes, "B"))
         table.add_row(*map(Text, cells))
     return table
 
@@ -429,37 +385,27 @@ def _empty_table(name: str, numbers: Sequence[str]) -> Table:
 
 
 def _notes(profile: Profile) -> list[str]:
-    from qsync_fx.profiler.timing.attribution import fitted
-
     machine = profile.machine
     lines = [f"{profile.model}"]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
-    lines.append(
-        f"{_PEAK}: without parameters, buffers, batch and the optimizer's state, which a replay counts in"
-    )
+    lines.append("peak beyond state: without parameters, buffers, batch and optimizer state")
     if profile.loss_memory is None:
-        lines.append(
-            "loss: what it takes is not known; peaks count the gradients that it gives as held throughout the backward pass"
-        )
+        lines.append("memory of the loss: not known; peaks count its gradients in all of backward")
     for (before, after), line in fitted(profile.runs).items():
-        lines.append(
-            f"quantizing {before} to {after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"
-        )
+        fixed_us, element_ps = line.fixed * 1e6, line.each * 1e12
+        cost = f"{fixed_us:.0f} us and {element_ps:.0f} ps per element"
+        lines.append(f"quantizing {before} to {after}: {cost}")
     for collective in profile.collectives:
         size, seconds = collective.seconds[-1]
-        lines.append(
-            f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
-            + (f", of which {collective.busy:.0%} are the processor's" if collective.busy else "")
-            + (
-                f"; into buckets and out of them at {short(1 / collective.copies, 'B/s')}"
-                if collective.copies
-                else ""
-            )
-            + (f"; buffers in {milliseconds(collective.buffers)} ms" if collective.buffers else "")
-        )
+        text = f"{short(size, 'B')} in {milliseconds(seconds)} ms"
+        if collective.busy:
+            text += f", which delays computation by {collective.busy:.0%} of that"
+        if collective.copies:
+            text += f"; copies into and out of buckets at {short(1 / collective.copies, 'B/s')}"
+        if collective.buffers:
+            text += f"; buffers in {milliseconds(collective.buffers)} ms"
+        lines.append(f"all-reduce over {collective.backend}, {collective.ranks} ranks: {text}")
+    versions = f"torch {machine.torch}, qsync_fx {machine.qsync_fx}"
     threads = many(machine.threads, "thread")
-    lines.append(
-        f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}"
-    )
-    return lines
+    return [*lines, f"{machine.device} {machine.name}, {threads}, {versions}"]

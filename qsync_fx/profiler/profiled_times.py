@@ -2,27 +2,23 @@
 
 Kernels are fused across operators and casts, so an operator's time depends on its state and on its
 neighbours' states. The lookup selects the runs with the most similar state, then those with the
-most similar neighbours, and averages them. A state that no run has is marked as interpolated.
-
-A measured plan of the user is an anchor: its operator times are scaled so that, with the predicted
-quantizers and the time outside operators, they add up to the measured passes.
+most similar neighbours, and averages them. A measured plan of the user is an anchor: its operator
+times are scaled so that, with quantizers and the rest, they add up to the measured passes.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.plan import Plan
-from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.profile import Profile
-from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
-from qsync_fx.profiler.timing.attribution import fitted
+from qsync_fx.profiler.run_statistics import MeasuredRun, fitted
 
 _WEIGHTS = (4, 4, 1, 1)
 """Weights of equal neighbours, in the order of `NEIGHBOURS`: adjacent ones count more."""
@@ -46,19 +42,15 @@ class ProfiledTimes:
         self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
         self._quantizing = fitted(profile.runs)
         for run in profile.runs:
-            states = [names(measured) for measured in run.operators]
+            states = {index: item.state for index, item in enumerate(run.operators)}
             forward, backward = self._anchored(run) if run.planned else (1.0, 1.0)
             for index, measured in enumerate(run.operators):
                 seconds = Seconds(measured.forward * forward, measured.backward * backward)
-                self._seen[measured.operator].append(
-                    _OperatorRun(states[index], around(states, index), seconds, run.planned)
-                )
-        self._formats = {
-            visited.state[0]
-            for item in self._seen.values()
-            for visited in item
-            if visited.state[0] is not None
-        }
+                around = tuple(states.get(index + by) for by in NEIGHBOURS)
+                entry = _OperatorRun(states[index], around, seconds, run.planned)
+                self._seen[measured.operator].append(entry)
+        measured_formats = {item.precision for run in profile.runs for item in run.operators}
+        self._formats = sorted(filter(None, measured_formats))
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
         """Return the scale factors of a run's operator times in the forward and backward pass."""
@@ -68,19 +60,19 @@ class ProfiledTimes:
         casts = sum(self._quantizing[call.before, call.after].seconds(call.numel) for call in calls)
         forward = sum(measured.forward for measured in run.operators)
         backward = sum(measured.backward for measured in run.operators)
+        forward_s = max(0.0, run.forward - outside.forward - casts)
+        backward_s = max(0.0, run.backward - outside.backward)
         return (
-            max(0.0, run.forward - outside.forward - casts) / forward if forward else 1.0,
-            max(0.0, run.backward - outside.backward) / backward if backward else 1.0,
+            forward_s / forward if forward else 1.0,
+            backward_s / backward if backward else 1.0,
         )
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
         """Return the time of an operator: see `qsync_fx.predictor.times.Times`."""
-        standing, neighbours = (
-            self._standing(operator, state),
-            dict(zip(NEIGHBOURS, around, strict=False)),
-        )
+        standing = self._standing(operator, state)
+        neighbours = dict(zip(NEIGHBOURS, around, strict=False))
         # Among equal neighbours, plans of the user win.
         likeness = [(_near(visited, neighbours), visited.own) for visited in standing]
         most = max(likeness)
@@ -96,9 +88,8 @@ class ProfiledTimes:
         equal = self._standing(operator, state)
         available = [_near(visited, neighbours) for visited in equal]
         # The unspecified neighbours can add at most their weights to the score of another run.
-        least = max(available) - sum(
-            weight for by, weight in zip(NEIGHBOURS, _WEIGHTS, strict=True) if by not in neighbours
-        )
+        weights = zip(NEIGHBOURS, _WEIGHTS, strict=True)
+        least = max(available) - sum(weight for by, weight in weights if by not in neighbours)
         may = [visited for visited, score in zip(equal, available, strict=True) if score >= least]
         return Seconds(
             min(visited.seconds.forward for visited in may),
@@ -110,11 +101,8 @@ class ProfiledTimes:
     ) -> Sequence[Collection[StateNames] | None]:
         """Return the states of each neighbour in matching runs; () if there is only one."""
         each = zip(*(visited.around for visited in self._standing(operator, state)), strict=True)
-        had = [set(states) for states in each]
-        return [
-            {item for item in states if item is not None} if len(states) > 1 else ()
-            for states in had
-        ]
+        distinct = (set(neighbours) for neighbours in each)
+        return [states - {None} if len(states) > 1 else () for states in distinct]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
         """Return the runs whose state is most similar, for any neighbours."""
@@ -122,13 +110,15 @@ class ProfiledTimes:
             raise ProfileError(
                 "the profile knows nothing of an operator",
                 where=operator,
-                do=f"measure the model that the plan is for; {nearest(operator, self._seen)[:200]}",
+                do=f"measure the plan's model; {nearest(operator, self._seen)[:200]}",
             )
         if state.precision is not None and state.precision.name not in self._formats:
+            measured = ", ".join(self._formats)
             raise ProfileError(
                 f"the profile holds no time in {state.precision}",
                 where=operator,
-                do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
+                do=f"measure it with precisions=(..., {state.precision.name!r}); "
+                f"it holds {measured}",
             )
         visited = self._seen[operator]
         likeness = [_same(item, state.names) for item in visited]
@@ -143,41 +133,17 @@ class ProfiledTimes:
         if not available:
             return Seconds(0.0, 0.0)
         line = available.get(before) or next(iter(available.values()))
-        return Seconds(
-            line.seconds(numel), 0.0, interpolated=before not in available or numel > line.largest
-        )
+        interpolated = before not in available or numel > line.largest
+        return Seconds(line.seconds(numel), 0.0, interpolated=interpolated)
 
     def outside(self) -> Seconds:
         """Return the time outside operators: the mean of all runs, as it depends on no format."""
-        runs = self._profile.runs
-        forward, backward = (
-            sum(run.outside[index] for run in runs) / len(runs) for index in (0, 1)
-        )
-        return Seconds(forward, backward)
+        forward, backward = zip(*(run.outside for run in self._profile.runs), strict=True)
+        return Seconds(statistics.fmean(forward), statistics.fmean(backward))
 
     def optimizer(self) -> float:
         """Return the seconds of the optimizer's step; 0 if none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
-
-
-def interpolated(profile: Profile, plan: Plan) -> list[str]:
-    """Return the operators whose state under a plan occurs in no run of a profile."""
-    measured = {(m.operator, names(m)) for run in profile.runs for m in run.operators}
-    result = states(profile.graph, plan).names
-    return [
-        op.id
-        for op, state in zip(profile.graph.operators, result, strict=True)
-        if (op.id, state) not in measured
-    ]
-
-
-def names(measured: MeasuredOperator) -> StateNames:
-    return measured.precision, measured.output
-
-
-def around(states: Sequence[StateNames], index: int) -> tuple[StateNames | None, ...]:
-    """Return the states of an operator's neighbours, in the order of `NEIGHBOURS`."""
-    return tuple(states[index + by] if 0 <= index + by < len(states) else None for by in NEIGHBOURS)
 
 
 def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
@@ -187,9 +153,9 @@ def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
 
 def _near(observed: _OperatorRun, neighbours: Beside) -> int:
     """Return the similarity of a run to the states of neighbours; larger is better."""
-    had = zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True)
-    return sum(
-        w
-        for by, w, item in had
-        if by in neighbours and item == (other.names if (other := neighbours[by]) else None)
-    )
+    result = 0
+    for by, weight, state in zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True):
+        if by in neighbours:
+            other = neighbours[by]
+            result += weight * (state == (other and other.names))
+    return result

@@ -1,27 +1,26 @@
-"""Measurements of a model under one plan, and their statistics.
-
-Stored runs are normalized: to the speed of the machine when the profile was measured (`at_pace`),
-and to the same interference from other processes for all plans (`levelled`).
-"""
+"""Measurements of a model under one plan, and their statistics."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy
+
+from qsync_fx.predictor.model.model_graph import StateNames
 
 
 @dataclass(frozen=True)
 class MeasuredOperator:
-    """An operator in one run.
+    """Seconds of an operator in one run.
 
     Attributes:
-        operator: its id.
         precision, output: names of the compute and output formats; None without a floating-point
             result.
-        forward, backward: seconds.
     """
 
     operator: str
@@ -30,18 +29,18 @@ class MeasuredOperator:
     forward: float
     backward: float
 
+    @property
+    def state(self) -> StateNames:
+        return self.precision, self.output
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class Quantized:
-    """One call of a quantizer.
-
-    Attributes:
-        operator: id of the operator whose operand it quantizes.
-        before, after: names of the source and target formats.
-        numel: number of elements.
-        backward: whether it runs in the backward pass.
-        seconds: duration.
-    """
+    """One call of a quantizer from format `before` to `after`, for an operand of `operator`."""
 
     operator: str
     before: str
@@ -72,6 +71,11 @@ class MeasuredRun:
     planned: bool = False
 
     @property
+    def states(self) -> list[tuple[str, StateNames]]:
+        """Id and state of each operator."""
+        return [(item.operator, item.state) for item in self.operators]
+
+    @property
     def forward(self) -> float:
         """Median seconds of the forward pass over all steps."""
         return statistics.median(step[0] for step in self.steps)
@@ -90,23 +94,15 @@ class MeasuredRun:
         """Return the run with all times multiplied by `pace`."""
         if pace == 1:
             return self
-        return replace(
-            self,
-            steps=[
-                (forward * pace, backward * pace, rest * pace)
-                for forward, backward, rest in self.steps
-            ],
-            operators=[
-                replace(item, forward=item.forward * pace, backward=item.backward * pace)
-                for item in self.operators
-            ],
-            quantized=[replace(item, seconds=item.seconds * pace) for item in self.quantized],
-        )
-
-    @property
-    def undisturbed(self) -> float:
-        """Seconds of both passes on an idle machine: the mean of the faster half of the steps."""
-        return faster_half([step[0] + step[1] for step in self.steps])
+        operators = [
+            replace(item, forward=item.forward * pace, backward=item.backward * pace)
+            for item in self.operators
+        ]
+        quantized = [replace(item, seconds=item.seconds * pace) for item in self.quantized]
+        steps = [
+            (forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps
+        ]
+        return replace(self, steps=steps, operators=operators, quantized=quantized)
 
     @property
     def spread(self) -> float:
@@ -117,7 +113,8 @@ class MeasuredRun:
     @property
     def outside(self) -> tuple[float, float]:
         """Seconds of the forward and backward pass that belong to no operator."""
-        inside = [sum(m.forward for m in self.operators), sum(m.backward for m in self.operators)]
+        inside = [sum(item.forward for item in self.operators), 0.0]
+        inside[1] = sum(item.backward for item in self.operators)
         for call in self.quantized:
             inside[call.backward] += call.seconds
         return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
@@ -128,8 +125,26 @@ def faster_half(seconds: Sequence[float]) -> float:
     return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
+def merged(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """Return the runs of a plan as one: all steps, and the medians of operators and quantizers."""
+    operators = [
+        replace(
+            same[0],
+            forward=statistics.median(item.forward for item in same),
+            backward=statistics.median(item.backward for item in same),
+        )
+        for same in zip(*(run.operators for run in runs), strict=True)
+    ]
+    quantized = [
+        replace(same[0], seconds=statistics.median(item.seconds for item in same))
+        for same in zip(*(run.quantized for run in runs), strict=True)
+    ]
+    steps = [step for run in runs for step in run.steps]
+    return replace(runs[-1], steps=steps, operators=operators, quantized=quantized)
+
+
 def paces(plans: Sequence[Sequence[float]]) -> list[float]:
-    """Return factors that equalize the interference between plans that were run interleaved.
+    """Return a factor per plan that equalizes the interference with interleaved plans.
 
     Other processes only lengthen steps, and by chance lengthen one plan more than another. The
     ratio between plans is therefore the ratio of their faster halves. The common ratio of typical
@@ -137,9 +152,6 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
 
     Args:
         plans: seconds of the steps of each plan.
-
-    Returns:
-        one factor per plan, to be multiplied with its seconds.
     """
     shares = [faster_half(seconds) / statistics.median(seconds) for seconds in plans]
     level = statistics.median(shares)
@@ -152,23 +164,55 @@ def levelled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return [run.at_pace(pace) for run, pace in zip(runs, used, strict=True)]
 
 
-def sizes(value: Any) -> str | None:
+@dataclass(frozen=True)
+class Quantizing:
+    """Linear cost of a quantizer: `fixed + each * numel` seconds, measured up to `largest`."""
+
+    fixed: float
+    each: float
+    largest: int
+
+    def seconds(self, numel: int) -> float:
+        return self.fixed + self.each * numel
+
+
+def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
+    """Return the fitted quantizer cost of each pair of source and target format, by name."""
+    times: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for run in runs:
+        for call in run.quantized:
+            times[call.before, call.after].append((call.numel, call.seconds))
+    return {pair: _line(item) for pair, item in times.items()}
+
+
+def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
+    """Fit a non-negative line by least squares; weights 1 / seconds balance small and large."""
+    numel, seconds = numpy.array(times, dtype=float).T
+    weights = 1 / numpy.sqrt(numpy.maximum(seconds, 1e-9))
+    rows = numpy.stack([numpy.ones_like(numel), numel], axis=1) * weights[:, None]
+    fixed, each = numpy.linalg.lstsq(rows, seconds * weights, rcond=None)[0]
+    if each < 0 or (numel == numel[0]).all():
+        fixed, each = seconds.mean(), 0.0
+    elif fixed < 0:
+        fixed, each = 0.0, (seconds * weights**2 * numel).sum() / (weights**2 * numel**2).sum()
+    return Quantizing(float(fixed), float(each), int(numel.max()))
+
+
+def check_numbers(value: Any) -> str | None:
     """Return an error text for a negative or non-finite number of a dataclass, else None."""
     for part in fields(value):
-        result = getattr(value, part.name)
-        for number in result if isinstance(result, tuple) else (result,):
-            if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
-                return f" has {part.name} {number}, which no measurement gives"
+        number = getattr(value, part.name)
+        if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
+            return f" has {part.name} {number}, which no measurement gives"
     return None
 
 
-def whole(run: MeasuredRun) -> str | None:
+def check_run(run: MeasuredRun) -> str | None:
+    """Return an error text for a run without steps or with impossible times, else None."""
     if not run.steps:
         return f" holds no step of the run {run.label!r}"
     for step in run.steps:
-        if (
-            not all(math.isfinite(seconds) and seconds >= 0 for seconds in step)
-            or step[0] + step[1] <= 0
-        ):
+        valid = all(math.isfinite(seconds) and seconds >= 0 for seconds in step)
+        if not valid or step[0] + step[1] <= 0:
             return f" has the step {step} in the run {run.label!r}, which no measurement gives"
-    return sizes(run)
+    return check_numbers(run)

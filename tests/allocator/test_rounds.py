@@ -173,7 +173,7 @@ def test_zero_rounds_return_the_first_plan() -> None:
 
 def test_a_model_at_hand_is_run() -> None:
     """Real steps: what they take nobody knows, but what is said of them adds up."""
-    profile = quick(layer(), Counted(), sensitivity="fisher", plan=Plan.uniform("bf16"))
+    profile = quick(layer(), Counted(), sensitivity="paper", plan=Plan.uniform("bf16"))
     profile = replace(
         profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph)
     )

@@ -87,7 +87,7 @@ def test_plan_recalibrates_an_existing_profile(
     for more, says in (
         (["--profile", str(first)], "and there is none"),
         (
-            ["--profile", str(first), "--plan", str(plan), "--sensitivity", "fisher"],
+            ["--profile", str(first), "--plan", str(plan), "--sensitivity", "paper"],
             "does not change its sensitivity",
         ),
         (
@@ -112,7 +112,7 @@ def test_profile_is_saved_in_the_cache_of_torch_compile(
         "--optimizer",
         "none",
         "--sensitivity",
-        "fisher",
+        "paper",
     ]
     assert main(["measure", "measured_nets:linear", *how, "--cache"]) == 0
     (plan,) = (tmp_path / "cache" / "profiles").glob("*/*.plan.json")

@@ -8,8 +8,12 @@ import math
 
 import pytest
 
-from qsync_fx.profiler.timing.attribution import attribute
-from qsync_fx.profiler.timing.inductor_lines import Files, InductorKernel, KernelOutput
+from qsync_fx.profiler.timing.inductor_lines import (
+    Files,
+    InductorKernel,
+    KernelOutput,
+    attribute,
+)
 
 FILE, OTHER = "forward.py", "backward.py"
 

@@ -14,9 +14,8 @@ import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.predictor.memory import LossMemory
-from qsync_fx.profiler.measurement import corrected, measure
+from qsync_fx.profiler.measurement import SAMPLES, corrected, measure
 from qsync_fx.profiler.run_statistics import MeasuredRun
-from qsync_fx.profiler.samples import SAMPLES
 from tests.support.models.small_models import Perceptron, build
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 from tests.support.tiers import ALL
@@ -30,7 +29,7 @@ def correct(model: nn.Module, step: Any, profile: Any, **more: Any) -> Profile:
 
 
 def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
-    before = replace(quick(layer(), Counted(), sensitivity="fisher"), precisions=["fp32"])
+    before = replace(quick(layer(), Counted(), sensitivity="paper"), precisions=["fp32"])
     before.save(tmp_path / "layer.json")
     step = Counted()
     after = correct(layer(), step, tmp_path / "layer.json", path=tmp_path / "layer.json")
@@ -138,12 +137,12 @@ def test_a_profile_of_something_else_is_refused() -> None:
     before = quick(layer(), Counted())
     with pytest.raises(ProfileError, match="another model"):
         correct(nn.Sequential(layer(), nn.ReLU()), Counted(), before)
-    with pytest.raises(ProfileError, match=r"another model.* 1 modules in the mode to evaluate"):
+    with pytest.raises(ProfileError, match=r"another model.* 1 modules in eval mode"):
         correct(layer().eval(), Counted(), before)
     with pytest.raises(ProfileError, match="with rounding=nearest"):
         correct(layer(), Counted(), before, options={"rounding": "nearest"})
     model = layer()
-    with pytest.raises(ProfileError, match="with no optimizer, and this is with the optimizer SGD"):
+    with pytest.raises(ProfileError, match="with no optimizer, and this is with SGD"):
         correct(model, Counted(), before, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(ProfileError, match="another machine"):
         correct(
@@ -160,7 +159,7 @@ def test_a_profile_of_something_else_is_refused() -> None:
 def test_profile_records_its_conditions() -> None:
     model = layer().eval()
     profile = quick(model, Counted(), options={"rounding": "nearest"}, repeats=1)
-    assert profile.model.conditions == "rounding=nearest, 1 modules in the mode to evaluate"
+    assert profile.model.conditions == "rounding=nearest, 1 modules in eval mode"
     assert profile.model.conditions in str(profile) and profile.model.conditions in str(
         qsync_fx.replay(Plan.uniform("fp32"), profile)
     )

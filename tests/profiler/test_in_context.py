@@ -15,8 +15,7 @@ from qsync_fx.predictor.model.model_file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiler.profile import Model, Profile
 from qsync_fx.profiler.profiled_times import ProfiledTimes
-from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
-from qsync_fx.profiler.timing.attribution import fitted
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized, fitted
 
 BF16, FP32, INT8 = "bf16", "fp32", "int8"
 

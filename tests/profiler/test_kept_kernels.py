@@ -66,7 +66,7 @@ def test_lost_cache_entries_are_recompiled(damage: str, caches: None) -> None:
     with watching("a layer") as first:
         compiled(first)
     for wrapper in first:
-        note = inductor_lines._beside(wrapper, "a layer")
+        note = inductor_lines._path(wrapper, "a layer")
         if damage == "gone":
             note.unlink()
         elif damage == "torn":
@@ -84,7 +84,7 @@ def test_lost_cache_entries_are_recompiled(damage: str, caches: None) -> None:
 def test_unwritable_cache_stores_no_lines(tmp_path: Path) -> None:
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text("pass")
-    inductor_lines._beside(str(wrapper), "a layer").mkdir()
+    inductor_lines._path(str(wrapper), "a layer").mkdir()
     inductor_lines.keep(
         str(wrapper), "a layer", {1: inductor_lines.InductorKernel("extern_kernels.mm", True, ())}
     )

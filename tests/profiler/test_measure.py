@@ -10,9 +10,8 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.measurement import SAMPLES, measure
 from qsync_fx.profiler.profile import Profile
-from qsync_fx.profiler.samples import SAMPLES
 from qsync_fx.profiler.timing.inductor_lines import watching
 from tests.support.models.small_models import Perceptron, build
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
@@ -62,8 +61,8 @@ def test_profile_contains_a_requested_sensitivity(
 ) -> None:
     batches = iter([(torch.randn(4, 16), torch.randn(4, 8)) for _ in range(3)])
     step = Counted()
-    profile = measure(layer(), step, batches, ["fp32"], repeats=1, sensitivity="fisher")
-    assert "; then 4 to 50 steps of about 1 pass for its sensitivity" in capsys.readouterr().err
+    profile = measure(layer(), step, batches, ["fp32"], repeats=1, sensitivity="paper")
+    assert "; then 4 to 50 steps for the sensitivity" in capsys.readouterr().err
     assert profile.sensitivity is not None and profile.sensitivity.steps == 3
     assert str(profile)
 

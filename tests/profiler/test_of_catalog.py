@@ -91,7 +91,7 @@ def test_catalog_profile_names_its_source_and_device(profile: Profile, tmp_path:
     with pytest.raises(ProfileError, match="measured on another machine"):
         Profile.load(tmp_path / "t4.json")
     assert Profile.load(tmp_path / "t4.json", any_machine=True) == profile
-    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(
+    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing saved" in str(
         profile
     )
     assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"

@@ -88,7 +88,7 @@ def test_file_without_loss_memory_is_loaded_as_unknown(
     (tmp_path / "net.json").write_text(json.dumps(tree))
     found = Profile.load(tmp_path / "net.json")
     assert found == replace(taken(), loss_memory=None)
-    assert "what it takes is not known" in str(found) and "not known" not in str(taken())
+    assert "memory of the loss: not known" in str(found) and "not known" not in str(taken())
 
 
 def test_file_without_copies_and_buffers_is_loaded_as_unknown(
@@ -105,8 +105,8 @@ def test_file_without_copies_and_buffers_is_loaded_as_unknown(
 def test_profile_contains_communication_times() -> None:
     said = str(taken())
     assert (
-        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 "
-        "ms" in said
+        "delays computation by 90% of that; copies into and out of buckets at 10GB/s; "
+        "buffers in 0.8 ms" in said
     )
 
 

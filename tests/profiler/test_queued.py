@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_fx.profiler.timing.attribution import attribute
-from qsync_fx.profiler.timing.inductor_lines import watching
-from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep, timing_kernels
-from qsync_fx.profiler.timing.step_validation import compiling
+from qsync_fx.profiler.timing.inductor_lines import attribute, watching
+from qsync_fx.profiler.timing.step_timers import (
+    StepSeconds,
+    TrainingStep,
+    compiling,
+    timing_kernels,
+)
 
 WRAPPER = """
 def call(wait, kernel):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_fx.profiler.training_state import untouched
+from qsync_fx.diagnostics.model_state import without_training
 from qsync_fx.rounding import rounding_stream
 from tests.support.models.small_models import Convolutional, build
 
@@ -53,7 +53,7 @@ def test_training_state_is_restored(name: str, trained: bool) -> None:
         numpy.random.get_state()[1].tolist(),
     )
 
-    with untouched(model, optimizer):
+    with without_training(model, optimizer):
         assert all(p.grad is None for p in model.parameters())
         model.train()
         train(model, optimizer)
@@ -81,7 +81,7 @@ def test_all_is_put_back_after_an_error() -> None:
     before = model.weight.clone()
 
     def interrupted() -> None:
-        with untouched(model, None), torch.no_grad():
+        with without_training(model, None), torch.no_grad():
             model.weight.zero_()
             raise KeyboardInterrupt
 

@@ -67,7 +67,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --cluster FILE      TOML file of devices and links; see qsync docs replayer
         --profile FILE...   profile, or NAME=FILE for a class of devices; repeatable
         --sensitivity FILE  file of qsync sensitivity, which replaces the sensitivities in profiles
-        --method NAME       method for missing sensitivities: %(default)s, depth or another method
+        --method NAME       method for missing sensitivities: %(default)s, paper or another method
                             of qsync sensitivity
         """,
         {"cluster": model_args.cluster},

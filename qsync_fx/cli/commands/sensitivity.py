@@ -32,7 +32,7 @@ examples:
   qsync sensitivity bert:small --method paper
   qsync sensitivity bert:small --check --steps 8"""
 
-_COMPARED = ("second_order", "injected", "depth", "paper", "fisher")
+_COMPARED = ("second_order", "injected", "paper")
 _TRUTH = "monte_carlo"
 
 
@@ -72,7 +72,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _sensitivity(arguments: argparse.Namespace) -> None:
     from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
     from qsync_fx.profiler.sensitivity.estimate import several
-    from qsync_fx.profiler.sensitivity.indicator_registry import method
+    from qsync_fx.profiler.sensitivity.gradient_step import method
 
     method(arguments.method)
     trained = model_args.read_training(arguments)

@@ -34,19 +34,20 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
     """
     if (count := ranks()) == 1:
         return []
-    table = rising(
-        [(2**power, _steadily(2**power, device)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
-    )
-    return [Collective(str(distributed.get_backend(carrying(device))), count, table)]
+    table = []
+    for power in range(_SMALLEST, _LARGEST + 1, _STEP):
+        seconds = all_reduce_seconds(2**power, device=device)
+        if seconds < _SHORT:
+            seconds = all_reduce_seconds(2**power, _MANY, device)
+        table.append((2**power, seconds))
+    return [Collective(str(distributed.get_backend(carrying(device))), count, rising(table))]
 
 
 def ranks() -> int:
     """Return the number of ranks; 1 if torch.distributed is not initialized."""
-    return (
-        distributed.get_world_size()
-        if distributed.is_available() and distributed.is_initialized()
-        else 1
-    )
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
 def all_reduces(
@@ -58,22 +59,18 @@ def all_reduces(
 
     Args:
         groups: ranks of each group.
-        device: location of the values.
 
     Returns:
         pairs of bytes per rank and seconds of the slowest rank, equal on all ranks.
     """
-    backend = None if (full := carrying(device)) is None else distributed.get_backend(full)
+    full = carrying(device)
+    backend = distributed.get_backend(full) if full is not None else None
     made: Any = distributed.new_subgroups_by_enumeration
     owned, _ = made([list(group) for group in groups], backend=backend)
     try:
-        powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
-        return rising(
-            [
-                (2**power, all_reduce_seconds(2**power, device=device, group=owned))
-                for power in powers
-            ]
-        )
+        sizes = [2**power for power in range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)]
+        seconds = [all_reduce_seconds(size, device=device, group=owned) for size in sizes]
+        return rising(list(zip(sizes, seconds, strict=True)))
     finally:
         distributed.destroy_process_group(owned)
 
@@ -96,10 +93,9 @@ def buffers_seconds(module: nn.Module) -> float:
         for buffers in by_type.values():
             message = torch.cat([buffer.flatten() for buffer in buffers])
             distributed.broadcast(message, 0, group=carrying(message.device))
-            for buffer, sent in zip(
-                buffers, torch.split(message, [item.numel() for item in buffers]), strict=True
-            ):
-                torch.empty_like(buffer).copy_(sent.view_as(buffer))
+            sent = torch.split(message, [item.numel() for item in buffers])
+            for buffer, values in zip(buffers, sent, strict=True):
+                torch.empty_like(buffer).copy_(values.view_as(buffer))
             finish(message.device)
         used.append(time.perf_counter() - begin)
     return statistics.median(slowest(used))
@@ -135,11 +131,10 @@ def all_reduce_seconds(
 
     Args:
         nbytes: bytes per rank, FP32.
-        repeats: number of measured all-reduces.
-        device: location of the values.
         group: group of this rank; None for the default group of the device's gradients.
     """
-    group = carrying(device) if group is None else group
+    if group is None:
+        group = carrying(device)
     values = torch.zeros(nbytes // 4, device=device)
     used = [0.0] * repeats
     owned, ranks = distributed.get_rank(group), distributed.get_world_size(group)
@@ -156,11 +151,6 @@ def all_reduce_seconds(
         if last and index >= 0:
             used[index] = time.perf_counter() - start
     return statistics.median(slowest(used))
-
-
-def _steadily(nbytes: int, device: torch.device) -> float:
-    seconds = all_reduce_seconds(nbytes, device=device)
-    return all_reduce_seconds(nbytes, _MANY, device) if seconds < _SHORT else seconds
 
 
 def finish(device: torch.device) -> None:

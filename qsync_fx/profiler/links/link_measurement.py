@@ -1,8 +1,7 @@
 """Measurement of a device's links: all-reduces, their effect on computation, and codecs.
 
 Steps are measured in the profile's first and last precision. `busy` and `coding` are fitted so that
-the replayer predicts the total step time, if values up to `MOST` suffice. Codec speeds are measured
-once per process for each device and number of threads.
+the replayer predicts the total step time, if values up to `MOST` suffice.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice,
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Schedule
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
-from qsync_fx.profiler.links.joint_steps import (
-    CODEC,
-    JointSteps,
-    busy as beside_products,
-    coding as coding_beside_products,
-    together,
-)
+from qsync_fx.profiler.links.joint_steps import CODEC, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
 
@@ -46,20 +39,16 @@ _REPEATS = 5
 
 
 def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
-    """Return the speed of each codec on a device, with torch's number of threads."""
+    """Return the speed of each codec on a device, measured once per number of threads."""
     return list(_with_threads(torch.get_num_threads(), device or torch.device("cpu")))
 
 
 @functools.cache
 def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
-    # Excludes codecs that depend on parameter shapes, which a profile does not contain, and on
-    # links.
     named = [codec_named(name) for name in NAMES]
-    codecs = [
-        codec
-        for codec in named
-        if codec.fitted((3, 5)) == codec and not isinstance(codec, Adaptive)
-    ]
+    # Without codecs that depend on the shapes of parameters or on links.
+    independent = [codec for codec in named if codec.fitted((3, 5)) == codec]
+    codecs = [codec for codec in independent if not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
     result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
     return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
@@ -67,7 +56,7 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
 
 MOST: Final = 4.0
 """Maximum delay of computation, as a multiple of transfer or coding time."""
-_NEAR: Final = 1e-3
+_TOLERANCE: Final = 1e-3
 _RANK: Final = "rank"
 PLANS: Final = 2
 """Number of plans, equal on all ranks, even with a single format, as ranks train together."""
@@ -81,8 +70,7 @@ def linked(
 ) -> list[Collective]:
     """Measure all-reduces, and steps with and without them, on all ranks at once.
 
-    Steps in narrow formats wait for memory bandwidth, which sending reduces; it affects wide
-    formats less.
+    Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
 
     Args:
         profile: this rank's profile, without links.
@@ -105,25 +93,24 @@ def linked(
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
-    steps: list[tuple[Plan, JointSteps]] = []
-    why = ""
     try:
         steps = [(plan, measured(plan)) for plan in plans]
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - a step may fail in any way with a DDP model
-        why = str(error) or type(error).__name__
-    if why:
-        # This frees the hooks that DistributedDataParallel registered on parameters.
-        gc.collect()
-        message = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
-        warnings.warn(f"{message}: products are computed beside all-reduces instead", stacklevel=2)
-        on_cpu = device.type == "cpu"
-        busy = beside_products(alone.seconds, device)
-        return [replace(alone, busy=busy, coding=coding_beside_products() if on_cpu else None)]
+        why, steps = str(error) or type(error).__name__, []
+    if not steps:
+        gc.collect()  # frees the hooks that DistributedDataParallel registered on parameters
+        busy = 1.0 if device.type == "cpu" else 0.0
+        warnings.warn(
+            f"no step could be trained with DistributedDataParallel ({why}): predictions assume "
+            f"that sending delays computation by {busy:.0%} of its time",
+            stacklevel=2,
+        )
+        return [replace(alone, busy=busy)]
     result = taken_in_steps(profile, alone, steps)
-    busy, coding = mean(result.busy), None if result.coding is None else mean(result.coding)
-    return [replace(result, busy=busy, coding=coding)]
+    result = replace(result, busy=mean(result.busy))
+    return [result if result.coding is None else replace(result, coding=mean(result.coding))]
 
 
 def taken_in_steps(
@@ -141,48 +128,38 @@ def taken_in_steps(
         steps: plans with their measured steps.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
-    available = [
-        (CostMapper(profile.graph, profile.times(), plan).schedule(), visited)
-        for plan, visited in steps
+    measured = [joint for _, joint in steps]
+    schedules = [CostMapper(profile.graph, profile.times(), plan).schedule() for plan, _ in steps]
+    clusters = [
+        _of_slowest(schedule, joint, alone.ranks)
+        for schedule, joint in zip(schedules, measured, strict=True)
     ]
-    clusters = [_of_slowest(schedule, visited, alone.ranks) for schedule, visited in available]
 
-    def foreseen(network: Network, codec: str | None = None) -> float:
+    def predicted(busy: float, coding: float | None = None, codec: str | None = None) -> float:
+        network = Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding)
         return sum(
             _step(profile, schedule, replace(cluster, network=network), codec)
-            for (schedule, _), cluster in zip(available, clusters, strict=True)
+            for schedule, cluster in zip(schedules, clusters, strict=True)
         )
 
-    def sending(busy: float) -> float:
-        return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy))
-
-    slowdown = sum(visited.own.left for _, visited in available) / sum(
-        schedule.seconds for schedule, _ in available
-    )
-    copied = (
-        max(0.0, sum(visited.own.copied - visited.own.left for _, visited in available)) / slowdown
-    )
-    copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in available)
-    busy = least_for(sending, sum(visited.sending for _, visited in available))
+    left = sum(joint.own.left for joint in measured)
+    slowdown = left / sum(schedule.seconds for schedule in schedules)
+    copied = max(0.0, sum(joint.own.copied for joint in measured) - left) / slowdown
+    copies = copied / sum(2 * _nbytes(schedule) for schedule in schedules)
+    busy = least_for(predicted, sum(joint.sending for joint in measured))
     result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
-    seconds = [visited.coded for _, visited in available if visited.coded is not None]
-    if len(seconds) < len(available) or not profile.codecs:
+    coded = [joint.coded for joint in measured if joint.coded is not None]
+    if len(coded) < len(measured) or not profile.codecs:
         return result
-
-    def coded(coding: float) -> float:
-        return foreseen(
-            Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding), CODEC
-        )
-
-    return replace(result, coding=least_for(coded, sum(seconds)))
+    with_codec = functools.partial(predicted, busy, codec=CODEC)
+    return replace(result, coding=least_for(with_codec, sum(coded)))
 
 
 def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
     """Return devices that compute and copy like the slowest rank, with the measured buckets."""
     slowdown = observed.slowest.left / schedule.seconds
-    copies = max(0.0, observed.slowest.copied - observed.slowest.left) / (
-        2 * _nbytes(schedule) * slowdown
-    )
+    copied = max(0.0, observed.slowest.copied - observed.slowest.left)
+    copies = copied / (2 * _nbytes(schedule) * slowdown)
     device = ClusterDevice(count, copies=copies, slowdown=slowdown)
     return Cluster({_RANK: device}, None, Buckets(observed.bucket_bytes, observed.bucket_bytes))
 
@@ -200,10 +177,13 @@ def _nbytes(schedule: Schedule) -> int:
     return sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
 
 
-def least_for(foreseen: Callable[[float], float], seconds: float) -> float:
+def least_for(predicted: Callable[[float], float], seconds: float) -> float:
     """Return the least value up to `MOST` at which the non-decreasing prediction is `seconds`."""
     low, high = 0.0, MOST
-    while high - low > _NEAR:
+    while high - low > _TOLERANCE:
         middle = (low + high) / 2
-        low, high = (middle, high) if foreseen(middle) < seconds else (low, middle)
+        if predicted(middle) < seconds:
+            low = middle
+        else:
+            high = middle
     return high if low > 0 else 0.0

@@ -1,8 +1,6 @@
-"""Checkpoint of a sensitivity estimate, in memory and in a file.
+"""Checkpoint of a sensitivity estimate: complete steps of all methods, in memory and in a file.
 
-The file is replaced atomically after each step. It contains complete steps of all methods and the
-state of methods that learn. A run resumes only for the same model, weights, batch shapes and
-settings.
+A run resumes only for the same model, weights, batch shapes and settings.
 """
 
 from __future__ import annotations
@@ -10,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,13 +28,7 @@ Values = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class MethodProgress:
-    """Results of one method.
-
-    Attributes:
-        trace: values of each step.
-        seconds: time spent.
-        learned: state of the method between steps, by name.
-    """
+    """Results of one method: values of each step, seconds, and its state between steps by name."""
 
     trace: list[Values] = field(default_factory=list)
     seconds: float = 0.0
@@ -44,13 +37,7 @@ class MethodProgress:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Content of the file.
-
-    Attributes:
-        about: settings and model, in words.
-        weights: digest of the model's tensors.
-        methods: results of each method.
-    """
+    """Content of the file: settings in words, digest of the model's tensors, and results."""
 
     about: str
     weights: str
@@ -62,16 +49,12 @@ class Interrupted:
         return min((len(item.trace) for item in self.methods.values()), default=0)
 
 
-def _wrong(result: MethodProgress) -> str | None:
-    numbers = [
-        v
-        for table in (*result.trace, *result.learned.values())
-        for by in table.values()
-        for v in by.values()
-    ]
-    if not all(v >= 0 and math.isfinite(v) for v in (*numbers, result.seconds)):
-        return " holds a number that is negative"
-    return None
+def _check(result: MethodProgress) -> str | None:
+    tables = [by for table in (*result.trace, *result.learned.values()) for by in table.values()]
+    numbers = [result.seconds, *(value for by in tables for value in by.values())]
+    if all(value >= 0 and math.isfinite(value) for value in numbers):
+        return None
+    return " holds a number that is negative or not finite"
 
 
 INTERRUPTED = Schema(
@@ -82,39 +65,8 @@ INTERRUPTED = Schema(
     name="qsync-interrupted-sensitivity",
     largest=256 * 2**20,
     smaller="ask for fewer steps",
-    checks={MethodProgress: _wrong},
+    checks={MethodProgress: _check},
 )
-
-
-def resumed(path: Path, empty: Interrupted) -> Interrupted:
-    """Return the state of an interrupted run at `path`, or `empty` if there is no file.
-
-    Raises:
-        ProfileError: the file is invalid, or belongs to something else.
-    """
-
-    def differs(result: Interrupted) -> str | None:
-        if result.about != empty.about or result.methods.keys() != empty.methods.keys():
-            return f"it was asked of {result.about}; this is {empty.about}"
-        return (
-            None
-            if result.weights == empty.weights
-            else "the model had other weights or another mode (train or eval)"
-        )
-
-    return INTERRUPTED.resumed(path, empty, differs)
-
-
-@runtime_checkable
-class Learning(Protocol):
-    """A method whose results depend on earlier steps."""
-
-    @property
-    def learned(self) -> dict[str, Values]:
-        """State between steps, by name."""
-
-    def learn(self, learned: Mapping[str, Values]) -> None:
-        """Restore the state."""
 
 
 def weights_of(model: nn.Module) -> str:
@@ -123,40 +75,33 @@ def weights_of(model: nn.Module) -> str:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {describe(tensor)} {tensor.requires_grad}".encode())
-            digest.update(
-                tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
-    digest.update(
-        " ".join(name for name, module in model.named_modules() if module.training).encode()
-    )
+            values = tensor.detach().cpu().contiguous().flatten()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+    training = (name for name, module in model.named_modules() if module.training)
+    digest.update(" ".join(training).encode())
     return digest.hexdigest()[:16]
 
 
 def shapes_of(batch: Any) -> str:
     if isinstance(batch, torch.Tensor):
         return describe(batch)
-    items = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
-    return f"({', '.join(map(shapes_of, items))})"
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, (list, tuple)):
+        batch = ()
+    return f"({', '.join(map(shapes_of, batch))})"
 
 
 def by_operator(values: Mapping[Key, float]) -> Values:
     """Return values by operator and precision; infinite values become the largest float."""
-    result: Values = {}
+    result: Values = defaultdict(dict)
     for (operator, name), value in values.items():
-        result.setdefault(operator, {})[name] = min(value, sys.float_info.max)
-    return result
+        result[operator][name] = min(value, sys.float_info.max)
+    return dict(result)
 
 
 def by_key(values: Values) -> dict[Key, float]:
-    return {
-        (operator, name): value for operator, by in values.items() for name, value in by.items()
-    }
+    return {(op, name): value for op, by in values.items() for name, value in by.items()}
 
 
 class SensitivityCheckpoint:
@@ -164,9 +109,7 @@ class SensitivityCheckpoint:
 
     Args:
         path: the file; None for none.
-        methods: methods by name.
         about: settings, in words.
-        model: the model.
 
     Attributes:
         steps: number of steps that were resumed.
@@ -177,49 +120,60 @@ class SensitivityCheckpoint:
     def __init__(
         self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module
     ) -> None:
+        self._about, self._weights = about, ""
+        if path is not None:
+            INTERRUPTED.check_writable(path)
+            self._weights = weights_of(model)
         self.path, self.methods, self.steps = path, methods, 0
         self.traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
         self.seconds = dict.fromkeys(methods, 0.0)
-        self._about, self._weights = about, "" if path is None else weights_of(model)
 
     def resume(self, batch: Any) -> None:
-        """Load the file if there is one; raise `ProfileError` if it belongs to something else.
+        """Load the file if there is one; `batch` is the first batch.
 
-        Args:
-            batch: the first batch.
+        Raises:
+            ProfileError: the file is invalid, or belongs to something else.
         """
         if self.path is None:
             return
         self._about = f"{self._about}, batches of {shapes_of(batch)}"
-        result = resumed(self.path, self._interrupted())
+        empty = self._interrupted()
+
+        def differs(result: Interrupted) -> str | None:
+            if result.about != empty.about or result.methods.keys() != empty.methods.keys():
+                return f"it is of {result.about}; this is {empty.about}"
+            if result.weights != empty.weights:
+                return "the model had other weights or another mode (train or eval)"
+            return None
+
+        result = INTERRUPTED.resumed(self.path, empty, differs)
         self.steps = result.steps
         for name, item in result.methods.items():
             self.traces[name] = [by_key(values) for values in item.trace[: result.steps]]
             self.seconds[name] = item.seconds
-            method = self.methods[name]
-            if isinstance(method, Learning):
+            method: Any = self.methods[name]
+            if item.learned:
                 method.learn(item.learned)
 
-    def add(self, result: Mapping[str, tuple[dict[Key, float], float]]) -> None:
-        """Add the values of each method in a step, with the seconds spent."""
-        for name, (values, seconds) in result.items():
-            Sensitivity(name, "", by_operator(values))  # validate now, not after all steps
-            self.traces[name].append(values)
-            self.seconds[name] += seconds
+    def add(self, name: str, values: dict[Key, float], seconds: float) -> None:
+        """Add the values of a method in a step, with the seconds spent."""
+        Sensitivity(name, "", by_operator(values))  # validate now, not after all steps
+        self.traces[name].append(values)
+        self.seconds[name] += seconds
+
+    def save(self) -> None:
         if self.path is not None:
             INTERRUPTED.write(self.path, INTERRUPTED.encode(self._interrupted()))
 
     def seconds_left(self, steps: int, done: int) -> float:
         """Return the estimated seconds for the rest of `steps` steps."""
-        return sum(self.seconds.values()) / max(done, self.steps) * (steps - max(done, self.steps))
+        done = max(done, self.steps)
+        return sum(self.seconds.values()) / done * (steps - done)
 
     def _interrupted(self) -> Interrupted:
-        methods = {
-            name: MethodProgress(
-                [by_operator(values) for values in self.traces[name]],
-                self.seconds[name],
-                dict(method.learned) if isinstance(method, Learning) else {},
-            )
-            for name, method in self.methods.items()
-        }
+        methods = {}
+        for name, method in self.methods.items():
+            trace = [by_operator(values) for values in self.traces[name]]
+            learned = getattr(method, "learned", {})
+            methods[name] = MethodProgress(trace, self.seconds[name], learned)
         return Interrupted(self._about, self._weights, methods)

@@ -1,13 +1,14 @@
-"""Input of the sensitivity methods: a repeatable step, parts of batches, and codec variances.
+"""Interface of the sensitivity methods: their registry, and their input, a repeatable step.
 
-A part of a batch ranks operators as well as the full batch, with less memory (QSync, section IV).
-Batches are any values that the user's step accepts; only tensors whose first dimension is the
-number of samples are sliced.
+A method is a `MethodSpec` in the tuple `METHODS` of a module of this package, or is added by
+`register` (docs/howto-indicator.md). All methods estimate the variance that is added to the
+gradients of all parameters, except "hessian", whose numbers only rank operators.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
@@ -19,17 +20,84 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication.codecs import codec_named
-from qsync_fx.errors import ProfileError
+from qsync_fx.entry_points import listed_in_modules
+from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.ops.spec import Place
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, Run, as_it_is
 from qsync_fx.profiler.tensor_capture.rounding_sites import Changes, Follower
-from qsync_fx.profiler.training_state import Again, trained
 
 Key = tuple[str, str]
 """Operator id and precision."""
 
 Gradients = dict[str, Tensor]
+
+
+class Method(Protocol):
+    """A sensitivity method.
+
+    One that learns from step to step has a property `learned`, its state by name, operator and
+    precision for a checkpoint, and a method `learn` that restores it.
+    """
+
+    def look(self, step: GradientStep) -> dict[Key, float]:
+        """Return each operator's contribution in each precision; absent keys contribute 0."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A sensitivity method.
+
+    Attributes:
+        name: name for users.
+        make: makes an instance for a model.
+        passes: approximate forward and backward passes per step, from the numbers of operators and
+            precisions.
+        twice: whether it uses second derivatives, which fused attention kernels lack.
+    """
+
+    name: str
+    make: Callable[[], Method]
+    passes: Callable[[int, int], int]
+    twice: bool = False
+
+
+_registered: dict[str, MethodSpec] = {}
+
+
+def register(*specs: MethodSpec) -> None:
+    """Add methods from outside of this package, which replace equally named ones."""
+    _registered.update((spec.name, spec) for spec in specs)
+
+
+@functools.cache
+def _included() -> Mapping[str, MethodSpec]:
+    return listed_in_modules("qsync_fx.profiler.sensitivity", "METHODS")
+
+
+def methods() -> Mapping[str, MethodSpec]:
+    """Return all methods by name."""
+    return {**_included(), **_registered}
+
+
+def method(name: str) -> MethodSpec:
+    """Return the method called `name`; raise `ProfileError` if there is none."""
+    if name not in methods():
+        message = f"{name!r} is not a method to estimate a sensitivity"
+        raise ProfileError(message, do=nearest(str(name), methods()))
+    return methods()[name]
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that require gradients, without duplicates."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
+    """Return the gradients of a loss by parameter name, for the parameters it depends on."""
+    parameters = trained(model)
+    result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g.detach() for name, g in zip(parameters, result, strict=True) if g is not None}
 
 
 @dataclass(frozen=True)
@@ -39,7 +107,8 @@ class GradientStep:
     Attributes:
         captured: the model.
         loss: computes the loss of the step's batch.
-        again: restores the initial state of a pass.
+        again: restores buffers and generators before a pass; the number of the sample selects the
+            draws of rounding.
         changes: rounding sites of each operator in each precision.
         generator: for draws outside the model.
         samples: number of samples in the batch.
@@ -47,7 +116,7 @@ class GradientStep:
 
     captured: Captured
     loss: Callable[[], Tensor]
-    again: Again
+    again: Callable[[int], None]
     changes: Changes
     generator: torch.Generator
     samples: int = 1
@@ -55,18 +124,14 @@ class GradientStep:
     @property
     def keys(self) -> list[Key]:
         """Operators and precisions with a rounding site."""
-        return [
-            (op, name)
-            for op, by in self.changes.items()
-            for name, change in by.items()
-            if change.places
-        ]
+        sites = [(op, name, site) for op, by in self.changes.items() for name, site in by.items()]
+        return [(operator, name) for operator, name, site in sites if site.places]
 
     @property
     def places(self) -> dict[str, set[Place]]:
         """Places of the tensors of each operator that change in some precision."""
         return {
-            op: {p for change in by.values() for p in change.places}
+            op: {place for site in by.values() for place in site.places}
             for op, by in self.changes.items()
         }
 
@@ -85,66 +150,32 @@ class GradientStep:
         with self.captured.running(run):
             return gradients_of(self.loss(), self.captured.model)
 
-
-class Method(Protocol):
-    """A sensitivity method; it may learn from step to step."""
-
-    def look(self, step: GradientStep) -> dict[Key, float]:
-        """Return each operator's contribution in each precision; absent keys contribute 0."""
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A sensitivity method.
-
-    Attributes:
-        name: name for users.
-        make: makes an instance for a model.
-        about: description for lists.
-        passes: approximate forward and backward passes per step, from the numbers of operators and
-            precisions.
-        twice: whether it uses second derivatives, which fused attention kernels lack.
-    """
-
-    name: str
-    make: Callable[[], Method]
-    about: str
-    passes: Callable[[int, int], int]
-    twice: bool = False
-
-
-def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
-    """Return the gradients of a loss by parameter name, for the parameters it depends on."""
-    parameters = trained(model)
-    result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: g.detach() for name, g in zip(parameters, result, strict=True) if g is not None}
-
-
-def square_distance(result: Gradients, exact: Gradients) -> float:
-    return sum(
-        float((result[name].double() - g.double()).square().sum())
-        for name, g in exact.items()
-        if name in result
-    )
+    def square_error(self, run: Run, exact: Gradients, draws: int = 1) -> float:
+        """Return the square distance of the gradients from `exact`, averaged over the draws."""
+        total = 0.0
+        for sample in range(draws):
+            for name, gradient in self.gradients(run, sample).items():
+                total += float((gradient.double() - exact[name].double()).square().sum())
+        return total / draws
 
 
 def samples(batch: Any) -> int:
     """Return the most common first dimension of a batch's tensors; 1 if there is none."""
     sizes: Counter[int] = Counter()
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.update(tensor.shape[:1])
-        return tensor
-
-    _map(batch, count)
-    return max(1, sizes.most_common(1)[0][0]) if sizes else 1
+    _map(batch, lambda tensor: sizes.update(tensor.shape[:1]))
+    (most, _), *_ = sizes.most_common(1) or [(1, 0)]
+    return max(1, most)
 
 
 def part_of(batch: Any, fraction: float) -> Any:
     """Return the first `fraction` of a batch's samples, rounded up."""
     full = samples(batch)
     saved = max(1, math.ceil(full * fraction))
-    return _map(batch, lambda t: t[:saved] if t.dim() and t.shape[0] == full else t)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[:saved] if tensor.dim() and len(tensor) == full else tensor
+
+    return _map(batch, part)
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
@@ -153,14 +184,15 @@ def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any
     Raises:
         ProfileError: there is no batch.
     """
-    again = itertools.cycle(batches) if isinstance(batches, Sequence) else batches
-    none = True
-    for batch in itertools.islice(again, steps):
-        none = False
+    if isinstance(batches, Sequence):
+        batches = itertools.cycle(batches)
+    empty = True
+    for batch in itertools.islice(batches, steps):
+        empty = False
         yield part_of(batch, fraction)
-    if none:
+    if empty:
         raise ProfileError(
-            "there are no batches to look at", do="give at least one batch, and at least one step"
+            "there are no batches to estimate with", do="give at least one batch and one step"
         )
 
 
@@ -180,45 +212,38 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-_STRETCH: Final = 8192
+_CHUNK: Final = 8192
 """Values per chunk: the largest block size of any codec."""
-_STRETCHES: Final = 16
+_CHUNKS: Final = 16
 
 
 def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return the variance that each codec of a plan except FP32 adds, by parameter.
 
     The variance is exact for the given gradient, in closed form for stochastic rounding. For large
-    gradients it is extrapolated from `_STRETCHES` chunks. Parameters with empty or non-finite
+    gradients it is extrapolated from `_CHUNKS` chunks. Parameters with empty or non-finite
     gradients are omitted.
     """
     codecs = [codec_named(name) for name in CODECS if name != PLAIN]
     result: dict[str, dict[str, float]] = {}
     for name, gradient in gradients.items():
-        available: dict[str, float] = {}
+        if not gradient.numel() or not bool(gradient.isfinite().all()):
+            continue
+        result[name] = {}
         for codec in codecs:
             fitted = codec.fitted(gradient.shape)
-            ordered = fitted.columns(gradient)
-            values = (
-                (gradient if ordered is None else ordered)
-                .detach()
-                .float()
-                .cpu()
-                .contiguous()
-                .flatten()
-            )
-            if not values.numel() or not bool(values.isfinite().all()):
-                break
-            part = _part(values)
-            available[codec.name] = fitted.variance(part) * values.numel() / part.numel()
-        else:
-            result[name] = available
+            values = fitted.columns(gradient)
+            if values is None:
+                values = gradient
+            values = values.detach().float().cpu().flatten()
+            part = _part(values.contiguous())
+            result[name][codec.name] = fitted.variance(part) * values.numel() / part.numel()
     return result
 
 
 def _part(values: Tensor) -> Tensor:
-    if values.numel() <= _STRETCH * _STRETCHES:
+    if values.numel() <= _CHUNK * _CHUNKS:
         return values
-    full = values[: values.numel() // _STRETCH * _STRETCH].view(-1, _STRETCH)
-    index = torch.linspace(0, len(full) - 1, _STRETCHES).round().long()
-    return full[index].flatten()
+    chunks = values[: values.numel() // _CHUNK * _CHUNK].view(-1, _CHUNK)
+    index = torch.linspace(0, len(chunks) - 1, _CHUNKS).round().long()
+    return chunks[index].flatten()

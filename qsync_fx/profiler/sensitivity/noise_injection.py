@@ -7,25 +7,29 @@ added exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator
 from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
-from qsync_fx.profiler.sensitivity.gradient_step import (
-    GradientStep,
-    Key,
-    MethodSpec,
-    square_distance,
-)
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec
 from qsync_fx.profiler.tensor_capture.rounding_sites import Rounded, RoundingSite
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Call, Tap, put, tapped
+from qsync_fx.profiler.tensor_capture.tensor_hooks import (
+    OUTPUT,
+    Call,
+    Tap,
+    is_floating,
+    put,
+    tapped,
+)
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,14 @@ class Injected:
         result: dict[Key, float] = {}
         for name, precision in keys:
             change = step.changes[name][precision]
-            run = tapped(
-                injecting(name, change, step.generator),
-                also={item.operator for item in change.following},
-            )
-            draws = self.draws if change.random else 1
-            total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
-            result[name, precision] = total / draws
+            following = {item.operator for item in change.following}
+            run = tapped(injecting(name, change, step.generator), also=following)
+            result[name, precision] = step.square_error(run, exact, change.draws(self.draws))
         return result
 
 
 def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Tap:
     """Return a tap that adds the errors of `change` to one operator."""
-
     following = {item.operator: item.fmt for item in change.following}
 
     def tap(operator: Operator, argument: list[Any], call: Call) -> Any:
@@ -78,70 +77,60 @@ def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Ta
             elif item.place != OUTPUT:
                 value = argument_at(changed, item.place)
                 put(changed, item.place, value + _drawn(item, value, generator))
-        for place, every in back.items():
-            value = None if place == OUTPUT else argument_at(changed, place)
+        of_result = back.pop(OUTPUT, [])
+        for place, roundings in back.items():
+            value = argument_at(changed, place)
             if value is not None and value.requires_grad:
                 branch = value.view_as(value)
-                _hook(branch, every, generator)
+                _hook(branch, roundings, generator)
                 put(changed, place, branch)
         result = call(changed)
         for item in change.rounded:
             if item.place == OUTPUT and not item.gradient:
                 result = result + _drawn(item, result, generator)
         if isinstance(result, Tensor) and result.requires_grad:
-            _hook(result, back.get(OUTPUT, []), generator)
+            _hook(result, of_result, generator)
         return result
 
     return tap
 
 
-def _hook(value: Tensor, every: list[Rounded], generator: torch.Generator) -> None:
-    for item in every:
-        value.register_hook(lambda g, item=item: g + _drawn(item, g, generator))  # type: ignore[no-untyped-call]
+def _hook(value: Tensor, roundings: list[Rounded], generator: torch.Generator) -> None:
+    for item in roundings:
+        hook = functools.partial(_with_error, item, generator)
+        value.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _with_error(item: Rounded, generator: torch.Generator, value: Tensor) -> Tensor:
+    return value + _drawn(item, value, generator)
 
 
 def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Call) -> Any:
     """Run an operator in a narrow format; `places` are the indices of the converted arguments."""
+    wide = next(item.dtype for item in tree_leaves(argument) if is_floating(item))
     narrow = list(argument)
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        return tensor.to(fmt.dtype) if tensor.is_floating_point() else tensor
+
     for index in places:
-        value = narrow[index]
-        narrow[index] = (
-            [_narrow(item, fmt) for item in value]
-            if isinstance(value, (list, tuple))
-            else _narrow(value, fmt)
-        )
+        narrow[index] = tree_map_only(Tensor, narrowed, narrow[index])
     result = call(narrow)
-    wide = next(item.dtype for item in _flat(argument) if _is_float(item))
     return result.to(wide) if isinstance(result, Tensor) else result
-
-
-def _narrow(value: Any, fmt: Precision) -> Any:
-    return value.to(fmt.dtype) if _is_float(value) else value
-
-
-def _flat(argument: Iterable[Any]) -> Iterator[Any]:
-    for value in argument:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     if not item.random:
         return error(of, item.fmt, item.rounding, item.keep).to(of.dtype)
     deviation = noise(of, item.fmt, item.rounding, item.keep).sqrt()
-    return (
-        torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation
-    ).to(of.dtype)
+    normal = torch.randn(of.shape, generator=generator, dtype=torch.float64)
+    return (normal.to(of.device) * deviation).to(of.dtype)
 
 
 METHODS: Final = (
     MethodSpec(
         "injected",
         Injected,
-        "noise of the exact variance is put in at each operator in turn",
         lambda operators, precisions: 1 + 2 * operators * precisions,
     ),
 )

@@ -3,28 +3,26 @@
 "second_order": an error e of a tensor changes the gradients of all parameters by H e, through the
 forward pass and the operator's own backward pass. `probed` estimates |H e|**2. Random errors are
 uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding to nearest are known and may
-add up. A step costs the same number of passes for any number of operators and precisions. The
-estimate is unbiased for errors that are small against the values. Flips of gates (`nonsmooth_ops`)
-are added separately. Operators that run without autograd are left to the method "injected".
-
-"hessian" is HAWQ's indicator, a baseline of QSync; see `HessianIndicator`.
+add up. Flips of gates (`nonsmooth_ops`) are added. "hessian" is HAWQ's indicator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.ops.spec import Place
+from qsync_fx.predictor.indicator.rounding_variance import Product, product_noise
 from qsync_fx.profiler.sensitivity.checkpoint import Values, by_key, by_operator
-from qsync_fx.profiler.sensitivity.gate_flips import flipping
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec, trained
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
 from qsync_fx.profiler.tensor_capture.gradient_probes import (
     Erring,
@@ -34,10 +32,9 @@ from qsync_fx.profiler.tensor_capture.gradient_probes import (
     probed,
     signs,
 )
-from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, NonsmoothOperator
+from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, flip_error
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OperatorCall, Taps, tapped
-from qsync_fx.profiler.training_state import trained
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, put, tapped
 
 
 @dataclass(frozen=True)
@@ -62,26 +59,21 @@ class HessianIndicator:
         step.again(0)
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
-        edges = [visited.tensors[weights[visited.operator]].edge for visited in taps.seen]
+        tensors = [call.tensors[weights[call.operator]] for call in taps.seen]
+        edges = [tensor.edge for tensor in tensors]
         slopes: tuple[Tensor | None, ...] = torch.autograd.grad(
             loss, edges, create_graph=True, allow_unused=True
         )
-        sums: dict[Key, float] = {}
-        for visited, edge, slope in zip(taps.seen, edges, slopes, strict=True):
-            largest = (
-                0.0
-                if slope is None or not slope.requires_grad
-                else self._largest(visited.operator, edge, slope, step)
-            )
-            size = visited.tensors[weights[visited.operator]].value.numel()
-            for name, change in step.changes[visited.operator].items():
-                errors = erring(visited, change, {})
-                square = sum(
-                    float(e.square.sum()) for e in errors if e.place == weights[visited.operator]
-                )
-                key = visited.operator, name
-                sums[key] = sums.get(key, 0.0) + largest / size * square
-        return sums
+        sums: dict[Key, float] = defaultdict(float)
+        for call, tensor, slope in zip(taps.seen, tensors, slopes, strict=True):
+            largest = 0.0
+            if slope is not None and slope.requires_grad:
+                largest = self._largest(call.operator, tensor.edge, slope, step)
+            for name, site in step.changes[call.operator].items():
+                errors = [e for e in erring(call, site, {}) if e.place == weights[call.operator]]
+                square = sum(float(error.square.sum()) for error in errors)
+                sums[call.operator, name] += largest / tensor.value.numel() * square
+        return dict(sums)
 
     def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
         """Return the largest absolute eigenvalue of the derivative of `slope` at `edge`."""
@@ -94,10 +86,9 @@ class HessianIndicator:
             result: tuple[Tensor | None, ...] = torch.autograd.grad(
                 slope, [edge], vector, retain_graph=True, allow_unused=True
             )
-            transposed = result[0]
-            if transposed is None:
+            if result[0] is None:
                 return 0.0
-            value, vector = float(transposed.norm()), transposed
+            value, vector = float(result[0].norm()), result[0]
         self._vectors[name] = vector
         return value
 
@@ -131,16 +122,12 @@ class Reach:
 class SecondOrder:
     """Method "second_order".
 
-    The errors of an operator directly in front of a gate are known per element (`gate_flips`). The
-    noise of other operators is measured for all gates once, then for a few gates per step, by one
-    backward pass from each.
+    The errors of an operator directly in front of a gate are known per element (`flipping`). The
+    noise of other operators is measured for all gates once, then for `gates` of them per step, by
+    one backward pass from each. Operators that run without autograd are left to "injected".
 
     Args:
         draws: sign vectors per step.
-        gates: gates whose input noise is measured in each step.
-
-    Attributes:
-        reach: input noise of the gates, from all steps so far.
     """
 
     draws: int = 8
@@ -156,9 +143,8 @@ class SecondOrder:
     def learn(self, learned: Mapping[str, Values]) -> None:
         """Restore the state of the steps before an interruption."""
         self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
-        self.reach.sums = {
-            gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned
-        }
+        measured = self.reach.runs.keys() & learned.keys()
+        self.reach.sums = {gate: by_key(learned[gate]) for gate in measured}
 
     def look(self, step: GradientStep) -> dict[Key, float]:
         following = step.following
@@ -166,93 +152,62 @@ class SecondOrder:
         step.again(0)
         with step.captured.running(tapped(taps.tap, taps.watch, following)):
             loss = step.loss()
-        numbers = {place: number for number, place in enumerate(taps.edges)}
         edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
-        matches = probed(
-            loss,
-            list(trained(step.captured.model).values()),
-            [*edges, *ends],
-            self.draws,
-            step.generator,
-        )
-        requested = self.reach.rarest(taps.gates, self.gates)
-        before = {gate: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
-        sums = _Sums(
-            matches,
-            [
-                _GateQuery(gate, self._gains(gate, matches.gradients[before[gate]], edges, step))
-                for gate in requested
-            ],
-        )
-        for index, visited in enumerate(taps.seen):
-            mine = {place: numbers[index, place] for place in visited.tensors}
-            gradients = matches.of(mine)
-            errors = [
-                (keys, erring(visited, change, gradients, change.handed))
-                for change, keys in _alike(step, visited).items()
-            ]
-            behind = following.get(visited.operator, {}).items()
-            errors += [
-                (keys, erring_behind(visited, follower, gradients)) for follower, keys in behind
-            ]
-            sums.add(index, mine, errors)
-        for item in sums.asked:
+        parameters = list(trained(step.captured.model).values())
+        result = probed(loss, parameters, [*edges, *ends], self.draws, step.generator)
+        entries = {gate.name: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
+        inputs = [
+            _GateInput(gate, _gains(gate, result.gradients[entries[gate.name]], edges, step))
+            for gate in self.reach.rarest(taps.gates, self.gates)
+        ]
+        sums = _Sums(result, inputs, step.keys)
+        numbers: list[dict[Place, int]] = [{} for _ in taps.seen]
+        for number, (call_index, place) in enumerate(taps.edges):
+            numbers[call_index][place] = number
+        for index, call in enumerate(taps.seen):
+            gradients = result.of(numbers[index])
+            errors = _errors(step, call, gradients)
+            for follower, keys in following.get(call.operator, {}).items():
+                errors.append((keys, erring_behind(call, follower, gradients)))
+            sums.add(index, numbers[index], errors)
+        for item in inputs:
             self.reach.add(item.gate, item.squares)
-        result = sums.smooth()
-        for gate, number in before.items():
-            weights = _weights(gate, matches, number)
-            if weights is not None:
-                for key, square in self._flipped(step, taps, matches, gate, weights).items():
-                    result[key] = result.get(key, 0.0) + square
+        squares = sums.total()
+        for gate in taps.gates:
+            weights = _weights(gate, result, entries[gate.name])
+            if weights is None:
+                continue
+            flips = gate.histogram(weights)
+            for key, deviation in self.reach.deviations(gate.name).items():
+                squares[key] = squares.get(key, 0.0) + flip_error(flips, deviation)
+            if gate.reads is not None:
+                call = taps.seen[gate.reads]
+                errors = _errors(step, call, result.of(numbers[gate.reads]))
+                _add_flips_behind(squares, call, errors, gate, weights)
         if taps.unrecorded:
             # Operators under torch.no_grad have errors, but no derivative reaches them.
-            result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
-        return result
+            keys = [key for key in step.keys if key[0] in taps.unrecorded]
+            squares |= Injected().of(step, keys)
+        return squares
 
-    def _flipped(
-        self,
-        step: GradientStep,
-        taps: Taps,
-        value: Probed,
-        gate: NonsmoothOperator,
-        weights: Tensor,
-    ) -> dict[Key, float]:
-        """Return the contributions of operators through flips of one gate."""
-        flips = Flips(gate.histogram(weights))
-        result = {
-            key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()
-        }
-        if gate.reads is None:
-            return result
-        visited = taps.seen[gate.reads]
-        gradients = value.of(
-            {place: index for index, (call, place) in enumerate(taps.edges) if call == gate.reads}
-        )
-        for change, keys in _alike(step, visited).items():
-            chance = flipping(visited, erring(visited, change, gradients, change.handed))
-            jumps = [(height, chance(place).view_as(weights)) for _, height, place in gate.places]
-            square = sum(height**2 * float((weights * moved).sum()) for height, moved in jumps)
-            for key in keys:
-                result[key] = result.get(key, 0.0) + square
-        return result
 
-    def _gains(
-        self,
-        gate: NonsmoothOperator,
-        like: Tensor | None,
-        edges: Sequence[object],
-        step: GradientStep,
-    ) -> Sequence[Tensor | None]:
-        """Return the derivatives of a random sum of a gate's input by each tensor."""
-        if like is None or not edges:
-            return [None] * len(edges)
-        probe = [signs(like, step.generator)]
-        return torch.autograd.grad([gate.entry], edges, probe, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
+KeyErrors = tuple[Sequence[Key], Sequence[Erring]]
+"""Errors in a call of an operator, and the operators and precisions that cause them."""
+
+
+def _errors(
+    step: GradientStep, call: OperatorCall, gradients: Mapping[Place, Tensor]
+) -> list[KeyErrors]:
+    """Return the errors of a call by its own precisions; several may have equal sites."""
+    sites: dict[RoundingSite, list[Key]] = {}
+    for name, site in step.changes.get(call.operator, {}).items():
+        sites.setdefault(site, []).append((call.operator, name))
+    return [(keys, erring(call, site, gradients, site.handed)) for site, keys in sites.items()]
 
 
 @dataclass(frozen=True)
-class _GateQuery:
+class _GateInput:
     """A probed gate, the gains of tensors at its input, and the squared errors that reach it."""
 
     gate: NonsmoothOperator
@@ -260,95 +215,89 @@ class _GateQuery:
     squares: dict[Key, float] = field(default_factory=dict)
 
 
-_Errs = tuple[Sequence[Key], Erring]
-"""Error of a tensor, with the operators and precisions that cause it."""
+def _gains(
+    gate: NonsmoothOperator, like: Tensor | None, edges: Sequence[GradientEdge], step: GradientStep
+) -> Sequence[Tensor | None]:
+    """Return the derivatives of a random sum of a gate's input by each tensor."""
+    if like is None or not edges:
+        return [None] * len(edges)
+    probe = [signs(like, step.generator)]
+    return torch.autograd.grad([gate.entry], edges, probe, allow_unused=True, retain_graph=True)
 
 
-@dataclass(frozen=True)
 class _Sums:
     """Contributions in one run, without gates: random errors, and known errors per probe."""
 
-    found: Probed
-    asked: Sequence[_GateQuery]
-    random: dict[Key, float] = field(default_factory=dict)
-    fixed: dict[Key, list[float]] = field(default_factory=dict)
+    def __init__(self, result: Probed, inputs: Sequence[_GateInput], keys: Sequence[Key]) -> None:
+        self._result, self._inputs = result, inputs
+        # Keys without known errors contribute 0.
+        self._random = dict.fromkeys(keys, 0.0)
+        self._fixed = {key: [0.0] * len(result.probes) for key in keys}
+        for item in inputs:
+            item.squares.update(self._random)
 
-    def add(
-        self,
-        call: int,
-        numbers: Mapping[Place, int],
-        result: Sequence[tuple[Sequence[Key], Sequence[Erring]]],
-    ) -> None:
+    def add(self, call: int, numbers: Mapping[Place, int], errors: Sequence[KeyErrors]) -> None:
         """Add the errors of one call, grouped by operators and precisions with equal errors."""
-        by_tensor: dict[tuple[int, bool], list[_Errs]] = {}
-        for keys, errors in result:
-            # Keys without known errors contribute 0.
-            for key in keys:
-                self.random.setdefault(key, 0.0)
-                self.fixed.setdefault(key, [0.0] * len(self.found.probes))
-                for requested in self.asked:
-                    requested.squares.setdefault(key, 0.0)
-            for item in errors:
-                by_tensor.setdefault((numbers[item.place], item.gradient), []).append((keys, item))
-        for (number, gradient), errs in by_tensor.items():
-            self._weigh(number, gradient, errs)
+        by_tensor: dict[tuple[int, bool], list[tuple[Sequence[Key], Erring]]] = defaultdict(list)
+        for keys, of_keys in errors:
+            for item in of_keys:
+                by_tensor[numbers[item.place], item.gradient].append((keys, item))
+        for (number, gradient), of_tensor in by_tensor.items():
+            self._add_to_gradients(number, gradient, of_tensor)
             if not gradient:
-                self._reach(call, number, errs)
+                self._add_to_gates(call, number, of_tensor)
 
-    def _weigh(self, number: int, gradient: bool, errs: Sequence[_Errs]) -> None:
+    def _add_to_gradients(
+        self, number: int, gradient: bool, errors: Sequence[tuple[Sequence[Key], Erring]]
+    ) -> None:
         """Add the effect of one tensor's errors on the gradients of all parameters.
 
         The derivative is converted to FP64 once for all errors, which dominates the cost.
         """
-        result = [
-            probe.by_gradient.get(number) if gradient else probe.by_value[number]
-            for probe in self.found.probes
-        ]
+        probes = self._result.probes
         squares: Tensor | None = None
-        for index, weight in enumerate(result):
+        for index, probe in enumerate(probes):
+            weight = probe.by_gradient.get(number) if gradient else probe.by_value[number]
             if weight is None:
                 continue
             wide = weight.double().flatten()
-            for keys, item in errs:
+            for keys, item in errors:
                 if not item.random:
                     moved = float(item.values.flatten().dot(wide))
                     for key in keys:
-                        self.fixed[key][index] += moved
-            if any(item.random for _, item in errs):
-                squares = wide.square_() if squares is None else squares.addcmul_(wide, wide)
-        for keys, item in errs:
+                        self._fixed[key][index] += moved
+            if not any(item.random for _, item in errors):
+                continue
+            if squares is None:
+                squares = torch.zeros_like(wide)
+            squares.addcmul_(wide, wide)
+        for keys, item in errors:
             if item.random and squares is not None:
-                square = float(item.values.flatten().dot(squares)) / len(result)
+                square = float(item.values.flatten().dot(squares)) / len(probes)
                 for key in keys:
-                    self.random[key] += square
+                    self._random[key] += square
 
-    def _reach(self, call: int, number: int, errs: Sequence[_Errs]) -> None:
+    def _add_to_gates(
+        self, call: int, number: int, errors: Sequence[tuple[Sequence[Key], Erring]]
+    ) -> None:
         """Add the effect of one tensor's errors at the inputs of the probed gates."""
-        for requested in self.asked:
-            gain = None if requested.gate.reads == call else requested.gains[number]
-            if gain is None:
+        for requested in self._inputs:
+            gain = requested.gains[number]
+            if gain is None or requested.gate.reads == call:
                 continue
             squares = gain.double().flatten().square_()
-            for keys, item in errs:
+            for keys, item in errors:
                 square = float(item.square.flatten().dot(squares))
                 for key in keys:
                     requested.squares[key] += square
 
-    def smooth(self) -> dict[Key, float]:
+    def total(self) -> dict[Key, float]:
         """Return the contribution of each operator in each precision."""
-        draws = len(self.found.probes)
+        draws = len(self._result.probes)
         return {
-            key: value + sum(item**2 for item in self.fixed[key]) / draws
-            for key, value in self.random.items()
+            key: value + sum(item**2 for item in self._fixed[key]) / draws
+            for key, value in self._random.items()
         }
-
-
-def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, list[Key]]:
-    """Return the precisions of a call grouped by rounding site, as several may be equal."""
-    result: dict[RoundingSite, list[Key]] = {}
-    for name, change in step.changes.get(observed.operator, {}).items():
-        result.setdefault(change, []).append((observed.operator, name))
-    return result
 
 
 def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | None:
@@ -357,30 +306,125 @@ def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | N
     Args:
         number: index of the gate's entry; its exit follows.
     """
-    incoming, slopes = (
-        result.gradients[number + 1],
-        [probe.by_gradient.get(number) for probe in result.probes],
-    )
-    weights = [
-        gate.weights(slope, incoming)
-        for slope in slopes
-        if slope is not None and incoming is not None
+    incoming = result.gradients[number + 1]
+    slopes = [probe.by_gradient.get(number) for probe in result.probes]
+    total: Tensor | None = None
+    for slope in slopes:
+        if slope is not None and incoming is not None:
+            weights = gate.weights(slope, incoming) / len(slopes)
+            total = weights if total is None else total.add_(weights)
+    return total
+
+
+def _add_flips_behind(
+    squares: dict[Key, float],
+    call: OperatorCall,
+    errors: Sequence[KeyErrors],
+    gate: NonsmoothOperator,
+    weights: Tensor,
+) -> None:
+    """Add the effect of a call's errors on the gate that reads its result."""
+    for keys, of_keys in errors:
+        chance = flipping(call, of_keys)
+        square = 0.0
+        for _, height, position in gate.places:
+            flipped = weights * chance(position).view_as(weights)
+            square += height**2 * float(flipped.sum())
+        for key in keys:
+            squares[key] = squares.get(key, 0.0) + square
+
+
+def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], Tensor]:
+    """Return the flip probabilities of a gate that reads a call's result unchanged.
+
+    The noise in front of a gate correlates with its input: a sum of small values has small errors,
+    and is near the jump. So the distribution over all elements would overestimate the flips, and
+    the error of each element is used instead.
+
+    Returns:
+        a function from the position of a jump to the probability that each element crosses it.
+    """
+    value = call.tensors[OUTPUT].value
+    current = [item for item in errors if not item.gradient]
+    random = {item.place: item.values for item in current if item.random}
+    deterministic = [item for item in current if not item.random]
+    # A single rounding to nearest preserves the order with respect to the jump.
+    moved = _moved(call, value, [e for e in deterministic if not (e.place == OUTPUT and e.ordered)])
+    deviation = _variance(call, random).sqrt() if random else None
+
+    def chance(position: float) -> Tensor:
+        if deviation is None:
+            return torch.ne(value > position, moved > position).double()
+        distance = torch.where(
+            value > position, moved.double() - position, position - moved.double()
+        )
+        # Without noise, 0 / 0 is NaN; the probability is 0.
+        result: Tensor = torch.special.ndtr(-distance / deviation)
+        return result.nan_to_num(nan=0.0)
+
+    return chance
+
+
+def _moved(call: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
+    """Return a call's result with known errors."""
+    of_inputs = [item for item in errors if item.place != OUTPUT]
+    of_result = [item for item in errors if item.place == OUTPUT]
+    moved = value
+    # Errors of operators that compute in a narrow format are measured at the output, and complete.
+    if of_inputs and not of_result:
+        inputs: list[Any] = list(call.given)
+        for item in of_inputs:
+            exact = argument_at(inputs, item.place)
+            put(inputs, item.place, exact + item.values.to(exact.dtype))
+        with torch.no_grad():
+            moved = call.call(inputs)
+    for item in of_result:
+        moved = moved + item.values.to(value.dtype)
+    return moved
+
+
+def _variance(call: OperatorCall, random: Mapping[Place, Tensor]) -> Tensor:
+    product, *factors = factored(call)
+    variances = [
+        random.get(place, torch.zeros_like(factor, dtype=torch.float64))
+        for place, factor in zip(call.row.scaled, factors, strict=True)
     ]
-    return sum(weights[1:], weights[0]) / len(slopes) if weights else None
+    with torch.no_grad():
+        return product_noise(product, *factors, *variances)
+
+
+def factored(call: OperatorCall) -> tuple[Product, Tensor, Tensor]:
+    """Return an operator without its bias as a product of two factors in FP64, and the factors."""
+    row = call.row
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        inputs: list[Any] = list(call.given)
+        for index in row.added:
+            if index < len(inputs) and isinstance(inputs[index], Tensor):
+                inputs[index] = _wide(inputs[index]) * 0
+        for place, value in zip(row.scaled, (a, b), strict=True):
+            put(inputs, place, _wide(value))
+        result: Tensor = call.call(inputs)
+        return result
+
+    first, second = (argument_at(call.given, place) for place in row.scaled)
+    return product, first, second
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 METHODS: Final = (
     MethodSpec(
         "second_order",
         SecondOrder,
-        "exact variances, carried to the gradients by second derivatives, and the gates that flip",
         lambda operators, precisions: 20,
         twice=True,
     ),
     MethodSpec(
         "hessian",
         HessianIndicator,
-        "HAWQ: the top eigenvalue of each weight's Hessian",
         lambda operators, precisions: 2 + 8 * operators,
         twice=True,
     ),

@@ -1,9 +1,5 @@
 """Errors of an operator's tensors in a precision, and probes of their effect on the gradients.
 
-Products round their operands and results, so their errors follow from the tensors by formula.
-Norms, softmax and followers of the cascade compute internally in the narrow format; they are rerun
-in it and compared.
-
 For random signs r, p = r'G is a sum of all parameters' gradients G. Its derivative by a tensor t is
 H'r with H = dG/dt. Averaged over signs, the square of an element of H'r is the squared norm of the
 element's effect on G; (e'H'r)**2 is that norm for an error e. Each probe is one backward pass
@@ -19,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
@@ -31,13 +28,10 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 
 @dataclass(frozen=True)
 class Erring:
-    """Errors of one tensor.
+    """Errors of the tensor at a place, or of its gradient.
 
     Attributes:
-        place: place of the tensor.
-        gradient: whether the errors are in its gradient.
         values: variance of each element if `random`, else its error; FP64.
-        random: whether the errors are random.
         ordered: whether they come from a single rounding to nearest, which preserves order with
             respect to values on the grid.
     """
@@ -62,6 +56,9 @@ def erring(
 ) -> list[Erring]:
     """Return the errors in a call of an operator.
 
+    Products round their operands and results, so their errors follow from the tensors by formula.
+    Norms and softmax compute internally in the narrow format; they are rerun in it and compared.
+
     Args:
         gradients: gradients of its tensors by place, if they have one.
         handed: format in which its result's gradient arrives; the follower accounts for that error.
@@ -69,17 +66,16 @@ def erring(
     if change.inside is not None:
         return _measured(observed, change.inside, gradients, handed)
     result = []
+    values = {place: tapped.value for place, tapped in observed.tensors.items()}
+    tensors: dict[bool, Mapping[Place, Tensor]] = {False: values, True: gradients}
     for item in change.rounded:
-        tapped = observed.tensors.get(item.place)
-        of = (
-            gradients.get(item.place) if item.gradient else None if tapped is None else tapped.value
-        )
-        if of is not None and not (item.gradient and item.place == OUTPUT and item.fmt == handed):
-            errs = noise if item.random else error
-            values = errs(of, item.fmt, item.rounding, item.keep)
-            result.append(
-                Erring(item.place, item.gradient, values, item.random, item.rounding == "nearest")
-            )
+        place, is_nearest = item.place, item.rounding == "nearest"
+        tensor = tensors[item.gradient].get(place)
+        if tensor is None or (item.gradient and place == OUTPUT and item.fmt == handed):
+            continue
+        measure = noise if item.random else error
+        errors = measure(tensor, item.fmt, item.rounding, item.keep)
+        result.append(Erring(place, item.gradient, errors, item.random, is_nearest))
     return result
 
 
@@ -110,23 +106,19 @@ def _measured(
         return []
     if handed is not None:
         incoming = incoming.to(handed.dtype).to(incoming.dtype)
+
+    def converted(tensor: Tensor, place: Place) -> Tensor:
+        # Parameters and statistics stay wide, as in the backend.
+        return tensor.to(fmt.dtype) if place in observed.converted else tensor
+
     exact = _run(observed, incoming, lambda t: t, lambda t, place: t)
-    # Only converted arguments are narrow; parameters and statistics stay wide, as in the backend.
-    narrow = _run(
-        observed,
-        incoming,
-        lambda t: t,
-        lambda t, place: t.to(fmt.dtype) if place in observed.converted else t,
-    )
-    return _differences(narrow, exact)
+    return _differences(_run(observed, incoming, lambda t: t, converted), exact)
 
 
 def _differences(narrow: Mapping[Place, Tensor], exact: Mapping[Place, Tensor]) -> list[Erring]:
     """Return the errors of an operator's result, and of its inputs' gradients."""
-    return [
-        Erring(place, place != OUTPUT, narrow[place].double() - item.double(), random=False)
-        for place, item in exact.items()
-    ]
+    errors = {place: narrow[place].double() - item.double() for place, item in exact.items()}
+    return [Erring(place, place != OUTPUT, item, random=False) for place, item in errors.items()]
 
 
 def _run(
@@ -142,7 +134,7 @@ def _run(
         before: maps the recorded inputs to the leaves that are differentiated.
         change: maps a leaf to the argument of the call.
     """
-    inputs: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in observed.given]
+    inputs: list[Any] = [tree_map_only(Tensor, torch.clone, value) for value in observed.given]
     leaves: dict[Place, Tensor] = {}
     with torch.enable_grad():
         for place in observed.tensors.keys() - {OUTPUT}:
@@ -150,13 +142,11 @@ def _run(
             leaves[place] = before(value.detach()).requires_grad_()
             put(inputs, place, change(leaves[place], place))
         result: Tensor = observed.call(inputs)
-        used = list(leaves)
-        matches = torch.autograd.grad(
-            result, [leaves[p] for p in used], incoming.to(result.dtype), allow_unused=True
+        gradients = torch.autograd.grad(
+            result, list(leaves.values()), incoming.to(result.dtype), allow_unused=True
         )
-    return {OUTPUT: result.detach()} | {
-        p: g for p, g in zip(used, matches, strict=True) if g is not None
-    }
+    pairs = zip(leaves, gradients, strict=True)
+    return {OUTPUT: result.detach()} | {place: g for place, g in pairs if g is not None}
 
 
 _EIGHT: Final = torch.tensor(
@@ -167,11 +157,9 @@ _EIGHT: Final = torch.tensor(
 
 @dataclass(frozen=True)
 class GradientProbe:
-    """Derivatives of one random sum of gradients.
+    """Derivatives of one random sum of gradients: by the tensors at all edges, and by gradients.
 
-    Attributes:
-        by_value: derivative by the tensor at each edge; None if there is none.
-        by_gradient: derivative by the gradient at an edge, by the edge's index.
+    `by_gradient` has the index of an edge as key.
     """
 
     by_value: Sequence[Tensor | None]
@@ -180,24 +168,15 @@ class GradientProbe:
 
 @dataclass(frozen=True)
 class Probed:
-    """Gradients and probes of one run.
-
-    Attributes:
-        gradients: gradient of the loss by the tensor at each edge; None if it does not depend on
-            it.
-        probes: one per draw of signs.
-    """
+    """Gradients of the loss by the tensor at each edge, None if there is none, and probes."""
 
     gradients: Sequence[Tensor | None]
     probes: Sequence[GradientProbe]
 
     def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
         """Return the gradients of a call's tensors by place, if they have one."""
-        return {
-            place: g
-            for place, number in numbers.items()
-            if (g := self.gradients[number]) is not None
-        }
+        gradients = {place: self.gradients[number] for place, number in numbers.items()}
+        return {place: g for place, g in gradients.items() if g is not None}
 
 
 def probed(
@@ -226,7 +205,7 @@ def _not_twice(why: str) -> ProfileError:
     return ProfileError(
         f"the model cannot be differentiated twice: {why}",
         where='the method "second_order"',
-        do='find the sensitivity with method="injected", which costs a pass an operator and precision, or with method="depth"',
+        do='estimate with method="injected", one pass per operator and precision, or "paper"',
     )
 
 
@@ -237,15 +216,13 @@ def _probed(
     draws: int,
     generator: torch.Generator,
 ) -> Probed:
-    methods: list[Any] = [*parameters, *edges]
+    inputs: list[Any] = [*parameters, *edges]
     result: Sequence[Tensor | None] = torch.autograd.grad(
-        loss, methods, create_graph=True, allow_unused=True
+        loss, inputs, create_graph=True, allow_unused=True
     )
+    inner = result[len(parameters) :]
     # If the loss is linear in everything, its gradients are constants.
-    owned, inner = (
-        [g for g in result[: len(parameters)] if g is not None and g.requires_grad],
-        result[len(parameters) :],
-    )
+    owned = [g for g in result[: len(parameters)] if g is not None and g.requires_grad]
     available = [index for index, g in enumerate(inner) if g is not None and g.requires_grad]
     wanted: list[Any] = [*edges, *(inner[index] for index in available)]
     _check(owned)
@@ -258,12 +235,9 @@ def _probed(
             derived = torch.autograd.grad(
                 owned, wanted, drawn, allow_unused=True, retain_graph=True
             )
-        probes.append(
-            GradientProbe(
-                derived[: len(edges)], dict(zip(available, derived[len(edges) :], strict=True))
-            )
-        )
-    return Probed([None if g is None else g.detach() for g in inner], probes)
+        by_gradient = dict(zip(available, derived[len(edges) :], strict=True))
+        probes.append(GradientProbe(derived[: len(edges)], by_gradient))
+    return Probed([g if g is None else g.detach() for g in inner], probes)
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -285,7 +259,5 @@ def _check(gradients: Sequence[Tensor]) -> None:
             continue
         visited.add(node)
         if node.name().endswith("::Error"):
-            raise _not_twice(
-                "it holds a torch.autograd.Function that is marked with once_differentiable"
-            )
+            raise _not_twice("it has a torch.autograd.Function with once_differentiable")
         todo += [before for before, _ in node.next_functions]

@@ -1,9 +1,7 @@
 """Captured models, whose graphs any runner can execute: as written, observed, or lowered.
 
 Dynamo and the passes see the model once, in FP32. Then each call runs the graphs with the runner
-that `running` sets, operator by operator under autograd, so no other plan or observer recompiles
-it. The graphs are the backend's, so operator ids match plans. Code outside of graphs runs as
-written.
+that `running` sets, so no other plan or observer recompiles it.
 """
 
 from __future__ import annotations
@@ -32,25 +30,24 @@ _NORMS: Final = (torch.ops.aten.layer_norm.default, torch.ops.aten.group_norm.de
 def called(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None = None
 ) -> Any:
-    """Return an operator's result; wider norm parameters are computed in FP32 and rounded once.
+    """Return an operator's result, which has the dtype of the activation on every device.
 
-    The compiler would fuse these conversions. The result has the dtype of the activation on every
-    device.
+    With wider parameters, a norm is computed in FP32 and rounded once.
 
     Args:
         device: device type to compute for; by default the operands'.
     """
-    x = args[0] if args else None
+    x = next(iter(args), None)
     if target in _NORMS and isinstance(x, Tensor) and (device or x.device.type) == "cuda":
-        others = [
-            v.dtype
-            for v in (*args[1:], *kwargs.values())
-            if isinstance(v, Tensor) and v.is_floating_point()
-        ]
-        if any(dtype.itemsize > x.dtype.itemsize for dtype in others):
+        others = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, Tensor)]
+        if any(v.is_floating_point() and v.itemsize > x.itemsize for v in others):
             return target(x.float(), *args[1:], **kwargs).to(x.dtype)
     return target(*args, **kwargs)
 
+
+_USED_OPTIONS: Final = (
+    "rounding gradient_rounding scaling emulate_unsupported passes root target".split()
+)
 
 Run = Callable[[Explained, Sequence[Any]], Any]
 """Computes a graph from its inputs."""
@@ -65,7 +62,6 @@ class Captured:
     """A model whose graphs are captured by Dynamo and the passes.
 
     Args:
-        model: a module.
         options: options of the backend; the plan is replaced by FP32.
 
     Attributes:
@@ -74,17 +70,8 @@ class Captured:
     """
 
     def __init__(self, model: nn.Module, options: Options | None = None) -> None:
-        inputs = options or Options()
-        self.options = Options(
-            plan=Plan.uniform("fp32"),
-            rounding=inputs.rounding,
-            gradient_rounding=inputs.gradient_rounding,
-            scaling=inputs.scaling,
-            emulate_unsupported=inputs.emulate_unsupported,
-            passes=inputs.passes,
-            root=inputs.root,
-            target=inputs.target,
-        )
+        used = {name: getattr(options or Options(), name) for name in _USED_OPTIONS}
+        self.options = Options(plan=Plan.uniform("fp32"), **used)
         self.model = model
         self.graphs: list[Explained] = []
         self._run: Run = as_it_is
@@ -107,12 +94,8 @@ class Captured:
         before, self._run = self._run, run
         try:
             # Each captured model compiles equal code again, so the recompile limits are lifted.
-            with (
-                torch._dynamo.config.patch(
-                    recompile_limit=2**16, accumulated_recompile_limit=2**16
-                ),
-                collecting(self.options),
-            ):
+            limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+            with torch._dynamo.config.patch(limits), collecting(self.options):
                 yield
         finally:
             self._run = before
@@ -121,9 +104,9 @@ class Captured:
         """Raise `ProfileError` if the model has run and no graph was captured."""
         if not self.graphs:
             raise ProfileError(
-                "Dynamo compiled no part of the model, so that nothing is known of its operators",
+                "Dynamo compiled no part of the model, so its operators are not known",
                 where=type(self.model).__name__,
-                do="call the model in step(model, batch) through its first argument, and see qsync inspect for graph breaks",
+                do="let step(model, batch) call its argument; qsync inspect shows graph breaks",
             )
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -3,18 +3,14 @@
 Noise with standard deviation s flips an element at distance z from a jump with the probability
 Phi(-z/s). The flip changes the passing gradient by the height of the jump times the incoming
 gradient, c when squared. The squared error F(s) = sum c Phi(-z/s) grows with s, not s**2, and no
-second derivative shows it. QSync's Proposition 1 (unbiased gradients) is therefore valid for smooth
-networks only.
-
-F is stored as a histogram of c over z with four bins per octave, so memory and evaluation time do
-not depend on the size of the layer.
+second derivative shows it. F is stored as a histogram of c over z with four bins per octave.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,26 +30,24 @@ def _at_zero(arguments: dict[str, Any]) -> list[tuple[float, float]]:
     return [(0.0, 1.0)]
 
 
+def _number(value: Any) -> list[tuple[float, float]]:
+    return [(float(value), 1.0)] if isinstance(value, (int, float)) else []
+
+
 _KINKS: dict[str, Kinks] = {
     "relu": _at_zero,
     "relu6": lambda value: [(0.0, 1.0), (6.0, 1.0)],
     "leaky_relu": lambda value: [(0.0, 1.0 - float(value["negative_slope"]))],
     "threshold": lambda value: [(float(value["threshold"]), 1.0)],
     "hardtanh": lambda value: [(float(value["min_val"]), 1.0), (float(value["max_val"]), 1.0)],
-    "clamp_min": lambda value: (
-        [(float(value["min"]), 1.0)] if isinstance(value["min"], (int, float)) else []
-    ),
+    "clamp_min": lambda value: _number(value["min"]),
     "hardswish": lambda value: [(-3.0, 0.5), (3.0, 0.5)],
     "hardsigmoid": lambda value: [(-3.0, 1 / 6), (3.0, 1 / 6)],
     "abs": lambda value: [(0.0, 2.0)],
 }
 """Position and height of each jump of an operator's derivative."""
 
-_POOLS: dict[str, Any] = {
-    "max_pool1d": F.max_pool1d,
-    "max_pool2d": F.max_pool2d,
-    "max_pool3d": F.max_pool3d,
-}
+_POOLS: dict[str, Any] = {f"max_pool{n}d": getattr(F, f"max_pool{n}d") for n in (1, 2, 3)}
 _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
@@ -88,9 +82,9 @@ class NonsmoothOperator:
             incoming: gradient at `exit`.
         """
         if self.rivals is not None:
+            spatial = self.rivals[0].dim() - 2
             first, second = (
-                slope.flatten(-self._spread).gather(-1, index.flatten(-self._spread))
-                for index in self.rivals
+                slope.flatten(-spatial).gather(-1, index.flatten(-spatial)) for index in self.rivals
             )
             slope = (first - second).view_as(incoming)
         return (incoming.double() * slope.double()).square()
@@ -99,29 +93,18 @@ class NonsmoothOperator:
         """Return c by bin, [256], FP64."""
         result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
-            result += (
-                torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
-            )
+            mass = torch.bincount(bins.flatten().long(), weights.flatten(), _BINS)
+            result += mass.cpu() * height**2
         result[-1] = 0.0  # beyond the reach of noise
         return result
 
-    @property
-    def _spread(self) -> int:
-        assert self.rivals is not None
-        return self.rivals[0].dim() - 2
 
-
-@dataclass
-class Flips:
-    """Gradient error of one gate as a function of the noise at its input."""
-
-    mass: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
-
-    def at(self, deviation: float) -> float:
-        if deviation <= 0:
-            return 0.0
-        middle = torch.exp2((torch.arange(_BINS, dtype=torch.float64) + 0.5) / _OCTAVE + _LOWEST)
-        return float((self.mass * torch.special.ndtr(-middle / deviation)).sum())
+def flip_error(histogram: Tensor, deviation: float) -> float:
+    """Return a gate's gradient error F for noise of a standard deviation at its input."""
+    if deviation <= 0:
+        return 0.0
+    middle = torch.exp2((torch.arange(_BINS, dtype=torch.float64) + 0.5) / _OCTAVE + _LOWEST)
+    return float((histogram * torch.special.ndtr(-middle / deviation)).sum())
 
 
 def gate(
@@ -142,11 +125,8 @@ def gate(
     if name in _POOLS:
         places, rivals = _rivals(_POOLS[name], value, inputs)
         return x, places, rivals
-    return (
-        x,
-        [(_bins(value - index), height, index) for index, height in _KINKS[name](inputs)],
-        None,
-    )
+    jumps = _KINKS[name](inputs)
+    return x, [(_bins(value - position), height, position) for position, height in jumps], None
 
 
 def _rivals(
@@ -156,8 +136,8 @@ def _rivals(
     settings = {name: value[name] for name in _POOLING}
     settings["stride"] = settings["stride"] or None
     largest, first = pool(x, **settings, return_indices=True)
-    spread = first.dim() - 2
-    rest = x.flatten(-spread).scatter(-1, first.flatten(-spread), -torch.inf).view_as(x)
+    spatial = first.dim() - 2
+    rest = x.flatten(-spatial).scatter(-1, first.flatten(-spatial), -torch.inf).view_as(x)
     next_largest, second = pool(rest, **settings, return_indices=True)
     gap = (largest - next_largest) / math.sqrt(2)
     # Equal values have a common cause, such as closed gates before them, and noise moves neither.
@@ -167,9 +147,6 @@ def _rivals(
 
 def _bins(distance: Tensor) -> Tensor:
     """Return the bin of each distance, uint8."""
+    last = _BINS - 1
     result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
-    return (
-        result.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0)
-        .clamp(0, _BINS - 1)
-        .to(torch.uint8)
-    )
+    return result.nan_to_num(nan=last, posinf=last, neginf=0).clamp(0, last).to(torch.uint8)

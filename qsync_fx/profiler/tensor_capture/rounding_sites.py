@@ -1,10 +1,9 @@
 """Rounding sites: the tensors that an operator rounds in a precision, compared with FP32.
 
 They are derived from the node metadata under the plan that gives only this operator the precision,
-so they include the effects of the device and the cascade. Operators that compute in a narrow format
-internally are marked as such. The cascade also narrows followers: a GELU behind a BF16 product
-computes in BF16, and rounds its result and, in the backward pass, its gradient. Operators that move
-or select values (views, ReLU, max pooling) do not round, as their inputs are on the format's grid.
+so they include the effects of the device and the cascade. The cascade also narrows followers: a
+GELU behind a BF16 product computes in BF16, and rounds its result and its gradient. Operators that
+move or select values (views, ReLU) do not round, as their inputs are on the format's grid.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT
 from qsync_fx.rounding import Rounding
 
 CHOOSING: Final = frozenset(
-    "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad constant_pad_nd".split()
+    "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad "
+    "constant_pad_nd".split()
 )
 """Dependent operators that select values and so do not round; others only move values."""
 
@@ -39,11 +39,9 @@ Narrow = Mapping[fx.Node, Operator]
 
 @dataclass(frozen=True)
 class Follower:
-    """An operator that the cascade narrows.
+    """An operator that the cascade narrows to `fmt`.
 
     Attributes:
-        operator: its id.
-        fmt: its compute format.
         leaves: whether its result is read in a wider format, so that the incoming gradient is
             rounded.
     """
@@ -89,27 +87,19 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
 
 def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
     """Return the places of the floating-point tensors in an argument."""
-    value = operator.graph.value
-    if isinstance(argument, fx.Node):
-        return [index] if is_float(value(argument)) else []
+    used: dict[Place, Any] = {index: argument}
     if isinstance(argument, (list, tuple)):
-        return [
-            (index, item)
-            for item, used in enumerate(argument)
-            if isinstance(used, fx.Node) and is_float(value(used))
-        ]
-    return []
+        used = {(index, item): element for item, element in enumerate(argument)}
+    nodes = [(place, node) for place, node in used.items() if isinstance(node, fx.Node)]
+    return [place for place, node in nodes if is_float(operator.graph.value(node))]
 
 
 def _hands_on(operator: Operator) -> bool:
     """Return whether an operator does not round, or is random and cannot be rerun to measure it."""
     row, target = operator.row, operator.node.target
-    if (
-        row is None
-        or row.moves
-        or row.name in CHOOSING
-        or not isinstance(target, torch._ops.OpOverload)
-    ):
+    if row is None or row.moves or row.name in CHOOSING:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
         return True
     drawn = torch.Tag.nondeterministic_seeded in target.tags
     return drawn or target._schema.is_mutable or not is_float(operator.graph.value(operator.node))
@@ -121,14 +111,11 @@ def _holds_floats(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded tensor.
+    """A tensor that is rounded to `fmt`, or whose gradient is.
 
     Attributes:
         place: argument index of the operand; `OUTPUT` for the result.
-        fmt: target format.
-        rounding: rounding mode.
         keep: dimensions with one scale per index.
-        gradient: whether the gradient of the tensor is rounded, not its value.
     """
 
     place: Place
@@ -167,6 +154,10 @@ class RoundingSite:
         """Whether any rounding is random."""
         return any(item.random for item in self.rounded)
 
+    def draws(self, most: int) -> int:
+        """Return the useful number of runs: `most`, or 1 if rounding is deterministic."""
+        return most if self.random else 1
+
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]
 """By operator and precision; empty sites for precisions of 32 bits or more."""
@@ -182,16 +173,15 @@ def changes(
         for item in part.operators:
             if item.kind is not Kind.ADJUSTABLE or item.row is None:
                 continue
+            sites = result.setdefault(str(item.id), {})
             for name in precisions:
                 if _wide(precision(name)):
-                    result.setdefault(str(item.id), {})[name] = RoundingSite()
+                    sites[name] = RoundingSite()
                     continue
                 plan = Plan("fp32", operators={str(item.id): name})
                 operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
                 owned = next(op for op in operators if op.id == item.id)
-                result.setdefault(str(item.id), {})[name] = _change(
-                    owned, narrowed(operators, before), options
-                )
+                sites[name] = _change(owned, narrowed(operators, before), options)
     return result
 
 
@@ -205,26 +195,24 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
     if fmt is None or out is None or _wide(fmt):
         return RoundingSite()
     following = followers(narrow)
-    handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
+    handed = None
+    if following and not leaves(operator.graph, operator.node, narrow):
+        handed = out
     if fmt.plain and not row.products and not row.output_only:
-        places = [
-            p
-            for index, value in enumerate(_given(operator))
-            if index not in row.writes
-            for p in floats(operator, index, value)
-        ]
-        return RoundingSite(
-            inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed
-        )
-    rounded = tuple(
-        _plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options)
-    )
+        places: list[Place] = [OUTPUT]
+        for index, value in enumerate(arguments(operator.node).values()):
+            if index not in row.writes:
+                places += floats(operator, index, value)
+        return RoundingSite((), fmt, frozenset(places), following, handed)
+    roundings = _plain if fmt.plain else _scaled
+    rounded = tuple(roundings(operator, fmt, out, options))
     return RoundingSite(rounded, None, frozenset(item.place for item in rounded), following, handed)
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
     """Return the roundings of torch's own operator on converted operands."""
-    row, inputs, back = operator.row, _given(operator), options.gradient_rounding
+    row, back = operator.row, options.gradient_rounding
+    inputs = tuple(arguments(operator.node).values())
     assert row is not None
     result = [Rounded(OUTPUT, out, "nearest"), Rounded(OUTPUT, out, back, gradient=True)]
     if row.output_only:
@@ -245,11 +233,8 @@ def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options
     for place, role in zip(row.scaled, Role, strict=True):
         keep: tuple[int, ...] = ()
         if fmt.scaled and lowering is not None:
-            keep = tuple(
-                (lowering.keep if options.scaling == "channel" else lowering.separate)(
-                    operator.node, role
-                )
-            )
+            dimensions = lowering.keep if options.scaling == "channel" else lowering.separate
+            keep = tuple(dimensions(operator.node, role))
         result.append(Rounded(place, fmt, rounding, keep))
         if carrier.bits < 32:
             result.append(Rounded(place, carrier, options.gradient_rounding, gradient=True))
@@ -257,7 +242,3 @@ def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options
         result.append(Rounded(OUTPUT, out, "nearest"))
     settings: Rounding = options.gradient_rounding if incoming.plain else rounding
     return [*result, Rounded(OUTPUT, incoming, settings, gradient=True)]
-
-
-def _given(operator: Operator) -> tuple[Any, ...]:
-    return tuple(arguments(operator.node).values())

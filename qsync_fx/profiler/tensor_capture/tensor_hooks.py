@@ -2,13 +2,12 @@
 
 `tapped` interprets a graph node by node and passes adjustable or named operators to a tap, which
 observes or changes them. Bodies of higher-order operators (activation checkpointing) are inlined
-and run once. Without a change the results are bit-identical to the graph's. `Taps` records the
-tensors that operators may round. It copies only tensors that the model mutates later, and stores
-one byte per element for gates.
+and run once. Without a change the results are bit-identical to the graph's.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import AliasSets
@@ -92,8 +92,6 @@ class OperatorCall:
     """One call of an operator.
 
     Attributes:
-        operator: its id.
-        row: its row in the operator table.
         tensors: tensors it may round, by place; for a follower all inputs and the result.
         given: its detached arguments.
         call: the operator's function.
@@ -110,15 +108,13 @@ class OperatorCall:
 
 @dataclass
 class Taps:
-    """Recorder of operator calls and gates in one run.
+    """Recorder of operator calls and gates in one run; copies tensors that are mutated later.
 
     Args:
         wanted: places to record, by operator.
         following: operators to record completely.
 
     Attributes:
-        seen: recorded calls.
-        gates: recorded gates.
         unrecorded: operators that ran with autograd disabled.
     """
 
@@ -134,9 +130,9 @@ class Taps:
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
         """Edge of each tensor's gradient, by the index of the call and the tensor's place."""
         return {
-            (index, place): t.edge
+            (index, place): tapped.edge
             for index, visited in enumerate(self.seen)
-            for place, t in visited.tensors.items()
+            for place, tapped in visited.tensors.items()
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
@@ -146,7 +142,9 @@ class Taps:
         """
         name = str(operator.id)
         follows = name in self.following
-        places = {OUTPUT, *_floats(argument)} if follows else self.wanted.get(name, set())
+        places = self.wanted.get(name, set())
+        if follows:
+            places = {OUTPUT, *_floats(argument)}
         if not places:
             return call(argument)
         if not torch.is_grad_enabled():
@@ -157,22 +155,23 @@ class Taps:
         branched, tensors = list(argument), {}
         for place in places - {OUTPUT}:
             value = argument_at(argument, place)
-            branch = (
-                value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            )
+            if value.requires_grad:
+                branch = value.view_as(value)
+            else:
+                branch = value.detach().requires_grad_()
             put(branched, place, branch)
             tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
-        result = (
-            self.watch(operator.node, branched, {}, lambda: call(branched))
-            if follows
-            else call(branched)
-        )
+        if follows:
+            result = self.watch(operator.node, branched, {}, lambda: call(branched))
+        else:
+            result = call(branched)
         if OUTPUT in places and isinstance(result, Tensor):
             # A view, since some backward passes use the result; errors there are measured by
             # running it.
-            result = result if written else result.view_as(result)
+            if not written:
+                result = result.view_as(result)
             tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
-        plain = [_plain(value, written) for value in argument]
+        plain = tree_map_only(Tensor, functools.partial(_kept, written=written), argument)
         row = operator.row
         assert row is not None
         self._given[operator.node] = len(self.seen)
@@ -192,23 +191,22 @@ class Taps:
         if matches is None:
             return call()
         x, places, rivals = matches
-        reads = read if read is not None and rivals is None and self._is_result(x, read) else None
-        entry = get_gradient_edge(x)
-        numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
+        if read is not None and (rivals is not None or not self._is_result(x, read)):
+            read = None
+        entry, numel = get_gradient_edge(x), x.numel()
+        if rivals is not None:
+            numel = int(torch.count_nonzero(x.detach()))
         result = call()
         name = f"{len(self.gates)} {node.name}"  # equal in every process
         self.gates.append(
-            NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads)
+            NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, read)
         )
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
         """Return the index of the call whose result a node reads, possibly moved by other nodes."""
-        read = (
-            self._given.get(node.args[0])
-            if node.args and isinstance(node.args[0], fx.Node)
-            else None
-        )
+        source = next(iter(node.args), None)
+        read = self._given.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
         if read is not None and note is not None and note.row is not None and note.row.moves:
             self._given[node] = read
@@ -217,11 +215,9 @@ class Taps:
     def _is_result(self, x: Tensor, call: int) -> bool:
         """Return whether a tensor has the values of a call's result in the same order."""
         noted = self.seen[call].tensors.get(OUTPUT)
-        return (
-            noted is not None
-            and noted.value.numel() == x.numel()
-            and torch.equal(noted.value.flatten(), x.detach().flatten())
-        )
+        if noted is None or noted.value.numel() != x.numel():
+            return False
+        return torch.equal(noted.value.flatten(), x.detach().flatten())
 
     def _written(self, operator: Operator) -> bool:
         """Return whether the model mutates an input or the result of the operator."""
@@ -242,21 +238,17 @@ def put(argument: list[Any], place: Place, value: Tensor) -> None:
 def _floats(argument: Sequence[Any]) -> list[Place]:
     result: list[Place] = []
     for index, value in enumerate(argument):
-        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
-        result += [(index, item) for item, element in items if _is_float(element)]
-        result += [index] if _is_float(value) else []
+        if is_floating(value):
+            result.append(index)
+        elif isinstance(value, (list, tuple)):
+            result += [(index, item) for item, t in enumerate(value) if is_floating(t)]
     return result
 
 
-def _is_float(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _kept(value: Tensor, written: bool) -> Tensor:
-    return value.detach().clone() if written else value.detach()
-
-
-def _plain(value: Any, written: bool) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, written) for item in value]
-    return _kept(value, written) if isinstance(value, Tensor) else value
+    value = value.detach()
+    return value.clone() if written else value

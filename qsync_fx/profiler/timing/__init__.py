@@ -1,6 +1,6 @@
 """Timing and memory measurement of training steps on the device.
 
-`step_timers` times steps and the lines of Inductor's wrappers, `inductor_lines` maps lines to graph
-nodes, and `attribution` maps their times to operators. `measured_memory` measures peak memory, and
-`step_validation` checks and compiles the user's step. Start with `step_timers.TrainingStep`.
+Start with `step_timers.TrainingStep`: `step_timers` checks, compiles and times steps and the lines
+of Inductor's wrappers. `inductor_lines` attributes the times of lines to operators, and
+`measured_memory` measures the memory of steps, losses and optimizers.
 """

@@ -1,12 +1,8 @@
 """Measured memory of a training step, a loss and an optimizer.
 
 torch has no allocation statistics for the CPU, so the running sum of the profiler's memory events
-gives the live bytes. The resident memory of the process would include memory that the allocator
-retains. The profiler reports a release only if it recorded the allocation, so a step runs twice in
-one recording, and the second run counts. Loss and optimizer memory are measured by running the
-loss, or a copy of the optimizer on small parameters.
-
-Invariant: results count only bytes beyond those live before the step; inputs are unchanged.
+gives the live bytes. The profiler reports a release only if it recorded the allocation, so a step
+runs twice in one recording, and the second run counts.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
     Args:
         step: runs one training step; it is called twice, so one-time allocations such as the
             optimizer's state are excluded.
-        device: device whose memory is measured.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -67,8 +62,7 @@ class AllocationRecording:
 
     def __init__(self) -> None:
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        # Kineto logs two lines per recording to standard error, which would break up progress
-        # output.
+        # Otherwise Kineto logs two lines per recording to standard error.
         with environment.default("KINETO_LOG_LEVEL", "6"):
             self._profiler.start()
 
@@ -81,28 +75,21 @@ class AllocationRecording:
         self._profiler.stop()
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
-        begin = next(
-            (event.start_ns() for event in events if event.name() == _SECOND), float("inf")
-        )
-        result = [
-            event
-            for event in events
-            if event.name() == "[memory]" and event.device_type().name == "CPU"
-        ]
+        marks = (event.start_ns() for event in events if event.name() == _SECOND)
+        begin = next(marks, float("inf"))
+        memory = [event for event in events if event.name() == "[memory]"]
+        result = [event for event in memory if event.device_type().name == "CPU"]
         result.sort(key=lambda event: event.start_ns())
         first = [event.nbytes() for event in result if event.start_ns() < begin]
         return first, [event.nbytes() for event in result[len(first) :]]
 
 
 def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
-    """Return the memory of a loss on the CPU, in bytes.
-
-    The model's results count while the loss needs them.
+    """Return the memory of a loss on the CPU, in bytes, with results while the loss needs them.
 
     Args:
         loss: computes the scalar loss from results of the model.
-        results: tensors with the shape and dtype of the model's results; their values do not
-            matter.
+        results: tensors with the shape and dtype of the model's results, and any values.
     """
     leaves = [result.detach().clone().requires_grad_() for result in results]
 
@@ -128,8 +115,7 @@ def loss_in_step(
     """Return the memory of the loss in a user's step: all that the step computes after the model.
 
     Args:
-        step: function of the model and a batch that returns the loss. It runs twice, with a model
-            that returns immediately.
+        step: runs twice, with a model that returns immediately.
         returned: the model's output for the batch.
 
     Returns:
@@ -158,14 +144,14 @@ def loss_in_step(
 @contextmanager
 def _returning(module: nn.Module, result: object) -> Iterator[None]:
     """Replace a module's forward by one that returns `result` for any arguments."""
-    live = vars(module)
-    before = {name: live[name] for name in ("forward",) if name in live}
-    live["forward"] = lambda *_, **__: result
+    before = vars(module).get("forward")
+    vars(module)["forward"] = lambda *_, **__: result
     try:
         yield
     finally:
-        del live["forward"]
-        live.update(before)
+        del vars(module)["forward"]
+        if before is not None:
+            vars(module)["forward"] = before
 
 
 _ELEMENTS = 16384
@@ -192,14 +178,17 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
 
 def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
     """Return the memory of an optimizer, zero for none; None if unknown."""
+    if optimizer is None:
+        return OptimizerMemory()
     try:
-        return OptimizerMemory() if optimizer is None else optimizer_memory(optimizer)
+        return optimizer_memory(optimizer)
     except ProfileError:
         return None
 
 
 def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
-    parameters = [torch.nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
+    """Return the state and the peak with `count` parameters, in FP32 values per element."""
+    parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
     available = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in available}
     try:
@@ -210,14 +199,10 @@ def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
         used = measured_peak(like.step)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ProfileError(
-            f"what a step of {type(optimizer).__name__} takes cannot be found out: {error}",
+            f"the memory of a step of {type(optimizer).__name__} cannot be measured: {error}",
             do="give it: predictor.memory.OptimizerMemory",
         ) from error
-    live = [
-        value
-        for state in like.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    state = sum(tensor.nbytes for tensor in live if tensor.numel() == _ELEMENTS) / count
+    live = [value for state in like.state.values() for value in state.values()]
+    tensors = [value for value in live if isinstance(value, Tensor) and value.numel() == _ELEMENTS]
+    state = sum(tensor.nbytes for tensor in tensors) / count
     return state / _ELEMENTS / 4, round(used / _ELEMENTS / 4, 2)

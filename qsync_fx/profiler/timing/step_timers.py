@@ -1,14 +1,9 @@
-"""Timers of a training step and of the lines of Inductor's wrappers.
+"""A user's training step: checks, compilation under plans, and timers of steps and their lines.
 
-On the CPU, a trace function reads a clock per line, which costs less than 1 us. With one thread the
-clock is the thread's CPU time, which is robust against other load. Several threads wait for one
-another, so they need the wall clock.
-
-On a GPU, events are queued around each kernel. The GPU is blocked while Python queues, so that the
-time between events contains no launch latency. The rest of an untraced step is time in which the
-GPU waits for Python; it is split among lines by Python's time in each.
-
-Invariant: the times of a pass add up to its untraced time, if that exceeds its kernels.
+On the CPU, a trace function reads a clock per line of Inductor's wrappers, which costs less than
+1 us. On a GPU, events are queued around each kernel. The GPU is blocked while Python queues, so
+that the time between events contains no launch latency. The rest of an untraced step is time in
+which the GPU waits for Python; it is split among lines by Python's time in each.
 """
 
 from __future__ import annotations
@@ -21,69 +16,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Final, Protocol
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+import torch._dynamo.config
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch.optim import Optimizer
 
+from qsync_fx.coverage.compilation_log import collecting
 from qsync_fx.errors import OptionError, ProfileError
-
-Clock = Callable[[], float]
-Seconds = Mapping[tuple[str, int, bool], float]
-"""Seconds by file path, line number, and whether the line ran in the backward pass."""
-
-
-class LineTimer:
-    """Line times of a step.
-
-    Attributes:
-        backward: set by the runner of the step during the backward pass.
-        seconds: accumulated seconds.
-    """
-
-    def __init__(self) -> None:
-        self.backward = False
-        self.seconds: dict[tuple[str, int, bool], float] = defaultdict(float)
-
-
-@contextlib.contextmanager
-def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
-    """Time the lines of the wrappers that this thread runs within the context."""
-    result = LineTimer()
-    before = sys.gettrace()
-
-    def called(frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code.co_name != "call" or code.co_filename not in files:
-            return None
-        readings: list[tuple[int, float]] = []
-        append, backward = readings.append, result.backward
-
-        def line(frame: FrameType, event: str, _: Any) -> Any:
-            append((frame.f_lineno, clock()))
-            if event == "return":
-                for (index, start), (_, end) in itertools.pairwise(readings):
-                    result.seconds[code.co_filename, index, backward] += end - start
-            return line
-
-        return line
-
-    sys.settrace(called)
-    try:
-        yield result
-    finally:
-        sys.settrace(before)
-
+from qsync_fx.options import Options
 
 StepFunction = Callable[[Any, Any], Tensor]
 """A user's step: from a model and a batch to the loss."""
-
-
-def clock_for(threads: int) -> Clock:
-    """Return the clock for a thread that computes with `threads` threads of torch."""
-    return time.thread_time if threads == 1 else time.perf_counter
 
 
 def check_batches(batches: object) -> None:
@@ -118,35 +65,53 @@ def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 def checked_loss(loss: object, where: str) -> Tensor:
     """Return a step's loss; raise `ProfileError` if it is no scalar that requires a gradient."""
     if not isinstance(loss, Tensor) or loss.dim():
-        message = (
-            f"a tensor of shape {list(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        do = "return the loss of the batch, a tensor without dimensions"
-        raise ProfileError(f"the step returned {message}, which is no loss", where=where, do=do)
-    if not loss.requires_grad:
-        message = "the loss depends on no parameter that requires a gradient"
+        result = f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            result = f"a tensor of shape {list(loss.shape)}"
         raise ProfileError(
-            message,
+            f"the step returned {result}, which is no loss",
+            where=where,
+            do="return the loss of the batch, a tensor without dimensions",
+        )
+    if not loss.requires_grad:
+        raise ProfileError(
+            "the loss depends on no parameter that requires a gradient",
             where=where,
             do="let the step compute it from what the model returns, with gradients",
         )
     return loss
 
 
-def finite(loss: Tensor, where: str) -> Tensor:
-    """Return a loss; raise `ProfileError` if it is NaN or infinite."""
-    if not bool(loss.detach().isfinite()):
-        message = f"the loss is {float(loss.detach())}"
-        raise ProfileError(message, where=where, do="give a model and batches that train in FP32")
-    return loss
+def checking(step: StepFunction, module: nn.Module, where: str = "step") -> StepFunction:
+    """Return a step that raises `ProfileError` for its own backward() or an invalid loss.
 
+    The error comes from within the user's backward(), so that the traceback shows it.
+    """
 
-class Watching(Protocol):
-    """Line timer that knows which pass is running."""
+    def accumulated(_: Tensor) -> None:
+        raise ProfileError(
+            "the step calls backward() itself, which the profiler does with the returned loss",
+            where=where,
+            do="let step(model, batch) return the loss, without backward() and optimizer.step()",
+        )
 
-    backward: bool
+    def checked(model: Any, batch: Any) -> Tensor:
+        leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        hooks = [register(leaf, accumulated) for leaf in leaves]
+        try:
+            loss = step(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        loss = checked_loss(loss, where)
+        if not bool(loss.detach().isfinite()):
+            message = f"the loss is {float(loss.detach())}"
+            do = "give a model and batches that train in FP32"
+            raise ProfileError(message, where=where, do=do)
+        return loss
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -159,18 +124,14 @@ class StepSeconds:
     def passes(self) -> float:
         return self.forward + self.backward
 
+    @property
+    def full(self) -> float:
+        return self.passes + self.optimizer
+
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step, without the model.
-
-    Attributes:
-        step: the user's step.
-        batch: its batch.
-        optimizer: None for none.
-        zero: clears the gradients.
-        clock: returns seconds.
-    """
+    """A training step, without the model; `zero` clears the gradients."""
 
     step: StepFunction
     batch: Any
@@ -178,7 +139,7 @@ class TrainingStep:
     zero: Callable[[], None]
     clock: Clock
 
-    def run(self, model: Any, lines: Watching | None = None) -> StepSeconds:
+    def run(self, model: Any, lines: LineTimer | Queued | None = None) -> StepSeconds:
         """Run one step and return its times; raise `ProfileError` if it returns no loss."""
         clock = self.clock
         start = clock()
@@ -196,25 +157,115 @@ class TrainingStep:
         return StepSeconds(middle - start, end - middle, clock() - optimized)
 
 
-_HELD: Final = 0.03
+Compiled = Callable[..., Any]
+CompileUnder = Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]
+"""Compiles a module with options of the backend, by training it for one step."""
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[CompileUnder]:
+    """Yield a function that compiles a module with options by training it for one step.
+
+    Dynamo's recompile limits are lifted. On exit the compiled code is reset, so the user's own
+    compiled model recompiles at its next call. `plan_coverage` does not report these compilations.
+    """
+    codes: set[CodeType] = set()
+
+    def compile_with(
+        module: nn.Module, options: Mapping[str, object], training: TrainingStep
+    ) -> Compiled:
+        inputs: dict[str, Any] = dict(options)
+        with collecting(Options.parse(options)) as log:
+            compiled: Compiled = torch.compile(
+                module, backend="qsync", options=inputs, dynamic=False
+            )
+            training.run(compiled)
+            codes.update(code for code, _ in log.frames)
+        return compiled
+
+    limit = 2**16
+    with torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=limit):
+        try:
+            yield compile_with
+        finally:
+            for code in codes:
+                reset_code(code)
+
+
+Clock = Callable[[], float]
+Line = tuple[str, int, bool]
+"""File path, line number, and whether the line ran in the backward pass."""
+Seconds = Mapping[Line, float]
+
+
+def clock_for(threads: int) -> Clock:
+    """Return the clock for a thread that computes with `threads` threads of torch.
+
+    The CPU time of a single thread is robust against other load. Several threads wait for one
+    another, so they need the wall clock.
+    """
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return a wall clock for a GPU, which synchronizes the device first."""
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+class LineTimer:
+    """Accumulated line times of a step; its runner sets `backward` during the backward pass."""
+
+    def __init__(self) -> None:
+        self.backward = False
+        self.seconds: dict[Line, float] = defaultdict(float)
+
+
+@contextlib.contextmanager
+def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
+    """Time the lines of the wrappers that this thread runs within the context."""
+    result = LineTimer()
+
+    def called(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_name != "call" or code.co_filename not in files:
+            return None
+        readings: list[tuple[int, float]] = []
+        append, backward = readings.append, result.backward
+
+        def line(frame: FrameType, event: str, _: Any) -> Any:
+            append((frame.f_lineno, clock()))
+            if event == "return":
+                for (index, start), (_, end) in itertools.pairwise(readings):
+                    result.seconds[code.co_filename, index, backward] += end - start
+            return line
+
+        return line
+
+    with _tracing(called):
+        yield result
+
+
+@contextlib.contextmanager
+def _tracing(called: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+_BLOCKED_S: Final = 0.03
 """Seconds to block the GPU; Python must queue `_QUEUED` events in less."""
 _CYCLES: Final = 2e9
 """Upper bound on the GPU's clock rate in Hz, so that it sleeps at least as long as intended."""
 _QUEUED: Final = 250
 """Events queued before the GPU is blocked again; the queue has room for 1,000 launches."""
-
-
-class TimedDevice(Protocol):
-    """A timed device."""
-
-    def mark(self) -> Any:
-        """Record an event after all queued work and return it, for `between`."""
-
-    def hold(self) -> None:
-        """Wait for all queued work, and delay the work queued next."""
-
-    def between(self, first: Any, last: Any) -> float:
-        """Return the seconds between two events."""
 
 
 class GpuTimer:
@@ -228,47 +279,33 @@ class GpuTimer:
         self._own = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
     def mark(self) -> Any:
+        """Record an event after all queued work and return it, for `between`."""
         kind: Any = torch.cuda.Event
         event = kind(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def hold(self) -> None:
+        """Wait for all queued work, and delay the work queued next."""
         torch.cuda.synchronize(self._device)
         sleep: Any = torch.cuda._sleep
-        sleep(int(_HELD * _CYCLES))
+        sleep(int(_BLOCKED_S * _CYCLES))
 
     def between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two events."""
         last.synchronize()
         used: float = first.elapsed_time(last) - self._own
         return max(0.0, used / 1e3)
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a wall clock for a GPU, which synchronizes the device first."""
-
-    def clock() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return clock
-
-
-Key = tuple[str, int, bool]
-
-
 @dataclass
 class Queued:
-    """Events and Python times of one step.
+    """Events and Python times of one step; its runner sets `backward` in the backward pass."""
 
-    Attributes:
-        backward: set by the runner of the step during the backward pass.
-    """
-
-    device: TimedDevice
+    device: GpuTimer
     backward: bool = False
-    _kernels: list[tuple[Key, Any, Any]] = field(default_factory=list)
-    _python: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    kernels: list[tuple[Line, Any, Any]] = field(default_factory=list)
+    python: dict[Line, float] = field(default_factory=lambda: defaultdict(float))
     _outside: list[tuple[bool, Any, Any]] = field(default_factory=list)
     _since: Any = None
 
@@ -276,7 +313,7 @@ class Queued:
         """Begin a segment outside of wrappers; called between the passes as the step's clock."""
         self.end_outside()
         self.device.hold()
-        self._since = self.device.mark()
+        self.begin_outside()
         return 0.0
 
     def end_outside(self) -> None:
@@ -289,79 +326,69 @@ class Queued:
         """Begin a segment outside of wrappers."""
         self._since = self.device.mark()
 
-    def kernel(self, line: Key, first: Any, last: Any) -> None:
-        self._kernels.append((line, first, last))
-
-    def python(self, line: Key, seconds: float) -> None:
-        self._python[line] += seconds
-
     def seconds(self, full: StepSeconds) -> Seconds:
         """Return the seconds of each line, given the untraced seconds of the passes.
 
         A pass's time in excess of its kernels is split among its lines by their Python time.
         """
-        result: dict[Key, float] = defaultdict(float)
-        for line, first, last in self._kernels:
-            result[line] += self.device.between(first, last)
-        outside = [0.0, 0.0]
+        result: dict[Line, float] = defaultdict(float)
+        on_device, python = [0.0, 0.0], [0.0, 0.0]
+        for line, first, last in self.kernels:
+            seconds = self.device.between(first, last)
+            result[line] += seconds
+            on_device[line[2]] += seconds
         for backward, first, last in self._outside:
-            outside[backward] += self.device.between(first, last)
-        for backward, used in ((False, full.forward), (True, full.backward)):
-            available = sum(seconds for line, seconds in result.items() if line[2] == backward)
-            waiting = max(0.0, used - available - outside[backward])
-            python = {
-                line: seconds for line, seconds in self._python.items() if line[2] == backward
-            }
-            total = sum(python.values())
-            for line, seconds in python.items():
-                result[line] += waiting * seconds / total
+            on_device[backward] += self.device.between(first, last)
+        for line, seconds in self.python.items():
+            python[line[2]] += seconds
+        for line, seconds in self.python.items():
+            used = (full.forward, full.backward)[line[2]]
+            waiting = max(0.0, used - on_device[line[2]])
+            result[line] += waiting * seconds / python[line[2]]
         return result
 
 
-class _Call:
+class _WrapperCall:
+    """Trace function of one call of a wrapper."""
+
     def __init__(self, result: Queued, file: str, kernels: Container[int]) -> None:
-        self._found, self._file, self._kernels, self._backward = (
-            result,
-            file,
-            kernels,
-            result.backward,
-        )
-        self._at: Key | None = None
+        self._result, self._file, self._kernels = result, file, kernels
+        self._backward = result.backward
+        self._line: Line | None = None
         self._begun: Any = None
         self._since, self._marks = 0.0, 0
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
         """Trace function: called before each line, and at the return."""
-        now = None
-        if self._at is not None:
-            self._found.python(self._at, time.perf_counter() - self._since)
+        now, device = None, self._result.device
+        if self._line is not None:
+            self._result.python[self._line] += time.perf_counter() - self._since
             if self._begun is not None:
-                now = self._found.device.mark()
-                self._found.kernel(self._at, self._begun, now)
-        self._at, self._begun = (self._file, frame.f_lineno, self._backward), None
+                now = device.mark()
+                self._result.kernels.append((self._line, self._begun, now))
+        self._line, self._begun = (self._file, frame.f_lineno, self._backward), None
         if event == "return":
-            self._at = None
-            self._found.begin_outside()
+            self._line = None
+            self._result.begin_outside()
             return self.line
         if frame.f_lineno in self._kernels:
             if self._marks >= _QUEUED:
-                self._found.device.hold()
+                device.hold()
                 self._marks, now = 0, None
-            self._begun = now or self._found.device.mark()
+            self._begun = now or device.mark()
             self._marks += 1
         self._since = time.perf_counter()
         return self.line
 
 
 @contextlib.contextmanager
-def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> Iterator[Queued]:
+def timing_kernels(files: Mapping[str, Container[int]], device: GpuTimer) -> Iterator[Queued]:
     """Time the lines of the wrappers that this thread runs within the context.
 
     Args:
         files: lines that call kernels, by path of the wrapper.
     """
     result = Queued(device)
-    before = sys.gettrace()
 
     def called(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
@@ -369,10 +396,7 @@ def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> 
         if code.co_name != "call" or file not in files:
             return None
         result.end_outside()
-        return _Call(result, file, files[file]).line
+        return _WrapperCall(result, file, files[file]).line
 
-    sys.settrace(called)
-    try:
+    with _tracing(called):
         yield result
-    finally:
-        sys.settrace(before)

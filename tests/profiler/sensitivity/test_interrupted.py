@@ -69,7 +69,7 @@ def test_interrupted_sensitivity_resumes(tmp_path: Path, train: bool) -> None:
 
 def test_methods_restore_their_state(tmp_path: Path) -> None:
     """But for the eigenvectors of "hessian", which are too large to keep."""
-    partial, names = tmp_path / "partial", ["second_order", "random"]
+    partial, names = tmp_path / "partial", ["second_order", "paper"]
     wanted = several(model(), step, batches(), names, ["int8"], steps=3)
     whole = Counted()
     several(model(), whole, batches(), names, ["int8"], steps=3)
@@ -127,7 +127,7 @@ def test_invalid_variance_is_reported_in_its_step(tmp_path: Path) -> None:
 
     with pytest.raises(ProfileError, match="is no variance"):
         qsync_fx.sensitivity(
-            model(), without, batches(), "fisher", ["int8"], steps=40, path=tmp_path / "s.json"
+            model(), without, batches(), "paper", ["int8"], steps=40, path=tmp_path / "s.json"
         )
     assert len(steps) <= 2
 
@@ -144,7 +144,7 @@ def test_measure_resumes_its_sensitivity(tmp_path: Path) -> None:
             ("bf16",),
             repeats=1,
             path=path,
-            sensitivity="fisher",
+            sensitivity="paper",
             progress=False,
         )
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
-from qsync_fx.profiler.sensitivity.indicator_registry import methods
+from qsync_fx.profiler.sensitivity.gradient_step import methods
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
 from qsync_fx.profiler.tensor_capture.tensor_hooks import tapped
 from tests.support import tiers

@@ -57,6 +57,8 @@ def test_hessian_gives_the_largest_eigenvalue() -> None:
 
 
 def test_random_halves_with_each_wider_precision_and_stays() -> None:
+    import benchmarks.support.indicators  # noqa: F401 - registers "random"
+
     model = small_models.build(lambda: wide(nn.ReLU))
     (found,) = several(model, step, batches(), ["random"], ["bf16", "int8"], steps=3)
     for by in found.variance.values():
@@ -71,12 +73,12 @@ def test_the_trace_of_a_model_that_trains() -> None:
     """
     model = small_models.build(lambda: wide(nn.ReLU))
     one = batches()[:1]
-    (still,) = several(model, step, one, ["fisher"], ["int8"], steps=3)
+    (still,) = several(model, step, one, ["paper"], ["int8"], steps=3)
     (trained,) = several(
         model,
         step,
         one,
-        ["fisher"],
+        ["paper"],
         ["int8"],
         steps=3,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.5),

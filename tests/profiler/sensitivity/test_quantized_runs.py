@@ -53,7 +53,7 @@ def test_exact_and_injected_equal_quantized_runs(activation: type[nn.Module]) ->
 def test_variances_of_two_operators_add_up() -> None:
     from qsync_fx.plan import Plan
     from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
-    from qsync_fx.profiler.sensitivity.monte_carlo import lowered, truth
+    from qsync_fx.profiler.sensitivity.monte_carlo import lowered
 
     model = small_models.build(lambda: wide(nn.GELU))
     looking = _SensitivityRun(Captured(model), step, ["int8"], 0)
@@ -62,7 +62,7 @@ def test_variances_of_two_operators_add_up() -> None:
 
         def square(*names: str) -> float:
             plan = Plan("fp32", operators=dict.fromkeys(names, "int8"))
-            return truth(one, lowered(plan), 200, exact).square
+            return one.square_error(lowered(plan), exact, 200)
 
         for pair in (("0/linear", "4/linear"), ("2/linear", "8/linear")):
             assert square(*pair) / (square(pair[0]) + square(pair[1])) == pytest.approx(1, abs=0.25)

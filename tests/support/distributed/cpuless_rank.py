@@ -27,11 +27,8 @@ from qsync_fx.profiler.links.collective_times import (
     all_reduces,
     buffers_seconds,
 )
-from qsync_fx.profiler.links.joint_steps import busy, coding
 from tests.support.distributed.guarded_rank import compiled, data, network, said, train, weights
 from tests.support.processes import ranks
-
-TABLE = [(2**16, 1e-3)]
 
 
 def refusals(rank: int) -> list[str]:
@@ -73,7 +70,7 @@ def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "refused": refusals(rank),
         "routes": routes(),
-        "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm), busy(TABLE), coding()],
+        "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm)],
         "ways": [one.way for one in reductions(["qsgd8"], 2**12, 3)],
     }
 

@@ -1,0 +1,107 @@
+"""Baseline indicators for comparisons: the sensitivity methods "depth", "fisher" and "random".
+
+Importing this module registers them. A step of the first two is one forward and one backward pass.
+"random" is a baseline of QSync: an operator's value is drawn once for its narrowest precision, and
+halved for each next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qsync_fx.formats import FORMATS
+from qsync_fx.ops.spec import Place
+from qsync_fx.predictor.indicator.formulas import omega
+from qsync_fx.predictor.indicator.rounding_variance import (
+    input_gradient_noise,
+    product_noise,
+    weight_gradient_noise,
+)
+from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, Looked
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec, register
+from qsync_fx.profiler.sensitivity.second_order import factored
+from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
+from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT
+
+
+def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
+    """Return the closed form of `omega` with the exact variances of each product."""
+    errors = erring(looked.seen, change, looked.gradients)
+    x, weight = (
+        (_square(errors, place) for place in looked.seen.row.scaled)
+        if looked.seen.row.scaled
+        else (None, None)
+    )
+    g = _square(errors, OUTPUT, gradient=True)
+    rest = sum(
+        float(e.square.sum())
+        for e in errors
+        if not e.gradient and e.place not in looked.seen.row.scaled
+    )
+    incoming = looked.gradients.get(OUTPUT)
+    if x is None or weight is None or incoming is None:
+        backward = sum(float(e.square.sum()) for e in errors if e.gradient)
+        return omega(looked.gamma, looked.depth, looked.deepest, rest, 0.0, backward)
+    product, a, b = factored(looked.seen)
+    nothing = torch.zeros_like(incoming, dtype=torch.float64)
+    forward = float(product_noise(product, a, b, x, weight).sum())
+    to_weight = float(
+        weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum()
+    )
+    to_input = float(
+        input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum()
+    )
+    return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
+
+
+def by_fisher(looked: Looked, name: str, change: RoundingSite) -> float:
+    """Return the mean squared first-order change of the loss: squared gradients * variance."""
+    result = 0.0
+    for item in erring(looked.seen, change, looked.gradients):
+        slope = looked.gradients.get(item.place)
+        if not item.gradient and slope is not None:
+            result += float((item.square * slope.double().square()).sum())
+    return result
+
+
+def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tensor | None:
+    return next((e.square for e in errors if e.place == place and e.gradient is gradient), None)
+
+
+@dataclass(frozen=True)
+class RandomIndicator:
+    _drawn: dict[str, float] = field(default_factory=dict)
+
+    def look(self, step: GradientStep) -> dict[Key, float]:
+        result: dict[Key, float] = {}
+        for name, by in step.changes.items():
+            drawn = self._drawn.setdefault(name, float(torch.rand((), generator=step.generator)))
+            narrow = [fmt for fmt, change in by.items() if change.places]
+            for place, fmt in enumerate(
+                sorted(narrow, key=lambda p: (FORMATS[p].bits, FORMATS[p].mantissa))
+            ):
+                result[name, fmt] = drawn / 2**place
+        return result
+
+
+register(
+    MethodSpec(
+        "depth",
+        lambda: Formulas(by_depth),
+        lambda operators, precisions: 2,
+    ),
+    MethodSpec(
+        "fisher",
+        lambda: Formulas(by_fisher),
+        lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "random",
+        RandomIndicator,
+        lambda operators, precisions: 0,
+    ),
+)
