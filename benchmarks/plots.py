@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 # Colours that remain distinct with colour blindness (Okabe and Ito).
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#8b949e"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "qsync_fx",
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
