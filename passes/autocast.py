@@ -46,7 +46,7 @@ class Autocast:
                 graph.graph.erase_node(node)
         if graph.context.ambient is not None and graph.parent is None:
             first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
-            _enclose(graph, first, graph.nodes[-1].prev, None, False, None)
+            _enclose(graph, first, graph.nodes[-1], None, False, None)
         graph.module.recompile()
 
 
@@ -106,15 +106,15 @@ def _cast(
 
 def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     """Leave an opaque node in its original autocast region."""
-    _enclose(graph, node, node, region[1], region[0], True)
+    _enclose(graph, node, node.next, region[1], region[0], True)
     node_metadata.REGION[node] = region
 
 
-def _enclose(graph: PrecisionGraph, first: fx.Node, last: fx.Node, *settings: Any) -> None:
-    """Insert an autocast region (dtype, enabled, cached) around consecutive nodes."""
+def _enclose(graph: PrecisionGraph, first: fx.Node, after: fx.Node, *settings: Any) -> None:
+    """Insert an autocast region (dtype, enabled, cached) from `first` up to before `after`."""
     with graph.graph.inserting_before(first):
         arguments = (graph.context.device.type, *settings)
         enter = graph.graph.call_function(_enter_autocast, arguments)
-    with graph.graph.inserting_after(last):
+    with graph.graph.inserting_before(after):
         leave = graph.graph.call_function(_exit_autocast, (enter,))
     node_metadata.KEPT[enter] = node_metadata.KEPT[leave] = True
