@@ -83,17 +83,17 @@ def _kernels_serve(group: dict[str, Any], scalars: Iterable[str]) -> bool:
 
 
 def _divided(
-    serve: bool, columns: Columns, alike: int
+    serve: bool, columns: Columns, width: int
 ) -> tuple[list[Any], list[Tensor], list[Any]]:
     """Return the rows that kernels step on, their gradients in element order, and other rows.
 
-    The first `alike` columns of a row have the shape of the parameter.
+    The first `width` columns of a row have the shape of the parameter.
     """
     rows: list[Any] = list(zip(*columns, strict=True))
     # In the usual case one test of all tensors is much faster than one for each parameter.
-    if serve and _all_contiguous(columns[:alike]):
+    if serve and _all_contiguous(columns[:width]):
         return rows, [row[1] for row in rows], []
-    is_ours = [serve and _is_ours(*row[:alike]) for row in rows]
+    is_ours = [serve and _is_ours(*row[:width]) for row in rows]
     ours = [row for row, mine in zip(rows, is_ours, strict=True) if mine]
     others = [row for row, mine in zip(rows, is_ours, strict=True) if not mine]
     return ours, [_in_order_of(row[0], row[1]) for row in ours], others
