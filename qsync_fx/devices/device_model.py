@@ -129,16 +129,16 @@ class Device:
             stride, padding: one number, or (vertical, horizontal).
         """
         down, across = _pair(stride)
-        above, beside = _pair(padding)
+        vertical, horizontal = _pair(padding)
         _check_sizes(n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
         _check_name("product", product, PRODUCTS)
-        if min(above, beside) < 0:
-            raise _invalid("the padding", min(above, beside), "a number of 0 or more")
-        if r > h + 2 * above or s > w + 2 * beside:
+        if min(vertical, horizontal) < 0:
+            raise _invalid("the padding", min(vertical, horizontal), "a number of 0 or more")
+        if r > h + 2 * vertical or s > w + 2 * horizontal:
             message = f"the window of {r} x {s} is larger than the input of {h} x {w}"
             do = "use a smaller window, or a larger input or padding"
-            raise DeviceError(f"{message} with padding {above}, {beside}", do=do)
-        sizes = (n, c, h, w, k, r, s, down, across, above, beside)
+            raise DeviceError(f"{message} with padding {vertical}, {horizontal}", do=do)
+        sizes = (n, c, h, w, k, r, s, down, across, vertical, horizontal)
         return _convolution(self, sizes, self.unit(precision).name, product)
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
@@ -147,11 +147,9 @@ class Device:
         _check_amount("nbytes", nbytes)
         result = reduced(self.reductions, self.link, nbytes, ranks)
         if result is None:
-            raise DeviceError(
-                f"the device file of {self.name} has no data on all-reduces",
-                where=f"device {self.name}",
-                do="add a table [link] with bandwidth and latency, or [[reductions]], to the file",
-            )
+            message = f"the device file of {self.name} has no data on all-reduces"
+            do = "add a table [link] with bandwidth and latency, or [[reductions]], to the file"
+            raise DeviceError(message, where=f"device {self.name}", do=do)
         return result
 
     def memory_seconds(self, nbytes: float) -> float:

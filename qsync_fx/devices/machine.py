@@ -75,8 +75,8 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     # The last of repeated settings is active; 2 requests reserved pages.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
     available = name == "glibc" and parts >= _SINCE
-    asked = available and settings.get("glibc.malloc.hugetlb") in ("1", "2")
-    return HugePages(chosen, asked, available)
+    requested = available and settings.get("glibc.malloc.hugetlb") in ("1", "2")
+    return HugePages(chosen, requested, available)
 
 
 _PREDICTED = ", predicted"
@@ -101,9 +101,9 @@ class Machine:
     def check(self, current: Machine) -> None:
         """Raise `ProfileError` if this machine differs from `current`."""
         differing = [
-            f"{name} {_listed(own)}, here {_listed(getattr(current, name))}"
-            for name, own in vars(self).items()
-            if own != getattr(current, name)
+            f"{name} {_listed(stored)}, here {_listed(getattr(current, name))}"
+            for name, stored in vars(self).items()
+            if stored != getattr(current, name)
         ]
         if differing:
             raise ProfileError(

@@ -358,10 +358,9 @@ def moved(by: MemorySpec, size: float) -> float:
 def reduced(
     measured: Sequence[ReductionSpec], link: LinkSpec | None, size: float, ranks: int
 ) -> float | None:
-    """Return the seconds of an all-reduce of `size` bytes over `ranks` devices of one server.
+    """Return the seconds of an all-reduce over devices of one server; None if unknown.
 
-    Measurements for the nearest number of devices are scaled as for a ring. None without
-    measurements and without a link.
+    Measurements for the nearest number of devices are scaled as for a ring.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -379,12 +378,15 @@ def share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def interpolated(sizes: ArrayLike, seconds: ArrayLike, size: ArrayLike) -> Numbers:
+def interpolated(
+    sizes: Sequence[float] | Numbers, seconds: Sequence[float] | Numbers, size: ArrayLike
+) -> Numbers:
     """Interpolate linearly in log-log space; constant below the range, proportional above it."""
-    points = np.asarray(sizes, dtype=float)
-    inside = np.log(np.clip(size, points[0], points[-1]))
-    result = np.exp(np.interp(inside, np.log(points), np.log(seconds)))
-    return np.asarray(result * np.maximum(np.asarray(size) / points[-1], 1.0))
+    points, times = np.append(sizes, 2 * sizes[-1]), np.append(seconds, 2 * seconds[-1])
+    within = np.maximum(size, points[0])
+    right = np.minimum(np.searchsorted(points, within, side="right"), len(points) - 1)
+    along = np.log(within / points[right - 1]) / np.log(points[right] / points[right - 1])
+    return np.asarray(times[right - 1] * (times[right] / times[right - 1]) ** along)
 
 
 _FEWEST = 16

@@ -457,8 +457,8 @@ class CostMapper:
                 continue
             made.add(after)
             owner = reader.operator if reader.operator >= 0 else point.held.operator
-            there, back = self._one_cast(owner, point.value, before, after)
-            forward, backward = forward + there, backward + back
+            seconds, gradient = self._one_cast(owner, point.value, before, after)
+            forward, backward = forward + seconds, backward + gradient
         for fmt, (owner, plain) in saved.items():
             unpacking += self._one_cast(owner, point.value, fmt, plain, differentiated=False)[0]
         return forward, backward, unpacking

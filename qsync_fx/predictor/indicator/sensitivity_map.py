@@ -189,7 +189,6 @@ SENSITIVITY: Final = Schema(
     largest=64 * 2**20,
     checks=CHECKS,
 )
-"""Schema of files with a single sensitivity."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ _UNITS: Final = {"%": 0.01, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9} | {
     "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30
 }  # fmt: skip
 WAYS: Final = 'give bytes, "4 GB" or "30%"'
-"""Advice for an invalid memory size."""
 
 
 class Size(NamedTuple):

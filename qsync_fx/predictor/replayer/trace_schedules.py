@@ -444,18 +444,18 @@ def _step(
     begin, end = within
     backward = [index for index, item in enumerate(work) if item.part is Part.BACKWARD]
     entries: dict[Part, list[Entry]] = {Part.FORWARD: [], Part.BACKWARD: []}
-    asked: dict[Part, list[float]] = {Part.FORWARD: [], Part.BACKWARD: []}
+    launched: dict[Part, list[float]] = {Part.FORWARD: [], Part.BACKWARD: []}
     now = begin
     for index, piece in enumerate(work[: backward[-1] + 1]):
         part = Part.FORWARD if index < backward[0] else Part.BACKWARD
         if piece.begin > now:
             entries[part].append(Entry("", Part.OUTSIDE, piece.begin - now))
-            asked[part].append(piece.asked)
+            launched[part].append(piece.asked)
         seconds = max(piece.end - max(piece.begin, now), 0.0)
         entries[part].append(Entry(piece.name, part, seconds))
-        asked[part].append(piece.asked)
+        launched[part].append(piece.asked)
         now = max(now, piece.end)
-    requested = asked[Part.BACKWARD]
+    requested = launched[Part.BACKWARD]
     gradients = [item for item in travelled if requested[0] <= item.asked]
     parameters, ready, sent = [], {}, []
     ended = begin
