@@ -284,7 +284,7 @@ def test_data_parallel_model_is_identified_by_its_module(tmp_path: Path, outside
 
 
 def test_uncacheable_profile_is_an_error(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    with pytest.raises(ProfileError, match="no profile says how much"):
+    with pytest.raises(ProfileError, match="no profile contains how much"):
         qsync_fx.cache_plan(quick(layer(), Counted(), repeats=1))
     with pytest.raises(ProfileError, match="another machine"):
         qsync_fx.cache_plan(
