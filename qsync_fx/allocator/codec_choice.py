@@ -141,8 +141,8 @@ def options_of(
             SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item)
             for item in table.values()
         ]
-        taken, delayed = _taken(cluster, sent)
-        seconds.append(dict(zip(table, taken, strict=True)))
+        transfer, delayed = _taken(cluster, sent)
+        seconds.append(dict(zip(table, transfer, strict=True)))
         delays.append(dict(zip(table, delayed, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
         tables.append(table)

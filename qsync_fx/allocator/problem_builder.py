@@ -257,8 +257,10 @@ def _limits(fleet: Cluster, value: Mapping[str, Memory] | Memory | None) -> dict
     named = {
         name: device.memory for name, device in fleet.devices.items() if device.memory is not None
     }
-    requested = value
-    if not isinstance(requested, Mapping):
+    requested: Mapping[str, Memory | None]
+    if isinstance(value, Mapping):
+        requested = value
+    else:
         requested = dict.fromkeys(fleet.devices, value)
     for name, size in requested.items():
         if name not in fleet.devices:

@@ -198,7 +198,7 @@ def test_patterns_select_operators_as_in_plans(
         "2/linear": "fp32",
     }
     for more, what in (
-        (["--set", "encoder.*=fp32"], "none that this selects"),
+        (["--set", "encoder.*=fp32"], "that a plan decides on"),
         (["--explain", "[0"], "[0"),
     ):
         assert main(planned(files, *more, "--device", "b")) == 2

@@ -290,7 +290,7 @@ def test_uncacheable_profile_is_an_error(monkeypatch: pytest.MonkeyPatch, cache:
         qsync_fx.cache_plan(
             replace(profile(), machine=replace(profile().machine, name="elsewhere"))
         )
-    with pytest.raises(ProfileError, match="by what its model is known"):
+    with pytest.raises(ProfileError, match="no fingerprint of its model"):
         qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))
