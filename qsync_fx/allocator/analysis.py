@@ -1,10 +1,6 @@
 """Analysis of a planning result: comparison of allocators, single changes, Pareto front, what-if.
 
-`compare` runs several allocators on one problem. `single_change` evaluates each other format of an
-operator, `what_if` a set of changes, and `pareto` minimizes the variance at several times per step.
-The `*_table` functions render the results.
-
-Invariant: all numbers come from `PlanEvaluator`; the given result is not modified.
+All numbers come from `PlanEvaluator`. The `*_table` functions render the results.
 """
 
 from __future__ import annotations
@@ -18,9 +14,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from qsync_fx.allocator.api import allocators
-from qsync_fx.allocator.baselines import Uniform
+from qsync_fx.allocator.baselines import Uniform, exceeded
 from qsync_fx.allocator.evaluator import TOLERANCE, Evaluation, PlanEvaluator, evaluate_plan
-from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
+from qsync_fx.allocator.plan_result import Allocator, PlanResult
 from qsync_fx.allocator.problem import Problem, uniforms, width
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formatting import duration, short
@@ -48,11 +44,8 @@ def open_class(answer: PlanResult, device: str | None) -> str:
         message = f"plans of {len(available)} classes of devices were chosen"
         raise PlanError(message, where="device", do=f"name one: {', '.join(available)}")
     if device not in available:
-        raise PlanError(
-            f"no plan was chosen for devices {device!r}",
-            where="device",
-            do=nearest(device, available),
-        )
+        message = f"no plan was chosen for devices {device!r}"
+        raise PlanError(message, where="device", do=nearest(device, available))
     return device
 
 
@@ -71,16 +64,12 @@ def selected(answer: PlanResult, selected: str, device: str | None = None) -> li
     if selected in part.choices:
         return [selected]
     if selected in part.graph.places:
-        kind = part.graph.operator(selected).kind
-        do = "ask for one of kind adjustable, such as those that it reads; qsync inspect lists them"
-        raise PlanError(
-            f"no plan decides on this operator, which is {kind}",
-            where=f"operator {selected}",
-            do=do,
-        )
+        message = f"no plan decides on this operator, which is {part.graph.operator(selected).kind}"
+        do = "name an adjustable operator, such as one that it reads; qsync inspect lists them"
+        raise PlanError(message, where=f"operator {selected}", do=do)
     result = [operator for operator in part.choices if OpId.parse(operator).matches(selected)]
     if not result:
-        message = f"the model has no operator {selected!r} that a plan decides on, and none that this selects"
+        message = f"the model has no operator {selected!r} that a plan decides on"
         raise PlanError(message, do=nearest(selected, part.choices))
     return result
 
@@ -124,32 +113,27 @@ def compare(
     problem: Problem, requested: Sequence[Allocator], say: Say = lambda name: None
 ) -> list[AllocatorComparison]:
     """Return the results of the allocators in order; `say` reports each finished one by name."""
-    result = list(_each(problem, requested, say))
-    bounds = [
-        answer.bound for _, answer, _ in result if answer is not None and answer.bound is not None
-    ]
-    bound = max(bounds, default=None)
-    return [AllocatorComparison(name, answer, error, bound) for name, answer, error in result]
-
-
-def _each(
-    problem: Problem, requested: Sequence[Allocator], say: Say
-) -> Iterator[tuple[str, PlanResult | None, PlanError | None]]:
+    result = []
     for allocator in requested:
+        item = AllocatorComparison(allocator.name, None, None, None)
         try:
-            yield allocator.name, allocator.allocate(problem), None
+            item = replace(item, answer=allocator.allocate(problem))
         except PlanError as error:
-            yield allocator.name, None, error
+            item = replace(item, error=error)
+        result.append(item)
         say(allocator.name)
+    bounds = [item.answer.bound for item in result if item.answer is not None]
+    bound = max((bound for bound in bounds if bound is not None), default=None)
+    return [replace(item, bound=bound) for item in result]
 
 
 class Why(StrEnum):
     """Reason against a format."""
 
-    CHOSEN = "this is what it has"
+    CHOSEN = "the current format"
     BREAKS = "would exceed a limit"
     WORSE = "would be worse"
-    NO_GAIN = "would win nothing"
+    NO_GAIN = "would not be better"
     BETTER = "would be better: the allocator did not find it"
 
 
@@ -196,46 +180,43 @@ def single_change(
     Raises:
         PlanError: the class or operator does not exist, or the operator is not adjustable.
     """
-    problem = answer.problem
-    name = open_class(answer, device)
-    part = problem.classes[name]
-    (operator,) = _one(answer, operator, name)
-    together = next((list(group) for group in problem.tied if operator in group), [operator])
+    problem, name = answer.problem, open_class(answer, device)
+    operators, choices = selected(answer, operator, name), problem.classes[name].choices
+    if len(operators) > 1:
+        message = f"{operator!r} selects {len(operators)} operators, and one is explained at a time"
+        raise PlanError(message, where="operator", do=f"name one: {', '.join(operators[:5])}")
+    (operator,) = operators
+    together = next((group for group in problem.tied if operator in group), operators)
     evaluator = PlanEvaluator(problem, answer.plans, answer.evaluation.codecs)
     now = evaluator.evaluate()
     result = []
-    for fmt in sorted(part.choices[operator], key=width):
-        changed = [
-            op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]
-        ]
+    for fmt in sorted(choices[operator], key=width):
+        changed = [op for op in together if fmt in choices[op]]
         for op in changed:
             evaluator.set(name, op, fmt)
         then = evaluator.evaluate()
         for _ in changed:
             evaluator.undo()
-        result.append(_step(answer, name, operator, fmt, now, then))
+        result.append(_change(answer, name, operator, fmt, now, then))
     return result
 
 
-def _one(answer: PlanResult, operator: str, name: str) -> list[str]:
-    """Return a list with the selected operator; raise `PlanError` if there are several."""
-    result = selected(answer, operator, name)
-    if len(result) > 1:
-        message = f"{operator!r} selects {len(result)} operators, and one is explained at a time"
-        raise PlanError(message, where="operator", do=f"name one: {', '.join(result[:5])}")
-    return result
-
-
-def _step(
+def _change(
     answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluation, then: Evaluation
 ) -> SingleChange:
-    before, after = now.classes[name], then.classes[name]
-    more = (
-        None
-        if before.peak_bytes is None or after.peak_bytes is None
-        else after.peak_bytes - before.peak_bytes
-    )
-    exceeds = then.exceeds(answer.problem)
+    before, after, more_bytes = now.classes[name], then.classes[name], None
+    if before.peak_bytes is not None and after.peak_bytes is not None:
+        more_bytes = after.peak_bytes - before.peak_bytes
+    exceeds, why = then.exceeds(answer.problem), Why.NO_GAIN
+    value, changed = now.value(answer.problem), then.value(answer.problem)
+    if answer.plans[name][operator] == fmt:
+        why = Why.CHOSEN
+    elif exceeds:
+        why = Why.BREAKS
+    elif changed > value * (1 + TOLERANCE):
+        why = Why.WORSE
+    elif changed < value * (1 - TOLERANCE):
+        why = Why.BETTER
     return SingleChange(
         name,
         operator,
@@ -243,28 +224,11 @@ def _step(
         then,
         then.seconds - now.seconds,
         after.computing - before.computing,
-        more,
+        more_bytes,
         then.variance - now.variance,
         exceeds,
-        _why(answer, answer.plans[name][operator] == fmt, now, then, exceeds),
+        why,
     )
-
-
-def _why(
-    answer: PlanResult,
-    chosen: bool,
-    now: Evaluation,
-    then: Evaluation,
-    exceeds: Mapping[str, float],
-) -> Why:
-    if chosen:
-        return Why.CHOSEN
-    if exceeds:
-        return Why.BREAKS
-    before, after = now.value(answer.problem), then.value(answer.problem)
-    if after > before * (1 + TOLERANCE):
-        return Why.WORSE
-    return Why.BETTER if after < before * (1 - TOLERANCE) else Why.NO_GAIN
 
 
 @dataclass(frozen=True)
@@ -285,9 +249,8 @@ class ParetoFront:
 def check_points(points: int) -> None:
     """Raise `PlanError` for an invalid number of points."""
     if points < 2:
-        raise PlanError(
-            f"a front of {points} points is none", where="points", do="ask for 2 at least"
-        )
+        message = f"a front cannot have {points} points"
+        raise PlanError(message, where="points", do="request at least 2")
 
 
 def pareto(
@@ -314,7 +277,7 @@ def pareto(
     fastest = allocator.allocate(replace(free, least="seconds", variance=float("inf")))
     say("the fastest")
     calmest = allocator.allocate(replace(free, least="variance"))
-    say("that of least variance")
+    say("the least variance")
     result = [fastest, calmest]
     first, last = fastest.evaluation.seconds, calmest.evaluation.seconds
     for index in range(1, points - 1):
@@ -328,12 +291,9 @@ def pareto(
     return ParetoFront(tuple(_undominated(result)), uniform, chosen)
 
 
-def _undominated(result: list[PlanResult]) -> list[PlanResult]:
-    ordered = sorted(
-        result, key=lambda answer: (answer.evaluation.seconds, answer.evaluation.variance)
-    )
+def _undominated(results: list[PlanResult]) -> list[PlanResult]:
     saved: list[PlanResult] = []
-    for answer in ordered:
+    for answer in sorted(results, key=lambda it: (it.evaluation.seconds, it.evaluation.variance)):
         if not saved or answer.evaluation.variance < saved[-1].evaluation.variance:
             saved.append(answer)
     return saved
@@ -359,26 +319,14 @@ def what_if(
     for chosen, fmt in changes.items():
         operators = selected(answer, chosen, name)
         if fmt not in part.formats:
-            do = f"ask for one of {', '.join(part.choices[operators[0]])}"
-            raise PlanError(
-                f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do
-            )
+            message = f"plans for {name} do not ask for {fmt!r}"
+            do = f"use one of {', '.join(part.choices[operators[0]])}"
+            raise PlanError(message, where=f"operator {operators[0]}", do=do)
         requested |= {operator: part.called(operator, fmt) for operator in operators}
     plans = {**answer.plans, name: requested}
-    result = evaluate_plan(problem, plans, answer.evaluation.codecs)
-    over = result.exceeds(problem)
-    notes = (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
-    return replace(
-        answer,
-        plans=plans,
-        evaluation=result,
-        bound=answer.bound,
-        took=0.0,
-        iterations=(),
-        notes=notes,
-        trials=(),
-        ran=None,
-    )
+    evaluation = evaluate_plan(problem, plans, answer.evaluation.codecs)
+    notes = exceeded(problem, evaluation)
+    return PlanResult(problem, plans, evaluation, answer.allocator, answer.bound, notes=notes)
 
 
 def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
@@ -386,39 +334,29 @@ def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
     answers = [item.answer for item in compared if item.answer is not None]
     classes = list(answers[0].evaluation.classes) if answers else []
     of_classes = [f"{subject} {name}" for name in classes for subject in ("waiting", "memory")]
-    columns = [
-        "allocator",
-        "a step",
-        "samples/s",
-        *of_classes,
-        "variance",
-        "gap",
-        "found in",
-        "limits",
-    ]
-    table = table_of(columns, right=columns[1:-1])
+    columns = ["allocator", "a step", "samples/s", *of_classes, "variance", "gap", "found in"]
+    table = table_of([*columns, "limits"], right=columns[1:])
     for item in compared:
         if item.answer is None:
-            result = item.error.what if item.error is not None else ""
-            table.add_row(Text(item.allocator), *[""] * (len(columns) - 2), Text(f"none: {result}"))
+            reason = getattr(item.error, "what", "")
+            cells = [item.allocator, *[""] * (len(columns) - 1), f"none: {reason}"]
         else:
-            table.add_row(Text(item.allocator), *map(Text, _compared(item, item.answer)))
+            cells = [item.allocator, *_compared(item, item.answer)]
+        table.add_row(*map(Text, cells))
     return Fitted(table)
 
 
-def _compared(item: AllocatorComparison, answer: PlanResult) -> list[str]:
+def _compared(item: AllocatorComparison, answer: PlanResult) -> Iterator[str]:
     evaluation = answer.evaluation
-    cells = [duration(evaluation.seconds), _samples(answer)]
-    for figures in evaluation.classes.values():
-        cells += [duration(figures.waiting), _bytes(figures.peak_bytes)]
-    gap = "" if item.gap is None else f"{item.gap:.2%}"
-    return [
-        *cells,
-        f"{evaluation.variance:.4g}",
-        gap,
-        f"{answer.took:.2f} s",
-        _limits(evaluation.exceeds(answer.problem)),
-    ]
+    yield duration(evaluation.seconds)
+    yield _samples(answer)
+    for metrics in evaluation.classes.values():
+        yield duration(metrics.waiting)
+        yield _size(metrics.peak_bytes)
+    yield f"{evaluation.variance:.4g}"
+    yield "" if item.gap is None else f"{item.gap:.2%}"
+    yield f"{answer.took:.2f} s"
+    yield _limits(evaluation.exceeds(answer.problem))
 
 
 def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
@@ -426,55 +364,61 @@ def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
     columns = ["format", "a step", "computing", "memory", "variance", "why not"]
     table = table_of(columns, right=columns[1:-1])
     for step in steps:
-        numbers = (
+        why = ": ".join(filter(None, (step.why, _limits(step.exceeds))))
+        cells = [
+            step.fmt,
             _more(step.seconds, duration),
             _more(step.computing, duration),
             _more(step.peak_bytes, _size),
-        )
-        why = str(step.why) + (f": {_limits(step.exceeds)}" if step.exceeds else "")
-        table.add_row(Text(step.fmt), *numbers, _more(step.variance, "{:.4g}".format), Text(why))
-    return Group(
-        Text(f"{steps[0].operator} on {steps[0].device}; what other formats would change:"), table
-    )
+            _more(step.variance, "{:.4g}".format),
+            why,
+        ]
+        table.add_row(*map(Text, cells))
+    title = f"{steps[0].operator} on {steps[0].device}, effect of each format:"
+    return Group(Text(title), table)
 
 
 def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
     """Return a table of the costs of two plans and their differences."""
     table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
-    for name, (first, second, shown) in _figures(before.evaluation, after.evaluation).items():
-        change = _more(None if first is None or second is None else second - first, shown)
-        table.add_row(
-            Text(name),
-            *("?" if value is None else shown(value) for value in (first, second)),
-            change,
-        )
-    over = after.evaluation.exceeds(after.problem)
-    return Group(table, Text(f"exceeds limits: {_limits(over)}" if over else "all limits are kept"))
+
+    def compare(name: str, first: float | None, second: float | None, shown: Shown) -> None:
+        cells = ["?", "?", "?"]
+        if first is not None and second is not None:
+            cells = [shown(first), shown(second), _more(second - first, shown)]
+        table.add_row(Text(name), *map(Text, cells))
+
+    old, new = before.evaluation, after.evaluation
+    compare("a step", old.seconds, new.seconds, duration)
+    compare("variance", old.variance, new.variance, "{:.4g}".format)
+    for name, first in old.classes.items():
+        second = new.classes[name]
+        compare(f"computing {name}", first.computing, second.computing, duration)
+        compare(f"waiting {name}", first.waiting, second.waiting, duration)
+        compare(f"memory {name}", first.peak_bytes, second.peak_bytes, _size)
+    limits = "all limits are met"
+    if over := new.exceeds(after.problem):
+        limits = f"exceeds limits: {_limits(over)}"
+    return Group(table, Text(limits))
 
 
 def front_table(front: ParetoFront) -> RenderableType:
     """Return a table of the front, fastest first, then uniform plans, then the chosen plan."""
-    evaluation = front.points[0].evaluation
-    columns = [
-        "plan",
-        "a step",
-        "variance",
-        *(f"memory {name}" for name in evaluation.classes),
-        "limits",
-    ]
+    classes = front.points[0].evaluation.classes
+    columns = ["plan", "a step", "variance", *(f"memory {name}" for name in classes), "limits"]
     table = table_of(columns, right=columns[1:-1])
-    named = [(f"{index + 1}", answer) for index, answer in enumerate(front.points)]
+    named = [(f"{index}", answer) for index, answer in enumerate(front.points, 1)]
     named += [(f"uniform {fmt}", answer) for fmt, answer in front.uniform.items()]
-    named += [("chosen", front.chosen)] if front.chosen is not None else []
+    if front.chosen is not None:
+        named.append(("chosen", front.chosen))
     for name, answer in named:
-        peaks = (_bytes(figures.peak_bytes) for figures in answer.evaluation.classes.values())
-        limits = _limits(answer.evaluation.exceeds(answer.problem))
+        evaluation = answer.evaluation
         table.add_row(
             Text(name),
-            duration(answer.evaluation.seconds),
-            f"{answer.evaluation.variance:.4g}",
-            *peaks,
-            Text(limits),
+            duration(evaluation.seconds),
+            f"{evaluation.variance:.4g}",
+            *(_size(metrics.peak_bytes) for metrics in evaluation.classes.values()),
+            Text(_limits(evaluation.exceeds(answer.problem))),
         )
     return Fitted(table)
 
@@ -482,48 +426,28 @@ def front_table(front: ParetoFront) -> RenderableType:
 Shown = Callable[[float], str]
 
 
-def _figures(
-    before: Evaluation, after: Evaluation
-) -> Mapping[str, tuple[float | None, float | None, Shown]]:
-    result: dict[str, tuple[float | None, float | None, Shown]] = {
-        "a step": (before.seconds, after.seconds, duration),
-        "variance": (before.variance, after.variance, "{:.4g}".format),
-    }
-    for name, first in before.classes.items():
-        second = after.classes[name]
-        result[f"computing {name}"] = (first.computing, second.computing, duration)
-        result[f"waiting {name}"] = (first.waiting, second.waiting, duration)
-        result[f"memory {name}"] = (first.peak_bytes, second.peak_bytes, _size)
-    return result
-
-
 def _limits(over: Mapping[str, float]) -> str:
     """Return the excess over limits as text; "" if all limits are met."""
-    return ", ".join(f"{subject} +{_over(subject, by)}" for subject, by in over.items())
-
-
-def _over(description: str, by: float) -> str:
-    if description == "variance":
-        return f"{by:.4g}"
-    return duration(by) if description == "seconds" else _size(by)
+    shown: Mapping[str, Shown] = {"variance": "{:.4g}".format, "seconds": duration}
+    return ", ".join(f"{name} +{shown.get(name, _size)(by)}" for name, by in over.items())
 
 
 def _more(value: float | None, shown: Shown) -> str:
+    """Return a change with its sign; "-" if it is 0, "?" if it is unknown."""
     if value is None:
         return "?"
-    text = shown(abs(value)) if value else "-"
-    return text if text == "-" else f"{'+' if value > 0 else '-'}{text}"
+    text = shown(abs(value))
+    if not value or text == "-":
+        return "-"
+    return f"-{text}" if value < 0 else f"+{text}"
 
 
-def _size(nbytes: float) -> str:
-    return short(nbytes, "B")
-
-
-def _bytes(peak: int | None) -> str:
-    return "?" if peak is None else _size(peak)
+def _size(nbytes: float | None) -> str:
+    return "?" if nbytes is None else short(nbytes, "B")
 
 
 def _samples(answer: PlanResult) -> str:
+    """Return the samples per second; "?" if a batch size is unknown."""
     devices = answer.problem.cluster.devices.values()
     batches = [device.batch * device.count for device in devices if device.batch is not None]
     if len(batches) < len(devices) or not answer.evaluation.seconds:

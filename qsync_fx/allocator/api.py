@@ -1,13 +1,7 @@
 """Planning entry point `find_plan`, plan diagnosis, allocator registry and plan cache.
 
-`find_plan` builds a problem from profiles and a cluster, runs an allocator and adds the notes of
-`diagnose`. Each module of this package that implements allocators defines `ALLOCATORS`, a tuple of
-them, which `allocators` imports on first use; a new allocator is a new module
-(docs/howto-allocator.md). `cache_plan` writes the plan after its profile, so that each cached plan
-has a profile.
-
-Invariant: the plan meets every requested limit according to `PlanEvaluator`, or an error names the
-limits that cannot be met. Diagnostic notes compare evaluated plans.
+Each module of this package that implements allocators defines `ALLOCATORS`, a tuple of them, which
+`allocators` imports on first use; a new allocator is a new module (docs/howto-allocator.md).
 """
 
 from __future__ import annotations
@@ -82,14 +76,8 @@ def _binding(answer: PlanResult) -> Iterator[PlanNote]:
         ("", "variance", evaluation.variance, problem.variance),
     ]
     for name in problem.open:
-        values.append(
-            (
-                name,
-                "memory",
-                float(evaluation.classes[name].peak_bytes or 0),
-                problem.classes[name].memory,
-            )
-        )
+        peak = float(evaluation.classes[name].peak_bytes or 0)
+        values.append((name, "memory", peak, problem.classes[name].memory))
     for name, subject, value, limit in values:
         if limit and value > limit * (1 - NEAR):
             yield PlanNote(PlanNoteKind.BINDS, name, numbers={subject: value, "limit": limit})
@@ -102,11 +90,8 @@ def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
         return
     for name, figures in answer.evaluation.classes.items():
         if figures.sending > LONG * answer.evaluation.seconds:
-            yield PlanNote(
-                PlanNoteKind.WAITS,
-                name,
-                numbers={"seconds": figures.sending, "of a step of": answer.evaluation.seconds},
-            )
+            numbers = {"seconds": figures.sending, "of a step of": answer.evaluation.seconds}
+            yield PlanNote(PlanNoteKind.WAITS, name, numbers=numbers)
 
 
 def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]:
@@ -117,14 +102,10 @@ def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]
     rate = _samples(problem, list(problem.classes)) / answer.evaluation.seconds
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
-        if (
-            sum(problem.cluster.devices[other].count for other in others)
-            % problem.cluster.nodes.ranks
-        ):
+        devices = {other: problem.cluster.devices[other] for other in others}
+        if sum(device.count for device in devices.values()) % problem.cluster.nodes.ranks:
             continue  # the other ranks fill no complete nodes, and their links were not measured
-        alone = replace(
-            problem.cluster, devices={other: problem.cluster.devices[other] for other in others}
-        )
+        alone = replace(problem.cluster, devices=devices)
         owned = {other: evaluator.schedules()[other] for other in others}
         coding = problem.coding
         settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
@@ -136,12 +117,9 @@ def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]
 
 def _samples(problem: Problem, names: list[str]) -> float:
     devices = problem.cluster.devices
-    available = all(device.batch is not None for device in devices.values())
-    return float(
-        sum(
-            devices[name].count * ((devices[name].batch or 1) if available else 1) for name in names
-        )
-    )
+    if any(device.batch is None for device in devices.values()):
+        return float(sum(devices[name].count for name in names))
+    return float(sum(devices[name].count * (devices[name].batch or 1) for name in names))
 
 
 def _not_faster(answer: PlanResult, evaluator: PlanEvaluator, name: str) -> Iterator[PlanNote]:
@@ -156,44 +134,29 @@ def _not_faster(answer: PlanResult, evaluator: PlanEvaluator, name: str) -> Iter
             evaluator.undo()
         if more and min(more.values()) >= 0:
             best = min(more, key=lambda fmt: more[fmt])
-            yield PlanNote(
-                PlanNoteKind.NOT_FASTER,
-                name,
-                operator,
-                (best, requested),
-                {"seconds more": more[best]},
-            )
+            numbers = {"seconds more": more[best]}
+            yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, requested), numbers)
 
 
-MADE: Final[dict[str, tuple[str, str]]] = {
-    "hessian": (
-        "the curvature of each operator",
-        'give qsync_fx.allocator.baselines.HessianGreedy(qsync_fx.sensitivity(..., method="hessian")), or qsync plan --compare --hessian',
-    ),
-    "dynamic-batches": (
-        "the model with other batches, and makes plans for those",
-        "give qsync_fx.allocator.baselines.DynamicBatches(resized), or see qsync plan MODULE:CALLABLE --compare",
-    ),
+_CONSTRUCTED: Final = {
+    "hessian": 'HessianGreedy(qsync_fx.sensitivity(..., method="hessian"))',
+    "dynamic-batches": "DynamicBatches(resized)",
 }
-"""Required input of each allocator with constructor arguments, and the remedy, by name."""
+"""Constructor of each allocator with arguments, by name."""
 
 
 def get_allocator(selected: str | Allocator) -> Allocator:
     """Return an allocator by name, or as given; raise `OptionError` for unknown names."""
     if not isinstance(selected, str):
         return selected
-    if selected in MADE:
-        subject, do = MADE[selected]
-        raise OptionError(
-            f"the allocator {selected!r} takes {subject} to be made", where="allocator", do=do
-        )
+    if selected in _CONSTRUCTED:
+        message = f"the allocator {selected!r} requires arguments"
+        do = f"give baselines.{_CONSTRUCTED[selected]}, or use qsync plan --compare"
+        raise OptionError(message, where="allocator", do=do)
     available = allocators()
     if selected not in available:
-        raise OptionError(
-            f"there is no allocator {selected[:40]!r}",
-            where="allocator",
-            do=nearest(selected[:40], available),
-        )
+        message = f"there is no allocator {selected[:40]!r}"
+        raise OptionError(message, where="allocator", do=nearest(selected[:40], available))
     return available[selected]
 
 
@@ -254,8 +217,8 @@ def find_plan(
             plan)`. Default: none.
         margin: relative slowdown that is assumed for devices open to choice, so that others need
             not wait when a step is slower than predicted. Default: with several classes, the spread
-            of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no plan leaves the
-            margin.
+            of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no
+            plan leaves the margin.
         model: the model, if a profiled device is this machine. The plan is then run, the profile
             corrected by the measurement and the plan computed again, until prediction and
             measurement agree. `PlanResult.trials` contains the measurements, `PlanResult.profiles`
@@ -288,12 +251,14 @@ def find_plan(
     if model is None:
         for name, value in (("step", step), ("optimizer", optimizer), ("options", options)):
             if value is not None:
-                do = "give the model too, and the plan is run with it; or leave this out"
+                do = "give the model too, or leave this out"
                 raise OptionError("there is no model to run the plan with", where=name, do=do)
         return solve(available)
     if step is None:
         do = "give step(model, batch), which returns the loss, and batches"
-        raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
+        raise OptionError(
+            "a step is required to run a plan, and there is none", where="step", do=do
+        )
     first, _ = first_batch(batches)
     at_hand = LocalModel(model, step, first, optimizer, options, repeats, progress)
     return settled(solve(available), available, solve, at_hand, max_replans)
@@ -318,9 +283,7 @@ def cache_plan(profile: Profile) -> pathlib.Path:
     model = profile.fingerprint
     if model is None:
         do = "measure the model with qsync_fx.measure, and save that"
-        raise ProfileError(
-            "the profile does not say by what its model is known when it is compiled", do=do
-        )
+        raise ProfileError("the profile has no fingerprint of its model", do=do)
     within = default_precision(torch.device(profile.machine.device)).name
     answer = find_plan(profile, objective="fastest", budget=within)
     (name,) = answer.plans

@@ -1,11 +1,7 @@
 """Baseline allocators: uniform and full precision, greedy orders, dynamic batch sizes.
 
-`Uniform` and `FullPrecision` use one format per class. `RandomGreedy` and `HessianGreedy` run
-precision recovery with another indicator (QSync, Table II). `DynamicBatches` adapts batch sizes to
-device speed instead of formats.
-
-Invariant: if no plan meets the limits, a baseline still returns a plan, with a note on the limits
-that it exceeds. All metrics come from `PlanEvaluator`.
+If no plan meets the limits, a baseline still returns a plan, with a note on the limits that it
+exceeds.
 """
 
 from __future__ import annotations
@@ -17,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond, evaluate_plan
+from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond
 from qsync_fx.allocator.feasibility import excess
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, uniforms
 from qsync_fx.allocator.recovery import Indicator, PrecisionRecovery
 from qsync_fx.errors import PlanError, nearest, shown
-from qsync_fx.formats import FORMATS
+from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
 __all__ = ["DynamicBatches", "FullPrecision", "HessianGreedy", "RandomGreedy", "Uniform"]
@@ -49,18 +45,13 @@ class Uniform:
         Raises:
             PlanError: not all open classes support the format.
         """
-        began = time.perf_counter()
         available = uniforms(problem)
-        if self.fmt is not None and self.fmt not in available:
-            raise PlanError(
-                f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, available)
-            )
-        tried = available.values() if self.fmt is None else [available[self.fmt]]
-        plans, evaluation = best(problem, tried)
-        took = time.perf_counter() - began
-        return PlanResult(
-            problem, plans, evaluation, self.name, took=took, notes=exceeded(problem, evaluation)
-        )
+        if self.fmt is None:
+            return _best(problem, available.values(), self.name)
+        if self.fmt not in available:
+            message = f"not all devices support plans with {self.fmt!r}"
+            raise PlanError(message, do=nearest(self.fmt, available))
+        return _best(problem, [available[self.fmt]], self.name)
 
 
 @dataclass(frozen=True)
@@ -73,12 +64,7 @@ class FullPrecision:
 
     def allocate(self, problem: Problem) -> PlanResult:
         """Return the plan, which may exceed limits."""
-        began = time.perf_counter()
-        plans, evaluation = best(problem, [full(problem)])
-        took = time.perf_counter() - began
-        return PlanResult(
-            problem, plans, evaluation, self.name, took=took, notes=exceeded(problem, evaluation)
-        )
+        return _best(problem, [full(problem)], self.name)
 
 
 def full(problem: Problem) -> Plans:
@@ -87,19 +73,26 @@ def full(problem: Problem) -> Plans:
     return problem.completed({name: part.uniform(part.widest) for name, part in parts.items()})
 
 
-def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
+def _best(problem: Problem, tried: Iterable[Plans], name: str) -> PlanResult:
     """Return the best plan that meets the limits; if none does, the plan with the least excess."""
+    began = time.perf_counter()
     evaluator = PlanEvaluator(problem, problem.uniform())
-    result = [(plans, evaluator.set_plans(plans)) for plans in tried]
-    return min(
-        result, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds)
-    )
+    results = [(plans, evaluator.set_plans(plans)) for plans in tried]
+
+    def order(result: tuple[Plans, Evaluation]) -> tuple[float, float, float]:
+        evaluation = result[1]
+        return excess(problem, evaluation), evaluation.value(problem), evaluation.seconds
+
+    plans, evaluation = min(results, key=order)
+    took, notes = time.perf_counter() - began, exceeded(problem, evaluation)
+    return PlanResult(problem, plans, evaluation, name, took=took, notes=notes)
 
 
 def exceeded(problem: Problem, evaluation: Evaluation) -> tuple[PlanNote, ...]:
     """Return the note on exceeded limits, if any."""
-    over = evaluation.exceeds(problem)
-    return (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
+    if over := evaluation.exceeds(problem):
+        return (PlanNote(PlanNoteKind.UNFIT, numbers=over),)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,7 @@ class RandomGreedy:
         def drawn(name: str, operator: str) -> float:
             return random.Random(f"{self.seed} {operator}").random()
 
-        return _ordered(problem, halved(problem, drawn), self.name)
+        return _ordered(problem, _halved(problem, drawn), self.name)
 
 
 @dataclass(frozen=True)
@@ -147,18 +140,15 @@ class HessianGreedy:
         """
 
         def available(name: str, operator: str) -> float:
-            part = problem.classes[name]
-            result = (
-                self.sensitivity
-                if isinstance(self.sensitivity, Sensitivity)
-                else self.sensitivity[name]
-            )
+            part, result = problem.classes[name], self.sensitivity
+            if not isinstance(result, Sensitivity):
+                result = result[name]
             return result.of(operator, part.runs(operator, part.choices[operator][0]))
 
-        return _ordered(problem, halved(problem, available), self.name)
+        return _ordered(problem, _halved(problem, available), self.name)
 
 
-def halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
+def _halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
     """Return an indicator from one number per operator, for its narrowest format.
 
     The number is halved for each next wider format, and 0 if the operator computes in FP32.
@@ -166,22 +156,19 @@ def halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicato
 
     def indicator(name: str, operator: str, fmt: str) -> float:
         part = problem.classes[name]
-        if FORMATS[part.runs(operator, fmt)].bits >= FP32_BITS:
+        if FORMATS[part.runs(operator, fmt)].bits >= FP32.bits:
             return 0.0
         return float(narrowest(name, operator) * 0.5 ** part.choices[operator].index(fmt))
 
     return indicator
 
 
-FP32_BITS = FORMATS["fp32"].bits
-
-
 def _ordered(problem: Problem, indicator: Indicator, name: str) -> PlanResult:
+    """Return the plan of precision recovery in another order; without one, a uniform plan."""
     try:
         return PrecisionRecovery(indicator, name).allocate(problem)
     except PlanError:
-        plans, evaluation = best(problem, uniforms(problem).values())
-        return PlanResult(problem, plans, evaluation, name, notes=exceeded(problem, evaluation))
+        return _best(problem, uniforms(problem).values(), name)
 
 
 Resized = Callable[[str, int], DeviceClass]
@@ -223,17 +210,10 @@ class DynamicBatches:
         sized = _Sized(problem, self.resized)
         after = _within_memory(sized, before)
         result = sized.problem(after)
-        plans = full(result)
-        text = evaluate_plan(result, plans)
+        answer = FullPrecision().allocate(result)
+        notes = (*answer.notes, *_notes(problem, before, after))
         took = time.perf_counter() - began
-        return PlanResult(
-            result,
-            plans,
-            text,
-            self.name,
-            took=took,
-            notes=(*exceeded(result, text), *_notes(problem, before, after)),
-        )
+        return replace(answer, allocator=self.name, took=took, notes=notes)
 
 
 class _Sized:
@@ -245,14 +225,12 @@ class _Sized:
         self._figures: dict[tuple[str, int], tuple[float, float]] = {}
 
     def problem(self, batches: Mapping[str, int]) -> Problem:
+        cluster = self.asked.cluster
         devices = {
-            name: replace(device, batch=batches[name])
-            for name, device in self.asked.cluster.devices.items()
+            name: replace(device, batch=batches[name]) for name, device in cluster.devices.items()
         }
         classes = {name: self.part(name, batch) for name, batch in batches.items()}
-        return replace(
-            self.asked, classes=classes, cluster=replace(self.asked.cluster, devices=devices)
-        )
+        return replace(self.asked, classes=classes, cluster=replace(cluster, devices=devices))
 
     def part(self, name: str, batch: int) -> DeviceClass:
         key, before = (name, batch), self.asked.classes[name]
@@ -280,12 +258,9 @@ def _batches(problem: Problem) -> dict[str, int]:
     result = {}
     for name, device in problem.cluster.devices.items():
         if device.batch is None:
-            do = "say it in the cluster's file: batch = 32"
-            raise PlanError(
-                f"how many samples {shown(name)} trains with is not known",
-                where=f"devices.{name}",
-                do=do,
-            )
+            do = "set it in the file of the cluster: batch = 32"
+            message = f"the batch size of {shown(name)} is unknown"
+            raise PlanError(message, where=f"devices.{name}", do=do)
         result[name] = device.batch
     return result
 
@@ -353,7 +328,10 @@ def _most(sized: _Sized, name: str, batch: int) -> int:
     low, high = 1, batch
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if sized.holds(name, middle) else (low, middle)
+        if sized.holds(name, middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 

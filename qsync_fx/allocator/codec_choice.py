@@ -1,7 +1,7 @@
 """Codec choice for gradient buckets: options per bucket, equal on all ranks.
 
-Invariant: costs equal the costs in `qsync_fx.replay` and `compress`. If all buckets are in FP32,
-DistributedDataParallel sends them; otherwise all buckets go through the all-reduce of qsync_fx.
+If all buckets are in FP32, DistributedDataParallel sends them; otherwise all buckets go through the
+all-reduce of qsync_fx.
 """
 
 from __future__ import annotations
@@ -123,44 +123,38 @@ def options_of(
     alone, alone_delays = _taken(cluster, buckets)
     if coding is None or not buckets:
         return CodecOptions(alone, alone_delays)
-    available = {parameter.path: parameter for parameter in parameters}
+    by_path = {parameter.path: parameter for parameter in parameters}
     left = small(parameters)
     tables: list[dict[str, CompressedTransfer]] = []
     seconds: list[dict[str, float]] = []
-    neighbours: list[dict[str, float]] = []
+    delays: list[dict[str, float]] = []
     variance: list[dict[str, float]] = []
     inside: list[tuple[str, ...]] = []
     for bucket in buckets:
-        owned = [available[path] for path in bucket.parameters]
+        owned = [by_path[path] for path in bucket.parameters]
         large = tuple(path for path in bucket.parameters if path not in left)
-        inside.append(large)
-        table = {
-            codec: coded(
-                owned,
-                dict.fromkeys(large, codec),
-                cluster.ranks,
-                coding.rates,
-                codec,
-                cluster.nodes.ranks,
-            )
-            for codec in coding.codecs
-        }
-        tables.append(table)
+        table = {}
+        for codec in coding.codecs:
+            codecs, size = dict.fromkeys(large, codec), cluster.nodes.ranks
+            table[codec] = coded(owned, codecs, cluster.ranks, coding.rates, codec, size)
         sent = [
             SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item)
             for item in table.values()
         ]
-        for into, result in zip((seconds, neighbours), _taken(cluster, sent), strict=True):
-            into.append(dict(zip(table, result, strict=True)))
+        transfer, delayed = _taken(cluster, sent)
+        seconds.append(dict(zip(table, transfer, strict=True)))
+        delays.append(dict(zip(table, delayed, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
+        tables.append(table)
+        inside.append(large)
     return CodecOptions(
         alone,
         alone_delays,
         tuple(tables),
         tuple(seconds),
-        tuple(neighbours),
+        tuple(delays),
         tuple(variance),
-        parameters=tuple(inside),
+        tuple(inside),
     )
 
 
@@ -193,15 +187,10 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
 def _known(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) -> float:
     by = gradients.get(path)
     if by is None:
-        raise ProfileError(
-            f"nothing says what codecs add to the gradient of {shown(path)}",
-            where="the sensitivity",
-            do="find it anew, with qsync_fx.sensitivity or qsync_fx.measure, which look at gradients, too",
-        )
+        message = f"the variance of codecs for the gradient of {shown(path)} is unknown"
+        do = "measure it again, with qsync_fx.sensitivity or qsync_fx.measure"
+        raise ProfileError(message, where="the sensitivity", do=do)
     if codec not in by:
-        raise ProfileError(
-            f"what {shown(codec)} adds to gradients is not known",
-            where="the sensitivity",
-            do=nearest(codec, by),
-        )
+        message = f"the variance that {shown(codec)} adds to gradients is unknown"
+        raise ProfileError(message, where="the sensitivity", do=nearest(codec, by))
     return by[codec]

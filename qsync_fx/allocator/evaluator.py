@@ -1,17 +1,15 @@
 """Plan evaluator: time, waiting, peak memory and gradient variance of plans on a cluster.
 
-`PlanEvaluator` combines the cost mapper, the memory model (`PeakMemoryEvaluator`) and the replayer,
-and updates its results incrementally. `CachedTimes` and `Scaled` adapt operator times.
-
-Invariant: metrics equal those in `qsync_fx.replay` for the same plans, except peaks, which cover
-two task orders. After any sequence of changes and undos, metrics equal those from a new evaluator.
+`PlanEvaluator` combines the cost mapper, the memory model and the replayer, and updates its results
+incrementally. Metrics equal those in `qsync_fx.replay`, except peaks, which cover two task orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
@@ -25,7 +23,6 @@ from qsync_fx.predictor.memory.peak_memory import (
     LossMemory,
     Orders,
     StepMemory,
-    TrainingMemory,
     anchored_bytes,
     step_memory,
 )
@@ -34,15 +31,14 @@ from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import ANYBODY, Beside, Schedule, Seconds, Times
 from qsync_fx.timeline.timeline import Timeline
 
+T = TypeVar("T")
+
 
 class PeakMemoryEvaluator:
     """Peak memory of a step of one device class under a plan, in two task orders.
 
     A compiler reorders each pass to reduce its memory, and its order can be predicted only
-    approximately. The peak therefore covers the expected order and the program order. Lower bounds
-    over plans use the program order, because it does not depend on the plan.
-
-    Peaks come from `qsync_fx.predictor.memory`, corrected by measured peaks of other plans.
+    approximately. The peak therefore covers the expected order and the program order.
 
     Args:
         part: the device class.
@@ -60,7 +56,9 @@ class PeakMemoryEvaluator:
     @property
     def tasks(self) -> Sequence[Task]:
         """Tasks of a step in the order with the higher peak."""
-        return self._orders.written if self.worst is self.written else self._orders.expected
+        if self.worst is self.written:
+            return self._orders.written
+        return self._orders.expected
 
     @property
     def worst(self) -> StepMemory:
@@ -92,59 +90,51 @@ class PeakMemoryEvaluator:
         return Orders.of(self._states, self._part.training)
 
 
-def remembered(times: Times) -> Times:
-    """Return times with cached results; `times` itself if it caches already."""
-    return times if isinstance(times, CachedTimes) else CachedTimes(times)
-
-
 class CachedTimes:
     """Cache of the results of `Times`, one entry per distinct call."""
 
     def __init__(self, times: Times) -> None:
         self._times = times
-        self._operators: dict[tuple[str, object, tuple[object, ...]], Seconds] = {}
-        self._least: dict[tuple[str, object, frozenset[tuple[int, object]]], Seconds] = {}
-        self._told: dict[tuple[str, object], Sequence[Collection[StateNames] | None]] = {}
-        self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
+        self._cache: dict[object, Any] = {}
+
+    @classmethod
+    def of(cls, times: Times) -> Times:
+        """Return times with cached results; `times` itself if it caches already."""
+        return times if isinstance(times, CachedTimes) else cls(times)
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        key = operator, state.names, tuple(None if item is None else item.names for item in around)
-        if key not in self._operators:
-            self._operators[key] = self._times.operator(operator, state, around)
-        return self._operators[key]
+        key = operator, state.names, tuple(item and item.names for item in around)
+        return self._once(key, self._times.operator, operator, state, around)
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        near = frozenset(
-            (by, None if item is None else item.names) for by, item in neighbours.items()
-        )
+        near = frozenset((by, item and item.names) for by, item in neighbours.items())
         key = operator, state.names, near
-        if key not in self._least:
-            self._least[key] = self._times.least(operator, state, neighbours)
-        return self._least[key]
+        return self._once(key, self._times.least, operator, state, neighbours)
 
     def told_apart(
         self, operator: str, state: OperandState
     ) -> Sequence[Collection[StateNames] | None]:
-        key = operator, state.names
-        if key not in self._told:
-            self._told[key] = self._times.told_apart(operator, state)
-        return self._told[key]
+        return self._once((operator, state.names), self._times.told_apart, operator, state)
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
         key = operator, before, after, numel, differentiated
-        if key not in self._casts:
-            self._casts[key] = self._times.cast(operator, before, after, numel, differentiated)
-        return self._casts[key]
+        return self._once(key, self._times.cast, *key)
 
     def outside(self) -> Seconds:
         return self._times.outside()
 
     def optimizer(self) -> float:
         return self._times.optimizer()
+
+    def _once(self, key: object, compute: Callable[..., T], *arguments: Any) -> T:
+        if key not in self._cache:
+            self._cache[key] = compute(*arguments)
+        result: T = self._cache[key]
+        return result
 
 
 TOLERANCE = 1e-9
@@ -196,19 +186,19 @@ class Evaluation:
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
         """Return the excess over each exceeded limit: "seconds", "variance", "memory NAME"."""
-        pairs = [
-            ("seconds", self.seconds, problem.seconds),
-            ("variance", self.variance, problem.variance),
-        ]
-        pairs += [
-            (f"memory {name}", figures.peak_bytes or 0, problem.classes[name].memory)
-            for name, figures in self.classes.items()
-        ]
-        return {
-            subject: value - limit
-            for subject, value, limit in pairs
-            if limit is not None and beyond(value, limit)
-        }
+        result = {}
+        for subject, value in (
+            ("seconds", self.seconds),
+            ("variance", self.variance),
+            *(
+                (f"memory {name}", metrics.peak_bytes or 0)
+                for name, metrics in self.classes.items()
+            ),
+        ):
+            limit = problem.limit(subject)
+            if limit is not None and beyond(value, limit):
+                result[subject] = value - limit
+        return result
 
     def value(self, problem: Problem) -> float:
         """Return the value of the problem's objective."""
@@ -239,7 +229,7 @@ class PlanEvaluator:
 
     def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
         self.problem = problem
-        self._times = {name: remembered(item.times) for name, item in problem.classes.items()}
+        self._times = {name: CachedTimes.of(item.times) for name, item in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
@@ -275,11 +265,8 @@ class PlanEvaluator:
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
         for name, requested in plans.items():
-            changes = {
-                operator: fmt
-                for operator, fmt in requested.items()
-                if self._asked[name][operator] != fmt
-            }
+            before = self._asked[name]
+            changes = {op: fmt for op, fmt in requested.items() if before[op] != fmt}
             if len(changes) > _MANY * len(requested):
                 self._asked[name] |= changes
                 self._mappers.pop(name, None)
@@ -322,11 +309,10 @@ class PlanEvaluator:
     def states(self, name: str) -> States:
         """Return the compute and output formats of the operators of a class."""
         if name not in self._states:
-            mapper = self._mappers.get(name)
-            graph = self.problem.classes[name].graph
-            self._states[name] = (
-                states(graph, self._asked[name]) if mapper is None else mapper.states()
-            )
+            if name in self._mappers:
+                self._states[name] = self._mappers[name].states()
+            else:
+                self._states[name] = states(self.problem.classes[name].graph, self._asked[name])
         return self._states[name]
 
     def schedules(self) -> Mapping[str, Schedule]:
@@ -341,22 +327,21 @@ class PlanEvaluator:
         """Return the peak memory evaluator of a class; None if training memory is unknown."""
         part = self.problem.classes[name]
         if name not in self._memories and part.training is not None:
-            result = self.states(name)
-            key = name, result.names
+            states = self.states(name)
+            key = name, states.names
             # The memory model is expensive, and a search revisits plans: uniform ones and the best
             # so far.
-            available = (
-                self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, result)
-            )
-            self._memories[name] = self._seen[key] = available
+            memory = self._seen.pop(key, None) or PeakMemoryEvaluator(part, states)
+            self._memories[name] = self._seen[key] = memory
             while len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
         return self._memories.get(name)
 
     def peak(self, name: str) -> int | None:
         """Return the peak memory of a step of a class in bytes; None if unknown."""
-        memory = self.memory(name)
-        return None if memory is None else memory.peak_bytes
+        if (memory := self.memory(name)) is None:
+            return None
+        return memory.peak_bytes
 
     def fits(self) -> bool:
         """Return whether all limits are met, with inexpensive checks first."""
@@ -368,34 +353,25 @@ class PlanEvaluator:
                 return False
             if beyond(self.seconds, problem.seconds):
                 return False
-        limits = {
-            name: item.memory for name, item in problem.classes.items() if item.memory is not None
-        }
-        return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
+        return not any(
+            part.memory is not None and beyond(self.peak(name) or 0, part.memory)
+            for name, part in problem.classes.items()
+        )
 
     def evaluate(self) -> Evaluation:
         """Return all metrics of the current plans."""
-        result = self.timeline
-        figures = {
-            name: DeviceMetrics(
-                float(result.played.devices[name].seconds.sum())
-                + result.played.devices[name].optimizer,
+        result, classes = self.timeline, {}
+        for name, part in self.problem.classes.items():
+            device = result.played.devices[name]
+            classes[name] = DeviceMetrics(
+                float(device.seconds.sum()) + device.optimizer,
                 result.waiting[name],
                 result.sending[name],
                 self.peak(name),
-                self.problem.classes[name].variance(self._asked[name]),
+                part.variance(self._asked[name]),
             )
-            for name in self.problem.classes
-        }
-        sent = self.options.by_parameter(self.codecs)
-        return Evaluation(
-            result.seconds,
-            self.variance,
-            figures,
-            self.codecs,
-            self.options.added(self.codecs),
-            sent,
-        )
+        coding, sent = self.options.added(self.codecs), self.options.by_parameter(self.codecs)
+        return Evaluation(result.seconds, self.variance, classes, self.codecs, coding, sent)
 
     @property
     def timeline(self) -> Timeline:
@@ -461,53 +437,31 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
         ProfileError: the graph has no or several symbolic sizes, or is of another model.
     """
     if len(symbolic.symbols) != 1:
-        result = ", ".join(sorted(symbolic.symbols)) or "none"
-        do = "explain it with torch._dynamo.mark_dynamic(input, 0) on the inputs whose first side is the batch"
-        raise ProfileError(
-            f"the model is to have one symbolic size, its batch, and has {result}", do=do
+        message = (
+            f"the model graph needs one symbolic size, its batch, and has {len(symbolic.symbols)}"
         )
-    if [op.id for op in symbolic.operators] != [op.id for op in part.graph.operators]:
-        strange = next(
-            iter({op.id for op in symbolic.operators} ^ {op.id for op in part.graph.operators}),
-            "their order",
-        )
-        message = f"with the batch as a symbol the model has other operators: {shown(strange)}"
+        do = "explain it with torch._dynamo.mark_dynamic(input, 0) on inputs with a batch axis"
+        raise ProfileError(message, do=do)
+    before, after = ([op.id for op in each.operators] for each in (part.graph, symbolic))
+    if before != after:
+        different = next(iter(set(before) ^ set(after)), "their order")
+        message = f"with a symbolic batch the model has other operators: {shown(different)}"
         raise ProfileError(message, do="compare with batches that need no other trace")
     (symbol,) = symbolic.symbols
     graph = symbolic.at(**{symbol: batch})
-    before = part.times
-    times: Times = (
-        before.of(graph) if isinstance(before, DeviceTimes) else Scaled(before, part.graph, graph)
-    )
-    return replace(
-        part,
-        graph=graph,
-        times=times,
-        anchors=(),
-        training=_trained(part.training, part.graph, graph),
-    )
-
-
-def _trained(
-    training: TrainingMemory | None, before: ModelGraph, after: ModelGraph
-) -> TrainingMemory | None:
-    """Return the training memory with the loss scaled to the size of the model's outputs."""
-    if (
-        training is None
-        or training.loss is None
-        or (live := _returned(before)) == (now := _returned(after))
-    ):
-        return training
-    if not live:
-        return replace(training, loss=None)
-    loss = LossMemory(
-        *(-(-size * now // live) for size in (training.loss.held, training.loss.most))
-    )
-    return replace(training, loss=loss)
-
-
-def _returned(graph: ModelGraph) -> int:
-    return sum(whole(graph.values[read.value].numel) for read in graph.outputs)
+    times: Times = Scaled(part.times, part.graph, graph)
+    if isinstance(part.times, DeviceTimes):
+        times = part.times.of(graph)
+    training = part.training
+    if training is not None and training.loss is not None:
+        # The memory of the loss scales with the model's outputs.
+        live, now = (
+            sum(whole(each.values[read.value].numel) for read in each.outputs)
+            for each in (part.graph, graph)
+        )
+        sizes = (-(-size * now // live) for size in (training.loss.held, training.loss.most))
+        training = replace(training, loss=LossMemory(*sizes) if live else None)
+    return replace(part, graph=graph, times=times, anchors=(), training=training)
 
 
 @dataclass(frozen=True)

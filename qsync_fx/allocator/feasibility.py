@@ -2,11 +2,7 @@
 
 If a device is predicted to finish just in time for the others, each step lasts as long as the
 slowest of them in that step. A margin plans devices as slower than their profiles by the
-uncertainty of the prediction. The uncertainty of the devices that set the pace counts, too: if they
-run faster than predicted, the others delay them.
-
-Invariant: metrics of a plan refer to devices without slowdown, and a margin never makes a feasible
-problem infeasible. Numbers in the error come from evaluated plans.
+uncertainty of the prediction; metrics of the plan refer to devices without slowdown.
 """
 
 from __future__ import annotations
@@ -31,11 +27,8 @@ MOST: Final = 0.1
 def check_margin(margin: float | None) -> None:
     """Raise `OptionError` if the margin is not a share from 0 to below 1."""
     if margin is not None and not 0 <= margin < 1:
-        raise OptionError(
-            f"no plan leaves a margin of {margin:g}",
-            where="margin",
-            do="give a share from 0, 0.03 for 3%",
-        )
+        do = "give a share from 0 to below 1, such as 0.03 for 3%"
+        raise OptionError(f"no plan leaves a margin of {margin:g}", where="margin", do=do)
 
 
 def margins(
@@ -54,27 +47,26 @@ def margins(
     check_margin(requested)
     if problem.seconds is None or (requested is None and len(problem.classes) == 1):
         return {}
-    pace = max(
-        (uncertain(available[name]) for name in problem.classes if name not in problem.open),
-        default=0.0,
-    )
-    result = {
-        name: _either(uncertain(available[name]), pace) if requested is None else requested
-        for name in problem.open
-    }
+    if requested == 0.0:
+        return {}
+    if requested is not None:
+        return dict.fromkeys(problem.open, requested)
+    fixed = [uncertain(available[name]) for name in problem.classes if name not in problem.open]
+    # Errors of the class and of the class that sets the pace are independent.
+    pace, result = max(fixed, default=0.0), {}
+    for name in problem.open:
+        result[name] = min(MOST, math.hypot(uncertain(available[name]), pace))
     return {name: share for name, share in result.items() if share > 0}
 
 
 def uncertain(profile: DeviceInputs) -> float:
     """Return the relative error of predicted steps; 0 if no plan has two measured steps."""
-    runs = profile.runs if isinstance(profile, Profile) else []
-    spreads = [run.spread for run in runs if len(run.steps) > 1]
-    return min(MOST, max(AGREES, statistics.median(spreads))) if spreads else 0.0
-
-
-def _either(owned: float, pace: float) -> float:
-    """Return the margin for two independent errors: of the class and of the pace."""
-    return min(MOST, math.hypot(owned, pace))
+    if not isinstance(profile, Profile):
+        return 0.0
+    spreads = [run.spread for run in profile.runs if len(run.steps) > 1]
+    if not spreads:
+        return 0.0
+    return min(MOST, max(AGREES, statistics.median(spreads)))
 
 
 def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
@@ -108,15 +100,14 @@ def with_margin(
             answer = chosen.allocate(replace(careful, seconds=target(careful)))
         except PlanError:
             return chosen.allocate(problem)
-        notes = tuple(
-            PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share})
-            for name, share in shares.items()
-        )
         result = evaluate_plan(problem, answer.plans, answer.evaluation.codecs)
         if not result.exceeds(problem):
-            return replace(
-                answer, problem=problem, evaluation=result, notes=(*notes, *answer.notes)
-            )
+            notes = [
+                PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share})
+                for name, share in shares.items()
+            ]
+            notes += answer.notes
+            return replace(answer, problem=problem, evaluation=result, notes=tuple(notes))
     return chosen.allocate(problem)
 
 
@@ -124,49 +115,36 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
     """Return the error on the limits that the nearest plan exceeds, with a remedy."""
     nearest = min(tried, key=lambda evaluation: excess(problem, evaluation))
     over = nearest.exceeds(problem)
-    parts = [
-        f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}, {_value(subject, by)} more"
-        for subject, by in over.items()
-    ]
     allow = [
-        f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}"
-        for subject, by in over.items()
+        _with_unit(subject, (problem.limit(subject) or 0.0) + by) for subject, by in over.items()
+    ]
+    more = [
+        f"{size}, {_with_unit(subject, by)} more"
+        for size, (subject, by) in zip(allow, over.items(), strict=True)
     ]
     return PlanError(
-        f"no plan was found within the limits; the nearest has {' and '.join(parts)} than allowed",
-        where=", ".join(_of(subject) for subject in over),
-        do=f"allow {' and '.join(allow)}, or let the exact allocator look for a plan",
+        f"no plan was found within the limits; the nearest has {' and '.join(more)} than allowed",
+        where=", ".join(over),
+        do=f"allow {' and '.join(allow)}, or use the allocator milp",
     )
 
 
 def excess(problem: Problem, evaluation: Evaluation) -> float:
     """Return the relative excess over the limits, summed over all limits."""
-    return sum(
-        by / limit(problem, subject) if limit(problem, subject) else float("inf")
-        for subject, by in evaluation.exceeds(problem).items()
-    )
-
-
-def limit(problem: Problem, description: str) -> float:
-    """Return a limit by its key in `Evaluation.exceeds`."""
-    if description in ("seconds", "variance"):
-        result = problem.seconds if description == "seconds" else problem.variance
-    else:
-        result = problem.classes[description.removeprefix("memory ")].memory
-    assert result is not None
+    result = 0.0
+    for subject, by in evaluation.exceeds(problem).items():
+        limit = problem.limit(subject)
+        result += by / limit if limit else math.inf
     return result
 
 
-def _of(description: str) -> str:
-    return {"seconds": "a step", "variance": "of variance"}.get(
-        description, f"on {description.removeprefix('memory ')}"
-    )
-
-
-def _value(description: str, number: float) -> str:
-    if description == "variance":
-        return f"{number:.4g}"
-    return milliseconds(number) if description == "seconds" else megabytes(number)
+def _with_unit(subject: str, number: float) -> str:
+    """Return a number with the unit of a limit, by the key in `Evaluation.exceeds`."""
+    if subject == "seconds":
+        return f"{milliseconds(number)} a step"
+    if subject == "variance":
+        return f"a variance of {number:.4g}"
+    return f"{megabytes(number)} on {subject.removeprefix('memory ')}"
 
 
 def milliseconds(seconds: float) -> str:

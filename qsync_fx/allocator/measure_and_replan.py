@@ -184,15 +184,19 @@ def _trial(
 ) -> Trial:
     """Return predicted and measured costs of a plan on a class; `ran` is the result as measured."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
-    optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
-    foreseen, live = (item.evaluation.classes[name].peak_bytes for item in (answer, ran))
+    optimizer, more_bytes = 0.0, 0
+    if after.optimizer:
+        optimizer = statistics.median(step[2] for step in run.steps)
+    predicted, live = (item.evaluation.classes[name].peak_bytes for item in (answer, ran))
+    if predicted is not None and live is not None:
+        more_bytes = live - predicted
     return Trial(
         name,
         PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
         run.passes + optimizer,
         run.spread,
         len(before.interpolated(answer.plan(name))),
-        0 if foreseen is None or live is None else live - foreseen,
+        more_bytes,
     )
 
 
@@ -219,8 +223,9 @@ def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> P
     }
     problem = replace(again.problem, classes={**again.problem.classes, **owned})
     result = evaluate_plan(problem, plans, again.evaluation.codecs)
-    available = again.bound if problem.least == "variance" else None
-    bound = available if available is not None and available <= result.variance else None
+    bound = again.bound
+    if problem.least != "variance" or (bound is not None and bound > result.variance):
+        bound = None
     return replace(
         again, problem=problem, plans=plans, evaluation=result, bound=bound, iterations=()
     )

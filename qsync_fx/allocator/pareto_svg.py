@@ -1,7 +1,4 @@
-"""Plot of a Pareto front, seconds per step against variance, as SVG or HTML.
-
-The file is self-contained. Each point has a title with its values.
-"""
+"""Plot of a Pareto front, seconds per step against variance, as SVG or HTML."""
 
 from __future__ import annotations
 
@@ -56,9 +53,8 @@ class _Axis:
     scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
-        return self.begin + (self.scale(value) - self.low) / (self.high - self.low) * (
-            self.end - self.begin
-        )
+        share = (self.scale(value) - self.low) / (self.high - self.low)
+        return self.begin + share * (self.end - self.begin)
 
 
 def save_front(front: ParetoFront, path: Path) -> None:
@@ -77,41 +73,48 @@ def check_picture(path: Path) -> str:
 
 
 def front_svg(front: ParetoFront) -> str:
-    """Return the plot as SVG text."""
-    answers = [*front.points, *front.uniform.values(), *([front.chosen] if front.chosen else [])]
+    """Return the plot as SVG text; each point has a title with its values."""
+    chosen = [front.chosen] if front.chosen is not None else []
+    answers = [*front.points, *front.uniform.values(), *chosen]
     across = _seconds([answer.evaluation.seconds for answer in answers])
     up = _variances([answer.evaluation.variance for answer in answers])
+
+    def place(answer: PlanResult) -> tuple[float, float]:
+        return across.at(answer.evaluation.seconds), up.at(answer.evaluation.variance)
+
+    size = f'width="{_WIDE}" height="{_HIGH}"'
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, front.points))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" width="{_WIDE}" height="{_HIGH}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" {size}>',
         f"<style>{_STYLE}</style>",
-        f'<rect width="{_WIDE}" height="{_HIGH}" fill="white"/>',
+        f'<rect {size} fill="white"/>',
         *_grid(across, up),
-        _line(front.points, across, up),
+        f'<polyline class="front" points="{line}"/>',
     ]
-    parts += [
-        _dot(answer, across, up, "point", f"{index + 1}")
-        for index, answer in enumerate(front.points)
-    ]
+    for index, answer in enumerate(front.points, 1):
+        parts.append(_circle("point", place(answer), 4, _title(f"{index}", answer)))
     for fmt, answer in front.uniform.items():
-        parts += [
-            _square(answer, across, up, f"uniform {fmt}"),
-            _label(answer, across, up, fmt, "beside"),
-        ]
-    if front.chosen is not None:
-        x, y = _place(front.chosen, across, up)
-        parts.append(
-            f'<circle class="chosen" cx="{x:.1f}" cy="{y:.1f}" r="9">{_title("chosen", front.chosen)}</circle>'
-        )
-        parts.append(_label(front.chosen, across, up, "chosen", "own", below=True))
+        (x, y), title = place(answer), _title(f"uniform {fmt}", answer)
+        square = f'x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"'
+        parts.append(f'<rect class="uniform" {square}>{title}</rect>')
+        parts.append(_label("beside", (x, y - 8), fmt))
+    for answer in chosen:
+        x, y = place(answer)
+        parts.append(_circle("chosen", (x, y), 9, _title("chosen", answer)))
+        parts.append(_label("own", (x, y + 20), "chosen"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _page(front: ParetoFront) -> str:
-    table = html.escape(plain(front_table(front)))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>seconds against variance</title></head>\n'
-        f"<body>\n{front_svg(front)}<pre>{table}</pre>\n</body>\n</html>\n"
-    )
+    return f"""\
+<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>seconds against variance</title></head>
+<body>
+{front_svg(front)}<pre>{html.escape(plain(front_table(front)))}</pre>
+</body>
+</html>
+"""
 
 
 def _seconds(values: Sequence[float]) -> _Axis:
@@ -132,15 +135,10 @@ def _variances(values: Sequence[float]) -> _Axis:
     low, high = _ends(scale(min(values)), scale(max(values)))
     every = max(1, math.ceil((high - low) / _TICKS))
     powers = range(math.ceil(scale(min(above))), math.floor(high) + 1, every)
-    zero = [(0.0, "0")] if 0.0 in values else []
-    return _Axis(
-        [*zero, *((10.0**index, f"1e{index}") for index in powers)],
-        low,
-        high,
-        _HIGH - _BOTTOM,
-        _TOP,
-        scale,
-    )
+    ticks = [(10.0**index, f"1e{index}") for index in powers]
+    if 0.0 in values:
+        ticks.insert(0, (0.0, "0"))
+    return _Axis(ticks, low, high, _HIGH - _BOTTOM, _TOP, scale)
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
@@ -149,61 +147,41 @@ def _ends(low: float, high: float) -> tuple[float, float]:
 
 
 def _grid(across: _Axis, up: _Axis) -> list[str]:
-    parts = []
+    """Return the lines and labels of both axes, and their titles."""
+    bottom, parts = _HIGH - _BOTTOM, []
     for value, text in across.ticks:
-        x = across.at(value)
-        parts.append(
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HIGH - _BOTTOM}"/>'
-        )
-        parts.append(
-            f'<text x="{x:.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="middle">{text}</text>'
-        )
+        x = f"{across.at(value):.1f}"
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{bottom}"/>')
+        parts.append(_text(x, bottom + 18, "middle", text))
     for value, text in up.ticks:
         y = up.at(value)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+        ends = f'x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        parts.append(f'<line class="grid" {ends}/>')
+        parts.append(_text(_LEFT - 8, f"{y + 4:.1f}", "end", text))
     middle = (_LEFT + _WIDE - _RIGHT) / 2
-    parts.append(
-        f'<text x="{middle}" y="{_HIGH - 16}" text-anchor="middle">seconds of a step</text>'
-    )
-    return [
-        *parts,
-        f'<text x="{_LEFT}" y="18" text-anchor="start">variance of the mean gradient</text>',
-    ]
+    parts.append(_text(middle, _HIGH - 16, "middle", "seconds of a step"))
+    parts.append(_text(_LEFT, 18, "start", "variance of the mean gradient"))
+    return parts
 
 
-def _line(points: Sequence[PlanResult], across: _Axis, up: _Axis) -> str:
-    places = " ".join(
-        f"{x:.1f},{y:.1f}" for x, y in (_place(answer, across, up) for answer in points)
-    )
-    return f'<polyline class="front" points="{places}"/>'
+def _text(x: object, y: object, anchor: str, text: str, kind: str = "axis") -> str:
+    place = f'class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}"'
+    return f"<text {place}>{html.escape(text)}</text>"
 
 
-def _dot(answer: PlanResult, across: _Axis, up: _Axis, kind: str, name: str) -> str:
-    x, y = _place(answer, across, up)
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4">{_title(name, answer)}</circle>'
+def _circle(kind: str, place: tuple[float, float], radius: int, title: str) -> str:
+    x, y = place
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">{title}</circle>'
 
 
-def _square(answer: PlanResult, across: _Axis, up: _Axis, name: str) -> str:
-    x, y = _place(answer, across, up)
-    return f'<rect class="uniform" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8">{_title(name, answer)}</rect>'
-
-
-def _label(
-    answer: PlanResult, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False
-) -> str:
-    x, y = _place(answer, across, up)
-    # Points near the right edge have their label on the left.
-    side, anchor = (-10, "end") if x > _WIDE - _RIGHT - 80 else (10, "start")
-    return f'<text class="{kind}" x="{x + side:.1f}" y="{y + (20 if below else -8):.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
-
-
-def _place(answer: PlanResult, across: _Axis, up: _Axis) -> tuple[float, float]:
-    return across.at(answer.evaluation.seconds), up.at(answer.evaluation.variance)
+def _label(kind: str, place: tuple[float, float], text: str) -> str:
+    """Return the label of a point, on its left near the right edge."""
+    x, y = place
+    if x > _WIDE - _RIGHT - 80:
+        return _text(f"{x - 10:.1f}", f"{y:.1f}", "end", text, kind)
+    return _text(f"{x + 10:.1f}", f"{y:.1f}", "start", text, kind)
 
 
 def _title(name: str, answer: PlanResult) -> str:
-    text = f"{name}: {duration(answer.evaluation.seconds)} a step, variance {answer.evaluation.variance:.4g}"
-    return f"<title>{html.escape(text)}</title>"
+    step, variance = duration(answer.evaluation.seconds), answer.evaluation.variance
+    return f"<title>{html.escape(f'{name}: {step} a step, variance {variance:.4g}')}</title>"

@@ -1,8 +1,4 @@
-"""Result of an allocator: plans, their evaluation, a lower bound, notes and trials.
-
-`PlanResult` is immutable; `print` shows a summary that is derived from its fields. `PredictedCost`
-stores the predicted cost in the notes of a plan, so that a training run can compare itself with it.
-"""
+"""Result of an allocator: plans, their evaluation, a lower bound, notes and trials."""
 
 from __future__ import annotations
 
@@ -31,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PredictedCost:
-    """Predicted cost of a plan on a device, stored in the plan's notes; None for unknown values.
+    """Predicted cost of a plan on a device, in the plan's notes; None for unknown values.
 
-    Plans with no such notes, or notes from another author, are valid.
+    A training run can compare itself with it.
 
     Attributes:
         computing: computing seconds per step.
@@ -76,26 +72,24 @@ class PlanNoteKind(StrEnum):
     """Kind of a note, with its text."""
 
     NOT_FASTER = "a narrower format is not faster"
-    STOPPED = "the search was stopped before it was done"
+    STOPPED = "the time limit of the solver was reached"
     UNFIT = "the plan exceeds a limit"
-    BATCH = "trains with a batch in proportion to its speed"
+    BATCH = "the batch size is proportional to the speed"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
-    BINDS = "the plan comes near to a limit; allow more, and it may be better"
-    RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
-    KEEPS = "trains in its widest format alone, as the quickest class"
-    WAITS = "waits for gradients, which codecs would make smaller; allow some, and it will be seen whether they pay"
-    LEAVES = "planned on as slower than it is, so that others need not wait where a step takes longer than is foreseen"
-    NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
-    ONE_NODE = "all ranks share one node, inside of which gradients go in FP32, so that codecs have nothing to do"
-    BETWEEN_NODES = (
-        "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
-    )
-    UNEVEN = "nodes have different numbers of ranks, so that codecs are foreseen between all ranks, and not between nodes alone"
-    BY_HOST = "gradients in codecs go by way of the GPU's host, over gloo, which is what is foreseen of them"
-    LEFT_OUT = "left out, as how much it disturbs gradients is not known"
-    HAS_NOT = "left out, as these devices do not compute in it, or were not measured in it"
-    UNSETTLED = "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
+    BINDS = "a higher limit may allow a better plan"
+    RECKONED = "the optimality gap is not proved; bound of the last program, for similar plans only"
+    KEEPS = "this class is the fastest, and trains in its widest format"
+    WAITS = "the device waits for gradients; try gradient codecs (the argument codecs)"
+    LEAVES = "the plan leaves a margin, in case this device is slower than predicted"
+    NOT_SENT = "codecs have no effect: a single device sends no gradients"
+    ONE_NODE = "codecs have no effect: all ranks share one node, in which gradients are FP32"
+    BETWEEN_NODES = "codecs are used between nodes only: compress(..., hierarchical=True)"
+    UNEVEN = "codecs are used between all ranks, as nodes have different numbers of ranks"
+    BY_HOST = "the prediction assumes that coded gradients are sent through host memory, over gloo"
+    LEFT_OUT = "formats not used: their effect on the gradients is unknown"
+    HAS_NOT = "formats not used: the device does not support them, or they were not measured"
+    UNSETTLED = "predicted and measured times still differ; measure longer, on an idle machine"
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,6 @@ class PlanNote:
     """Remark on a plan.
 
     Attributes:
-        kind: kind of the remark.
         device: device class; "" for all.
         operator: operator id; "" for none.
         formats: formats concerned.
@@ -122,7 +115,6 @@ class SolverIteration:
     """One solve of an allocator's own model, and the evaluation of its plan.
 
     Attributes:
-        evaluation: metrics of the plan by `PlanEvaluator`.
         bound: lower bound of the objective within the allocator's model.
         fits: whether the plan meets all limits by `PlanEvaluator`.
         learned: whether the evaluation revealed costs that the model lacked.
@@ -229,24 +221,24 @@ class PlanResult:
             (name,) = self.problem.open
         if name not in self.plans:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
-        gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
-        figures = {
-            "seconds": f"{self.evaluation.seconds:.6g}",
-            "variance": f"{self.evaluation.variance:.6g}",
-            **gap,
+        part, evaluation = self.problem.classes[name], self.evaluation
+        notes = {
+            "allocator": self.allocator,
+            "seconds": f"{evaluation.seconds:.6g}",
+            "variance": f"{evaluation.variance:.6g}",
         }
+        if self.gap is not None:
+            notes["gap"] = f"{self.gap:.2%}"
         if self.ran is not None:
-            figures["plans measured"] = str(len(self.trials))
-            owned = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
-            figures |= {key: f"{value:.6g}" for item in owned for key, value in _said(item).items()}
-        if conditions := self.problem.classes[name].conditions:
-            figures["measured with"] = conditions
-        foreseen = PredictedCost.of(
-            self.evaluation.classes[name], self.problem.classes[name].memory
-        ).notes()
-        return Plan(
-            operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen}
-        )
+            notes["plans measured"] = str(len(self.trials))
+            for trial in self.trials[self.ran - 1]:
+                if trial.device == name:
+                    notes["seconds foreseen"] = f"{trial.foreseen:.6g}"
+                    notes["seconds measured"] = f"{trial.measured:.6g}"
+        if part.conditions:
+            notes["measured with"] = part.conditions
+        notes |= PredictedCost.of(evaluation.classes[name], part.memory).notes()
+        return Plan(operators=self.plans[name], notes=notes)
 
     def to_plans(self) -> dict[str, Plan]:
         """Return the plans of all classes."""
@@ -269,21 +261,15 @@ class PlanResult:
 
     def text(self, width: int | None = None) -> str:
         """Return the text of `print`, optionally fitted to a width in columns."""
-
-        return answer_text(self, width)
+        return plain(answer_table(self), width)
 
     def __repr__(self) -> str:
         """Return one line for notebooks and debuggers."""
-        from qsync_fx.formatting import duration
-
-        gap = "no bound" if self.gap is None else f"gap {self.gap:.2%}"
-        devices = ", ".join(
-            f"{device.count} {name}" for name, device in self.problem.cluster.devices.items()
-        )
+        counts = [f"{d.count} {name}" for name, d in self.problem.cluster.devices.items()]
         step, variance = duration(self.evaluation.seconds), f"{self.evaluation.variance:.4g}"
-        return (
-            f"PlanResult({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
-        )
+        gap = "no bound" if self.gap is None else f"gap {self.gap:.2%}"
+        metrics = f"{step} a step on {', '.join(counts)}, variance {variance}, {gap}"
+        return f"PlanResult({self.allocator}, {metrics})"
 
     def __str__(self) -> str:
         return self.text()
@@ -308,10 +294,6 @@ class Allocator(Protocol):
         """
 
 
-def _said(trial: Trial) -> dict[str, float]:
-    return {"seconds foreseen": trial.foreseen, "seconds measured": trial.measured}
-
-
 def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
     """Return the pairs of class and operator that have different formats in two sets of plans."""
     return [
@@ -322,56 +304,50 @@ def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
     ]
 
 
-_SHOWN = 5
-
-
-def answer_text(answer: PlanResult, width: int | None = None) -> str:
-    """Return a result as plain text, optionally fitted to a width in columns."""
-    return plain(answer_table(answer), width)
+_SHOWN: Final = 5
+"""Maximum number of details of a note that are shown."""
 
 
 def answer_table(answer: PlanResult) -> RenderableType:
     """Return a result for a rich console."""
-    lines = (*_coding(answer), *_trials(answer), *_conditions(answer), *_notes(answer))
+    conditions = {name: part.conditions for name, part in answer.problem.classes.items()}
+    measured = [f"{name}: measured with {text}" for name, text in conditions.items() if text]
+    lines = (*_coding(answer), *_trials(answer), *measured, *_notes(answer))
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
 def _head(answer: PlanResult) -> list[str]:
     evaluation, problem = answer.evaluation, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
-    result = [f"{duration(evaluation.seconds)} a step{limit}, variance {evaluation.variance:.4g}"]
-    available = "no bound is known" + (" of a plan as it ran" if answer.ran is not None else "")
-    if answer.bound is not None:
-        unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
-        available = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
-    iterations = f" in {len(answer.iterations)} iterations" if answer.iterations else ""
-    return [*result, f"{answer.allocator}: {available}; {answer.took:.2f} s{iterations}"]
+    bound = "no bound is known"
+    if answer.bound is not None and problem.least == "variance":
+        bound = f"no plan has a variance below {answer.bound:.4g}, gap {answer.gap:.2%}"
+    elif answer.bound is not None:
+        bound = f"no plan has a step below {duration(answer.bound)}, gap {answer.gap:.2%}"
+    return [
+        f"{duration(evaluation.seconds)} a step{limit}, variance {evaluation.variance:.4g}",
+        f"{answer.allocator}: {bound}; {answer.took:.2f} s",
+    ]
 
 
 def _classes(answer: PlanResult) -> RenderableType:
     formats = sorted(
         {fmt for requested in answer.plans.values() for fmt in requested.values()}, key=width_of
     )
-    columns = [
-        "devices",
-        "count",
-        "computing",
-        "waiting",
-        "sending",
-        "memory",
-        "variance",
-        *formats,
-    ]
+    columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance"]
+    columns += formats
     table = table_of(columns, right=columns[1:])
     for name, figures in answer.evaluation.classes.items():
         limit = answer.problem.classes[name].memory
         peak = "?" if figures.peak_bytes is None else short(figures.peak_bytes, "B")
+        if limit is not None:
+            peak += f" of {short(limit, 'B')}"
         counts = Counter(answer.plans[name].values())
         table.add_row(
             Text(name),
             str(answer.problem.cluster.devices[name].count),
             *map(duration, (figures.computing, figures.waiting, figures.sending)),
-            peak if limit is None else f"{peak} of {short(limit, 'B')}",
+            peak,
             f"{figures.variance:.4g}",
             *(str(counts[fmt] or "-") for fmt in formats),
         )
@@ -386,52 +362,37 @@ def _coding(answer: PlanResult) -> Iterator[str]:
     counts = Counter(evaluation.codecs)
     kinds = ", ".join(f"{counts[codec]} in {codec}" for codec in coding.codecs if counts[codec])
     yield f"buckets of gradients: {kinds}; codecs add {evaluation.coding:.4g} of the variance"
-    yield f"how fast they code is {coding.rates.source}"
+    yield f"source of the codec speeds: {coding.rates.source}"
 
 
 def _trials(answer: PlanResult) -> Iterator[str]:
     """Yield a line per measured run, round by round."""
-    count = len(answer.trials)
-    alone = " by itself" if answer.problem.cluster.ranks > 1 else ""
     for index, trials in enumerate(answer.trials, 1):
+        plan = "this plan" if index == answer.ran else "another plan"
         for trial in trials:
-            off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
-            unknown = (
-                f", {trial.interpolated} operators interpolated before"
-                if trial.interpolated
-                else ""
-            )
-            limited = (
-                answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0
-            )
-            live = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
-            selected = "this plan" if index == answer.ran else "another plan"
-            yield (
-                f"{trial.device} ran {selected}{alone} in round {index} of {count}: {duration(trial.foreseen)} foreseen, "
-                f"{duration(trial.measured)} measured ({off:+.1%}){live}{unknown}"
-            )
-
-
-def _conditions(answer: PlanResult) -> Iterator[str]:
-    yield from (
-        f"{name}: measured with {item.conditions}"
-        for name, item in answer.problem.classes.items()
-        if item.conditions
-    )
+            text = f"{trial.device} ran {plan} in round {index} of {len(answer.trials)}: "
+            text += f"{duration(trial.foreseen)} predicted, {duration(trial.measured)} measured"
+            if trial.foreseen:
+                text += f" ({trial.measured / trial.foreseen - 1:+.1%})"
+            if answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0:
+                text += f", peak memory {short(trial.more_bytes, 'B')} above the prediction"
+            if trial.interpolated:
+                text += f", {trial.interpolated} operators not measured before"
+            yield text
 
 
 def _notes(answer: PlanResult) -> Iterator[str]:
-    by_kind: dict[tuple[str, str], list[PlanNote]] = {}
+    by_kind: dict[tuple[str, str], list[str]] = {}
     for note in answer.notes:
-        by_kind.setdefault((note.kind, note.device), []).append(note)
-    for (kind, device), notes in by_kind.items():
-        where = f"{device}: " if device else ""
-        details = [_detail(note) for note in notes]
-        shown = [detail for detail in details if detail][:_SHOWN]
-        more = (
-            f" and {len(details) - len(shown)} more" if shown and len(details) > len(shown) else ""
-        )
-        yield f"{where}{kind}" + (f": {'; '.join(shown)}{more}" if shown else "")
+        details = by_kind.setdefault((note.kind, note.device), [])
+        details += filter(None, [_detail(note)])
+    for (kind, device), details in by_kind.items():
+        text = f"{device}: {kind}" if device else kind
+        if details:
+            text += f": {'; '.join(details[:_SHOWN])}"
+        if len(details) > _SHOWN:
+            text += f" and {len(details) - _SHOWN} more"
+        yield text
 
 
 def _detail(note: PlanNote) -> str:

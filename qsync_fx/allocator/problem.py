@@ -1,8 +1,7 @@
 """Planning problem: a model on device classes, the formats to choose from, and the limits.
 
 A `Problem` is immutable and self-contained: the cost of a plan depends only on the problem and the
-plan. Two formats count as two choices of an operator only if the operator computes differently in
-them.
+plan.
 """
 
 from __future__ import annotations
@@ -59,16 +58,15 @@ class DeviceClass:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.formats if name not in self.graph.formats]:
             message = f"the model graph was not made for plans with {shown(unknown[0])}"
-            raise PlanError(
-                message, do=f"measure with it too, or plan with {', '.join(self.graph.formats)}"
-            )
+            do = f"measure with it too, or plan with {', '.join(self.graph.formats)}"
+            raise PlanError(message, do=do)
         if not self.formats:
             raise PlanError("there is no format to choose from", do="allow one at least")
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"a step cannot take {self.memory} bytes", do="give a limit above 0")
         if self.memory is not None and self.training is None:
-            do = "say what the optimizer keeps: measure with the optimizer, or give its memory"
-            raise PlanError("memory is limited, and what a step holds is not known", do=do)
+            do = "measure with the optimizer, or give its memory"
+            raise PlanError("memory is limited, but the memory of a step is unknown", do=do)
 
     @cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:
@@ -169,22 +167,33 @@ class Problem:
     def __post_init__(self) -> None:
         self.cluster.check_names(self.classes, "classes")
         if not self.open:
-            raise PlanError(
-                "no class of devices is open to choice",
-                do="leave one at least without a plan of its own",
-            )
+            do = "leave at least one class without a fixed plan"
+            raise PlanError("no class of devices is open to choice", do=do)
         for name, limit in (("seconds", self.seconds), ("variance", self.variance)):
             if limit is not None and not limit >= 0:
-                raise PlanError(f"a limit of {limit} {name} is none", do="give a number from 0")
+                raise PlanError(f"the limit of the {name} is {limit}", do="give a number from 0")
 
     @cached_property
     def open(self) -> tuple[str, ...]:
         """Names of the classes that are open to choice."""
         return tuple(name for name, item in self.classes.items() if item.fixed_plan is None)
 
+    def limit(self, subject: str) -> float | None:
+        """Return a limit: "seconds", "variance" or "memory NAME"; None for no limit."""
+        match subject:
+            case "seconds":
+                return self.seconds
+            case "variance":
+                return self.variance
+        return self.classes[subject.removeprefix("memory ")].memory
+
     def weight(self, name: str) -> float:
         """Return the weight of a class's per-device variance in the mean gradient's."""
         return self.cluster.devices[name].count / self.cluster.ranks**2
+
+    def omega(self, name: str, operator: str, requested: str) -> float:
+        """Return the variance that an operator adds on each device of a class."""
+        return self.classes[name].omega(operator, requested)
 
     def variance_of(self, plans: Plans) -> float:
         """Return the variance of the mean gradient, for independent rounding errors of ranks."""
@@ -199,11 +208,9 @@ class Problem:
 
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
         """Return plans with one format per open class; default: the narrowest of each class."""
+        parts = {name: self.classes[name] for name in self.open}
         return self.completed(
-            {
-                name: self.classes[name].uniform(fmt or self.classes[name].lowest)
-                for name in self.open
-            }
+            {name: part.uniform(fmt or part.lowest) for name, part in parts.items()}
         )
 
 

@@ -1,7 +1,6 @@
 """Builder of a `Problem` from device profiles, a cluster and a planning request.
 
-Invariant: no silent assumptions. Formats that are left out and classes that are fixed to their
-widest format appear as notes of the result.
+Assumptions, such as formats that are left out, appear as notes of the result.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ def build_problem(
     }
     graph = next(iter(classes.values())).graph
     tied = _tied(graph) if wishes.tie_blocks else ()
-    problem = Problem(
-        classes, fleet, tied=tied, coding=_coding(fleet, available, wishes.codecs, notes)
-    )
+    coding = _coding(fleet, available, wishes.codecs, notes)
+    problem = Problem(classes, fleet, tied=tied, coding=coding)
     problem = objective_named(wishes.objective).constrained(problem, wishes.budget, notes)
     return replace(problem, seconds=wishes.seconds_limit(problem)), notes
 
@@ -96,11 +94,8 @@ def codec_names(names: Sequence[str]) -> list[str]:
     codecs = [names] if isinstance(names, str) else list(names)
     for name in codecs:
         if name not in CODECS:
-            raise OptionError(
-                f"a plan has no codec {shown(str(name))}",
-                where="codecs",
-                do=nearest(str(name), CODECS),
-            )
+            message = f"a plan has no codec {shown(str(name))}"
+            raise OptionError(message, where="codecs", do=nearest(str(name), CODECS))
     return codecs
 
 
@@ -109,7 +104,7 @@ def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
     sizes = memory if isinstance(memory, Mapping) else {"": memory}
     for name, size in sizes.items():
         if size is not None and memory_size(size) is None:
-            where = f"memory of {shown(name)}" if name else "memory"
+            where = f"memory {name}".strip()
             raise PlanError(f"{shown(str(size))} is no memory", where=where, do=WAYS)
 
 
@@ -123,10 +118,9 @@ def _coding(
     if not codecs:
         return None
     if fleet.compression is not None:
-        do = "leave [compression] out of the cluster's file, or codecs out"
-        raise ProfileError(
-            "the cluster says already what is done to gradients", where="compression", do=do
-        )
+        do = "remove [compression] from the cluster's file, or the codecs"
+        message = "the cluster already has a compression of gradients"
+        raise ProfileError(message, where="compression", do=do)
     if fleet.ranks == 1:
         notes.append(PlanNote(PlanNoteKind.NOT_SENT))
         return None
@@ -154,8 +148,9 @@ def _class(
         notes.append(PlanNote(PlanNoteKind.HAS_NOT, name, formats=tuple(lacking)))
     unknown = [fmt for fmt in formats if _unknown(graph, result, fmt)]
     if unknown and (wishes.precisions or len(unknown) == len(formats)):
-        message = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, result, unknown[0]))}"
-        do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(result.precisions)}"
+        operator = shown(_unknown(graph, result, unknown[0]))
+        message = f"the sensitivity of {operator} in {shown(unknown[0])} is unknown"
+        do = f"measure the sensitivity in {', '.join(formats)}, or plan with other formats"
         raise ProfileError(message, where=f"the sensitivity for {shown(name)}", do=do)
     if unknown:
         notes.append(PlanNote(PlanNoteKind.LEFT_OUT, name, formats=tuple(unknown)))
@@ -182,19 +177,16 @@ def _sensitivity(
     if value is not None:
         if name not in value:
             message = f"there is no sensitivity for the devices {shown(name)}"
-            raise ProfileError(
-                message, where="sensitivity", do="give one for each class, or one for all"
-            )
+            do = "give one for each class, or one for all"
+            raise ProfileError(message, where="sensitivity", do=do)
         return value[name]
     for profile in (available[name], *available.values()):
         result = getattr(profile, "sensitivity", None)
         if isinstance(result, Sensitivity):
             return result
-    raise ProfileError(
-        "no profile says how much an operator in a narrow format disturbs gradients",
-        where="sensitivity",
-        do="measure with sensitivity (the default of qsync_fx.measure), or give one: find_plan(..., sensitivity=qsync_fx.sensitivity(...))",
-    )
+    message = "no profile contains how much an operator in a narrow format disturbs gradients"
+    do = "measure with sensitivity, or give one: sensitivity=qsync_fx.sensitivity(...)"
+    raise ProfileError(message, where="sensitivity", do=do)
 
 
 def _asked(
@@ -206,16 +198,13 @@ def _asked(
         return owned, []
     requested = [precision(fmt).name for fmt in precisions]
     # A profile's graph can support more formats than were measured.
-    available = set(owned) if isinstance(profile, DeviceTimes) else set(graph.formats)
+    available = owned
+    if not isinstance(profile, DeviceTimes):
+        available = list(graph.formats)
     if not (result := [fmt for fmt in requested if fmt in available]):
-        message = (
-            f"none of {', '.join(requested)} is a format that {shown(name)} has"
-            if requested
-            else "no format is allowed"
-        )
-        raise PlanError(
-            message, where="precisions", do=f"allow one of {', '.join(owned)}, or measure in others"
-        )
+        message = f"{shown(name)} has none of the allowed formats: {', '.join(requested) or 'none'}"
+        do = f"allow one of {', '.join(owned)}, or measure in others"
+        raise PlanError(message, where="precisions", do=do)
     return result, [fmt for fmt in requested if fmt not in available]
 
 
@@ -227,22 +216,11 @@ def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence
     ]
     for fmt in (precision(item).name for item in precisions):
         if all(fmt in item for item in lacking):
-            have = dict.fromkeys(
-                owned
-                for n, profile in available.items()
-                for owned in _formats(profile, graph_of(n, profile))
-            )
-            who = (
-                "of none of the devices " + ", ".join(available)
-                if len(available) > 1
-                else "that the device does not have"
-            )
-            message = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
-            raise PlanError(
-                message,
-                where="precisions",
-                do=f"allow some of {', '.join(have)}, or measure in others",
-            )
+            owned = [_formats(item, graph_of(name, item)) for name, item in available.items()]
+            have = dict.fromkeys(name for formats in owned for name in formats)
+            message = f"{shown(fmt)} is not supported by {', '.join(available)}, or not measured"
+            do = f"allow some of {', '.join(have)}, or measure in others"
+            raise PlanError(message, where="precisions", do=do)
 
 
 def _formats(profile: DeviceInputs, graph: ModelGraph) -> list[str]:
@@ -257,11 +235,9 @@ def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
     """Return the first operator with unknown sensitivity in a uniform plan of a format, or ""."""
     for operator in graph.operators:
         if isinstance(operator.decided, Choices):
-            runs = (
-                operator.decided.runs[fmt]
-                if operator.decided.pinned is None
-                else operator.decided.pinned
-            )
+            runs = operator.decided.pinned
+            if runs is None:
+                runs = operator.decided.runs[fmt]
             if FORMATS[runs].bits < 32 and runs not in available.variance.get(operator.id, {}):
                 return operator.id
     return ""
@@ -280,14 +256,15 @@ def _limits(fleet: Cluster, value: Mapping[str, Memory] | Memory | None) -> dict
     named = {
         name: device.memory for name, device in fleet.devices.items() if device.memory is not None
     }
-    requested = dict.fromkeys(fleet.devices, value) if not isinstance(value, Mapping) else value
+    requested: Mapping[str, Memory | None]
+    if isinstance(value, Mapping):
+        requested = value
+    else:
+        requested = dict.fromkeys(fleet.devices, value)
     for name, size in requested.items():
         if name not in fleet.devices:
-            raise PlanError(
-                f"there are no devices {shown(name)}",
-                where="memory",
-                do=nearest(name, fleet.devices),
-            )
+            message = f"there are no devices {shown(name)}"
+            raise PlanError(message, where="memory", do=nearest(name, fleet.devices))
         if size is not None:
             named[name] = size
     return {name: _bytes(fleet, name, size) for name, size in named.items()}
@@ -297,10 +274,8 @@ def _bytes(fleet: Cluster, name: str, memory: Memory) -> float:
     if (result := fleet.bytes_of(name, memory)) is not None:
         return result
     if memory_size(memory) is None:
-        raise PlanError(
-            f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS
-        )
-    message = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
-    raise PlanError(
-        message, where="memory", do="give bytes, or say in the cluster's file what memory it has"
-    )
+        where = f"memory of {shown(name)}"
+        raise PlanError(f"{shown(str(memory))} is no memory", where=where, do=WAYS)
+    message = f"the memory of {shown(name)} is unknown, so that {memory} of it is not known"
+    do = "give bytes, or add the memory of the device to the cluster's file"
+    raise PlanError(message, where="memory", do=do)

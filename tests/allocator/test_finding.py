@@ -97,7 +97,7 @@ def test_recovery_is_open_on_all_classes() -> None:
     mixed = evaluate_plan(answer.problem, answer.problem.uniform("bf16"))
     assert answer.evaluation.seconds <= mixed.seconds * (1 + 1e-9)
     assert answer.evaluation.variance <= mixed.variance
-    with pytest.raises(PlanError, match="recovered from is a format"):
+    with pytest.raises(PlanError, match="budget of recovery is a format"):
         qsync_fx.find_plan(MLP, objective="recover", budget=0.5)
 
 
@@ -201,14 +201,14 @@ def test_operators_stay_wide_without_a_faster_format() -> None:
 
 
 def test_missing_input_is_named() -> None:
-    with pytest.raises(ProfileError, match="no profile says how much"):
+    with pytest.raises(ProfileError, match="no profile contains how much"):
         qsync_fx.find_plan(OTHER)
     given = drawn_sensitivity(graph_of("mlp"))
     assert qsync_fx.find_plan(OTHER, sensitivity=given).plans
     poor = replace(given, variance={op: {"int8": by["int8"]} for op, by in given.variance.items()})
     answer = qsync_fx.find_plan(OTHER, sensitivity=poor)
     assert [note.formats for note in kinds(answer)[PlanNoteKind.LEFT_OUT]] == [("bf16",)]
-    with pytest.raises(ProfileError, match="'bf16' disturbs gradients is not known"):
+    with pytest.raises(ProfileError, match=r"sensitivity of .* in 'bf16' is unknown"):
         qsync_fx.find_plan(OTHER, sensitivity=poor, precisions=["fp32", "bf16"])
     with pytest.raises(PlanError, match="no objective 'fast'"):
         qsync_fx.find_plan(MLP, objective="fast")
@@ -249,9 +249,9 @@ def test_formats_are_limited_to_supporting_devices() -> None:
     assert [(note.device, note.formats) for note in kinds(answer)[PlanNoteKind.HAS_NOT]] == [
         ("v100", ("int8",))
     ]
-    with pytest.raises(PlanError, match="'fp8' is a format of none of the devices v100, t4"):
+    with pytest.raises(PlanError, match="'fp8' is not supported by v100, t4"):
         qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp8"])
-    with pytest.raises(PlanError, match="none of int8 is a format that 'v100' has"):
+    with pytest.raises(PlanError, match="'v100' has none of the allowed formats"):
         qsync_fx.find_plan(known, fleet, precisions=["int8"])
 
 

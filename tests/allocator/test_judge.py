@@ -136,7 +136,7 @@ def test_problems_that_are_none() -> None:
         replace(part, graph=replace(part.graph, formats=("fp32",)))
     with pytest.raises(PlanError, match="cannot take"):
         replace(part, memory=float("nan"))
-    with pytest.raises(PlanError, match="what a step holds is not known"):
+    with pytest.raises(PlanError, match="memory of a step is unknown"):
         replace(part, memory=1e9, training=None)
     with pytest.raises(PlanError, match="open to choice"):
         Problem({"device": replace(part, fixed_plan=part.uniform("fp32"))}, alone("mlp").cluster)

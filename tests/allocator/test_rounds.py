@@ -161,7 +161,7 @@ def test_plan_above_the_memory_limit_is_replaced() -> None:
         answer.trials[0][0].more_bytes == pytest.approx(more, rel=0.01)
         and answer.trials[1][0].more_bytes <= 0
     )
-    assert "MB more than foreseen" in str(answer)
+    assert "MB above the prediction" in str(answer)
 
 
 def test_zero_rounds_return_the_first_plan() -> None:

@@ -198,7 +198,7 @@ def test_patterns_select_operators_as_in_plans(
         "2/linear": "fp32",
     }
     for more, what in (
-        (["--set", "encoder.*=fp32"], "none that this selects"),
+        (["--set", "encoder.*=fp32"], "that a plan decides on"),
         (["--explain", "[0"], "[0"),
     ):
         assert main(planned(files, *more, "--device", "b")) == 2
@@ -299,7 +299,7 @@ def loud():
         ("--precisions int9", "int9"),
         ("--optimizer adamv", "torch.optim has no optimizer 'adamv'"),
         ("--set linear=int9", "int9"),
-        ("--pareto --points 1", "a front of 1 points is none"),
+        ("--pareto --points 1", "a front cannot have 1 points"),
         ("--cluster fleet.toml --device t5", "the cluster has no class of devices 't5'"),
         ("--cluster fleet.toml --memory t5=1GB", "the cluster has no class of devices 't5'"),
     ],

@@ -18,7 +18,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"sensitivity": "exat"}, "'exat' is no method"),
         ({"objective": "fast"}, "there is no objective 'fast'"),
         ({"objective": "fastest", "budget": "bf17"}, "bf17"),
-        ({"objective": "recover", "budget": 0.5}, "what is recovered from is a format"),
+        ({"objective": "recover", "budget": 0.5}, "the budget of recovery is a format"),
         ({"target": "fp33"}, "fp33"),
         ({"memory": "4 GBB"}, "'4 GBB' is no memory"),
         ({"memory": {"gpu": 1e9}}, "no rank has the device class 'gpu'"),

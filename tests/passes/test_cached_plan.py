@@ -284,13 +284,13 @@ def test_data_parallel_model_is_identified_by_its_module(tmp_path: Path, outside
 
 
 def test_uncacheable_profile_is_an_error(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    with pytest.raises(ProfileError, match="no profile says how much"):
+    with pytest.raises(ProfileError, match="no profile contains how much"):
         qsync_fx.cache_plan(quick(layer(), Counted(), repeats=1))
     with pytest.raises(ProfileError, match="another machine"):
         qsync_fx.cache_plan(
             replace(profile(), machine=replace(profile().machine, name="elsewhere"))
         )
-    with pytest.raises(ProfileError, match="by what its model is known"):
+    with pytest.raises(ProfileError, match="no fingerprint of its model"):
         qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))

@@ -1,12 +1,9 @@
 """Exact allocator: plans as a mixed-integer linear program (MILP), solved by HiGHS.
 
 `MilpAllocator` runs `MilpSearch`, which alternately solves a program and evaluates its plan.
-`build_and_solve` builds the program of all device classes from one `DeviceProgram` per class. Terms
-of the program: `format_variables`, `cast_terms`, `neighbour_terms`, `linearized_memory` and
-`memory_bound`. Solvers: `linear_program` and `lagrangian_relaxation`. Start reading at `search`.
-
-Invariant: with integer choices, a program has the states of the cost mapper and, for the state
-costs it was built with, the seconds of the replayer.
+`build_and_solve` builds the program of all device classes from one `DeviceProgram` per class. With
+integer choices, a program has the states of the cost mapper and, for the state costs it was built
+with, the seconds of the replayer. Start reading at `search`.
 """
 
 from typing import Final

@@ -1,13 +1,10 @@
 """Casts and quantizers as linear expressions, one cast per value and format for all readers.
 
-Most values have one reader per format. Their cost depends on the format of the value and the format
+Most values have one reader per format: their cost depends on the format of the value and the format
 that is read (`_edge`). If several operators read a value in one format, the first reader owns the
-cast: it determines the segment of the backward pass, and can determine the cost. `_first` processes
-readers in order, in groups of equal segment and cost, with an indicator that this group or an
-earlier one needs the cast.
-
-Invariant: with integer choices, the casts are the casts of `plan_states.states`, with the same
-owners or owners of equal cost.
+cast: it determines the segment of the backward pass, and can determine the cost (`_shared`). With
+integer choices, the casts are the casts of `plan_states.states`, with the same owners or owners of
+equal cost.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ from qsync_fx.predictor.cost_mapper.cost_mapper import (
 )
 from qsync_fx.predictor.model.model_graph import Follows, Name, followed, widest
 from qsync_fx.predictor.times import Seconds, Times
-
-ZERO = Seconds(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,80 +66,73 @@ class Casting:
                 yield from self._point(point)
 
     def _change(self, change: IndexedChange) -> Iterator[CostTerm]:
+        """Yield the times of a value's change from its own format to its operator's output."""
         before, after = self._held(change.held), self.formats.outputs[change.operator]
-        for source, existing in before.items():
-            for target, current in after.items():
-                if not CHANGED[change.wanted][NUMBERS[source]][NUMBERS[target]]:
-                    continue
-                if (both := self._both(existing, current)) is not None:
-                    used = self._taken(change.operator, change.value, source, target)
-                    yield CostTerm.of(change.operator, both, used)
+        changed = CHANGED[change.wanted]
+        pairs = [(s, t) for s in before for t in after if changed[NUMBERS[s]][NUMBERS[t]]]
+        if not pairs:
+            return
+        both = self.program.joint(before, after)
+        for source, target in pairs:
+            used = self._taken(change.operator, change.value, source, target)
+            yield CostTerm.of(change.operator, both[source, target], used)
 
     def _point(self, point: Point) -> Iterator[CostTerm]:
+        """Yield the times of all casts of one value."""
         before = self._held(point.held)
         wants: dict[int, list[_Want]] = {}
         saved: dict[tuple[int, int], list[_Want]] = {}
         behind: set[int] = set()
-        partly: set[int] = set()
         for place, reader in enumerate(point.readers):
-            owner = reader.operator if reader.operator >= 0 else point.held.operator
-            spread: Spread = (
-                self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
-            )
+            owner = _owner(point, place)
             result: dict[int, Expression] = {}
-            for name, where in spread.items():
+            for name, where in self._precisions(reader).items():
                 number = NUMBERS[name]
                 after = reader.wanted[number]
                 if after and self._may_convert(point.held, before, reader, name):
-                    result[after] = (
-                        total((1.0, result[after]), (1.0, where)) if after in result else where
-                    )
-                else:
-                    partly.add(place)
+                    result[after] = total((1.0, result.get(after, {})), (1.0, where))
                 if reader.kept[number]:
-                    saved.setdefault((after, reader.kept[number]), []).append(
-                        _Want(place, owner, where)
-                    )
+                    key = after, reader.kept[number]
+                    saved.setdefault(key, []).append(_Want(place, owner, where))
             for after, where in result.items():
-                used = self._held(reader.used) if reader.used is not None and PLAIN[after] else {}
-                already = used.get(NAMES[after])
-                if already is None or constant(already) != 1:
-                    if already is not None:
-                        where = self.program.any_of([where], already)
-                        behind.add(after)
-                    wants.setdefault(after, []).append(_Want(place, owner, where))
+                already = None
+                if reader.used is not None and PLAIN[after]:
+                    already = self._held(reader.used).get(NAMES[after])
+                if already is not None:
+                    if constant(already) == 1:
+                        continue
+                    where = self.program.any_of([where], already)
+                    behind.add(after)
+                wants.setdefault(after, []).append(_Want(place, owner, where))
         edges: dict[int, dict[int, Expression]] = {}
         for after, readers in wants.items():
             if len(readers) == 1 and after not in behind:
                 edges.setdefault(readers[0].reader, {})[after] = readers[0].where
             else:
-                yield from self._converted(point.value, before, after, readers)
+                yield from self._shared(point.value, before, after, readers)
         for place, edge in edges.items():
-            reader = point.readers[place]
-            owner = reader.operator if reader.operator >= 0 else point.held.operator
-            names = self.formats.precisions[reader.operator] if reader.operator >= 0 else (None,)
-            full = place not in partly and all(
-                reader.wanted[NUMBERS[name]] in edge for name in names
-            )
-            yield from self._edge(owner, point.value, before, edge, full)
+            yield from self._edge(_owner(point, place), point.value, before, edge)
         for (fmt, plain), readers in saved.items():
             # In the backward pass the last reader runs first and performs the cast.
-            selected = {
-                want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False)
-                for want in readers
-            }
-            costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in selected.items()}
+            costs = {}
+            for want in readers:
+                used = self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False)
+                costs[want.owner] = Seconds(0.0, used.forward)
             yield from self._first(readers[::-1], costs, None)
+
+    def _precisions(self, reader: IndexedReader) -> Spread:
+        if reader.operator < 0:
+            return {None: ONE}
+        return self.formats.precisions[reader.operator]
 
     def _may_convert(
         self, live: IndexedFormat, before: Spread, reader: IndexedReader, name: Name
     ) -> bool:
         """Return whether the value can have a format that the reader must convert."""
-        after = reader.wanted[NUMBERS[name]]
-        sources = [
-            source for source in before if source is not None and NEEDED[NUMBERS[source]][after]
-        ]
-        decided = self.graph.operators[reader.operator].decided if reader.operator >= 0 else None
+        sources = self._sources(before, reader.wanted[NUMBERS[name]])
+        if reader.operator < 0:
+            return bool(sources)
+        decided = self.graph.operators[reader.operator].decided
         if (
             isinstance(decided, Follows)
             and live.operator in decided.operators
@@ -155,127 +143,67 @@ class Casting:
         return bool(sources)
 
     def _edge(
-        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], full: bool
+        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression]
     ) -> Iterator[CostTerm]:
         """Yield the times of the casts of one reader that shares none of them.
-
-        The costs of two source formats differ by an amount that depends on the format that is read.
-        The read formats are sorted by this difference. One indicator per position states that the
-        value has the source format and is read in a format from this position on. This is as tight
-        as a variable for each pair of formats.
 
         Args:
             owner: index of the operator that owns the casts.
             value: index of the value.
             before: indicators of the format of the value.
-            wants: indicators of the format that the reader reads.
-            full: whether the reader always reads a format in `wants`.
+            wants: indicators of the formats that the reader reads.
         """
-        sources = [name for name in before if name is not None]
+        read = {**wants, 0: total((1.0, ONE), *((-1.0, where) for where in wants.values()))}
+        both = self.program.joint(before, read)
+        for after in wants:
+            for name in self._sources(before, after):
+                used = self._taken(owner, value, name, NAMES[after])
+                yield CostTerm.of(owner, both[name, after], used)
+
+    def _shared(
+        self, value: int, before: Spread, after: int, readers: Sequence[_Want]
+    ) -> Iterator[CostTerm]:
+        """Yield the times of a cast that several readers share."""
+        sources = self._sources(before, after)
         costs = {
             name: {
-                after: self._taken(owner, value, name, NAMES[after])
-                if NEEDED[NUMBERS[name]][after]
-                else ZERO
-                for after in wants
+                want.owner: self._taken(want.owner, value, name, NAMES[after]) for want in readers
             }
             for name in sources
         }
-        if not sources:
+        if all(cost == costs[sources[0]] for cost in costs.values()):
+            rest = [(1.0, where) for name, where in before.items() if name not in sources]
+            yield from self._first(readers, costs[sources[0]], total(*rest))
             return
-        base = costs[sources[0]]
-        for after, where in wants.items():
-            yield CostTerm.of(owner, where, base[after])
-        rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
-        for name in sources[1:]:
-            levels: dict[tuple[float, float], list[Expression]] = {}
-            if not full:
-                levels[0.0, 0.0] = [rest]
-            for after, where in wants.items():
-                item, other = costs[name][after], base[after]
-                levels.setdefault(
-                    (item.forward - other.forward, item.backward - other.backward), []
-                ).append(where)
-            ahead, back = 0.0, 0.0
-            below: list[Expression] = []
-            for (forward, backward), existing in sorted(
-                levels.items(), key=lambda level: (sum(level[0]), level[0])
-            ):
-                if below:
-                    now = self.program.any_of(
-                        [before[name]], total(*((1.0, where) for where in below))
-                    )
-                    if (forward < ahead or backward < back) and constant(now) is None:
-                        self._no_more_than(
-                            now, [before[name]], total(*((1.0, where) for where in below))
-                        )
-                else:
-                    now = before[name]
-                yield CostTerm(owner, now, forward - ahead, backward - back)
-                ahead, back = forward, backward
-                below += existing
-
-    def _converted(
-        self, value: int, before: Spread, after: int, readers: Sequence[_Want]
-    ) -> Iterator[CostTerm]:
-        sources = {
-            name: where
-            for name, where in before.items()
-            if name is not None and NEEDED[NUMBERS[name]][after]
-        }
-        if not sources:
-            return
-        rest = [where for name, where in before.items() if name not in sources]
-        already = total(*((1.0, where) for where in rest)) if rest else None
-        target = NAMES[after]
-        costs = {
-            name: {want.owner: self._taken(want.owner, value, name, target) for want in readers}
-            for name in sources
-        }
-        least = min(
-            costs,
-            key=lambda name: sum(item.forward + item.backward for item in costs[name].values()),
-        )
-        if len(self._groups(readers, costs[least])) > 1 and any(
-            costs[name] != costs[least] for name in costs
-        ):
-            for name, where in sources.items():
-                yield from self._first(readers, costs[name], total((1.0, ONE), (-1.0, where)))
-            return
-        yield from self._first(readers, costs[least], already)
-        for name, where in sources.items():
-            if costs[name] != costs[least]:
-                more = {
-                    owner: Seconds(
-                        item.forward - costs[least][owner].forward,
-                        item.backward - costs[least][owner].backward,
-                    )
-                    for owner, item in costs[name].items()
-                }
-                yield from self._first(readers, more, total((1.0, ONE), (-1.0, where)))
+        for name in sources:
+            others = total((1.0, ONE), (-1.0, before[name]))
+            yield from self._first(readers, costs[name], others)
 
     def _first(
-        self, readers: Sequence[_Want], costs: dict[int, Seconds], unless: Expression | None
+        self, readers: Sequence[_Want], costs: Mapping[int, Seconds], unless: Expression | None
     ) -> Iterator[CostTerm]:
-        """Yield the times of a cast that its first reader owns."""
-        available = constant(unless) if unless is not None else 0.0
-        if available == 1:
-            return
-        unless = None if available == 0 else unless
+        """Yield the times of a cast that its first reader owns.
+
+        Readers are processed in order, in groups of equal segment and cost, with an indicator that
+        this group or an earlier one needs the cast.
+        """
+        if unless is not None and (never := constant(unless)) is not None:
+            if never == 1:
+                return
+            unless = None
         groups = self._groups(readers, costs)
-        before: Expression | None = None
+        before: Expression = {}
         wants: list[Expression] = []
         for number, group in enumerate(groups):
             wants += [want.where for want in group]
             now = self.program.any_of(wants, unless)
-            last = number + 1 == len(groups)
-            if not last and constant(now) is None:
-                self._no_more_than(now, wants, unless)
-            if before is not None and constant(now) is None:
-                self.program.row(total((1.0, before), (-1.0, now)), most=0.0)
-            where = now if before is None else total((1.0, now), (-1.0, before))
-            cost = costs[group[0].owner]
-            yield CostTerm.of(group[0].owner, where, cost)
+            if constant(now) is None:
+                if number + 1 < len(groups):
+                    self._no_more_than(now, wants, unless)
+                if before:
+                    self.program.row(total((1.0, before), (-1.0, now)), most=0.0)
+            first = total((1.0, now), (-1.0, before))
+            yield CostTerm.of(group[0].owner, first, costs[group[0].owner])
             before = now
 
     def _no_more_than(
@@ -286,24 +214,15 @@ class Casting:
         if unless is not None:
             self.program.row(total((1.0, result), (1.0, unless)), most=1.0)
 
-    def _groups(self, readers: Sequence[_Want], costs: dict[int, Seconds]) -> list[list[_Want]]:
+    def _groups(self, readers: Sequence[_Want], costs: Mapping[int, Seconds]) -> list[list[_Want]]:
         def equal(want: _Want) -> tuple[int, Seconds]:
             return self.segment[want.owner], costs[want.owner]
 
         return [list(group) for _, group in groupby(readers, key=equal)]
 
-    def _both(self, first: Expression, second: Expression) -> Expression | None:
-        """Return the AND of two indicators; None if it is always 0."""
-        item, other = constant(first), constant(second)
-        if 0 in (item, other):
-            return None
-        if item is not None:
-            return second
-        return (
-            first
-            if other is not None
-            else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
-        )
+    def _sources(self, before: Spread, after: int) -> list[Name]:
+        """Return the formats of a value that must be converted to be read in a format."""
+        return [name for name in before if name is not None and NEEDED[NUMBERS[name]][after]]
 
     def _held(self, live: IndexedFormat) -> Spread:
         """Return the indicators of a value's format: its operator's output, or its own."""
@@ -319,3 +238,9 @@ class Casting:
         return cast_seconds(
             self.graph, self.times, owner, value, before or "", after or "", differentiated
         )
+
+
+def _owner(point: Point, place: int) -> int:
+    """Return the operator that a reader's casts belong to; outputs belong to the producer."""
+    operator = point.readers[place].operator
+    return operator if operator >= 0 else point.held.operator

@@ -4,27 +4,38 @@ The backward pass is divided into segments, one up to the readiness of each grad
 after the last. A step is at least as long as all segments up to a bucket plus the transfer of this
 and all later buckets; this is the closed form of the replayer. Each segment expression subtracts
 the transfer of the previous bucket, so that `DeviceProgram.ready` needs only sparse rows.
-
-Times in rows are in thousandths of `unit`, so that tolerances are relative to a step.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.allocator.milp.cast_terms import Casting
-from qsync_fx.allocator.milp.format_variables import Formats, OperatorCosts
-from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, LinearProgram, total
-from qsync_fx.allocator.milp.memory_bound import LowerBoundTerm
+from qsync_fx.allocator.milp.communication_terms import THOUSANDTHS, CommunicationTerms
+from qsync_fx.allocator.milp.format_variables import Formats, Indicators, OperatorCosts
+from qsync_fx.allocator.milp.linear_program import (
+    INFINITY,
+    ONE,
+    Expression,
+    LinearProgram,
+    add,
+    total,
+)
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.predictor.replayer.cluster_step import after, before_sending
 
-THOUSANDTHS = 1000.0
+
+class MemoryTerms(Protocol):
+    """Live bytes of a step as modelled by a program."""
+
+    def expressions(self, formats: Indicators) -> Iterable[Expression]:
+        """Return the live bytes at each candidate peak."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +59,22 @@ def backward_segments(problem: Problem, evaluator: PlanEvaluator, name: str) -> 
     """Return the communication schedule of a class."""
     schedule, graph = evaluator.schedules()[name], problem.classes[name].graph
     device, settings = problem.cluster.devices[name], problem.cluster.compression
-    paths = [parameter.path for parameter in schedule.parameters]
     first = len(graph.operators)
     ends: list[int] = []
+    sizes: list[int] = []
     for bucket in evaluator.buckets:
-        index = [
-            schedule.ready[paths[selected]]
-            for selected in bucket
-            if paths[selected] in schedule.ready
-        ]
-        first = min([first, *(graph.places[schedule.backward[place].operator] for place in index)])
+        parameters = [schedule.parameters[index] for index in bucket]
+        ready = [schedule.ready[p.path] for p in parameters if p.path in schedule.ready]
+        operators = [graph.places[schedule.backward[index].operator] for index in ready]
+        first = min([first, *operators])
         ends.append(first)
+        sizes.append(sum(parameter.numel * parameter.dtype_bytes for parameter in parameters))
     # When a bucket is ready, the backward pass has completed all operators from its end on.
-    of = (
-        len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")
-    ).tolist()
-    sizes = [
-        sum(
-            schedule.parameters[selected].numel * schedule.parameters[selected].dtype_bytes
-            for selected in bucket
-        )
-        for bucket in evaluator.buckets
-    ]
+    completed = np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")
     extra = [before_sending(device, settings, size) * device.slowdown for size in sizes]
-    between = after(schedule.optimizer * device.slowdown, device, sum(sizes))
-    return BackwardSegments(of, between, device.slowdown, [*extra, 0.0])
+    end = after(schedule.optimizer * device.slowdown, device, sum(sizes))
+    segments = (len(ends) - completed).tolist()
+    return BackwardSegments(segments, end, device.slowdown, [*extra, 0.0])
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class DeviceProgram:
         segments: segment times in thousandths of the unit; the first includes the forward pass and
             all transfers. Each sum up to a segment, plus `after`, is a lower bound on the step.
         after: constant time at the end of the step, in thousandths of the unit.
-        held: live bytes at each candidate peak; empty if memory does not matter.
+        live: live bytes at each candidate peak; empty if memory does not matter.
     """
 
     name: str
@@ -94,13 +96,13 @@ class DeviceProgram:
     variance: Expression
     segments: Sequence[Expression]
     after: float
-    held: tuple[Expression, ...]
+    live: Sequence[Expression]
 
     def ready(self, program: LinearProgram) -> list[int]:
         """Add a variable for the sum up to each segment, and return them."""
         result: list[int] = []
         for segment in self.segments:
-            before: Expression = {result[-1]: 1.0} if result else {}
+            before: Expression = dict.fromkeys(result[-1:], 1.0)
             result.append(program.variable(upper=INFINITY))
             program.row(total((1.0, before), (1.0, segment), (-1.0, {result[-1]: 1.0})), most=0.0)
         return result
@@ -113,9 +115,8 @@ def device_program(
     name: str,
     costs: OperatorCosts,
     unit: float,
-    live: LowerBoundTerm | None,
-    travel: Sequence[Expression],
-    later: Sequence[Expression],
+    memory: MemoryTerms | None,
+    communication: CommunicationTerms,
 ) -> DeviceProgram:
     """Add a device class to a program and return its expressions.
 
@@ -126,39 +127,29 @@ def device_program(
         name: name of the class.
         costs: times of operator states.
         unit: seconds that correspond to 1000 units of time in rows.
-        live: memory terms; None if memory does not matter.
-        travel: transfer time by bucket, in thousandths of the unit.
-        later: delay of computation by bucket without slowdown, in thousandths of the unit.
+        memory: memory terms; None if memory does not matter.
+        communication: transfers of the gradient buckets.
     """
     part, sends = problem.classes[name], backward_segments(problem, evaluator, name)
     formats = Formats(program, part, problem.tied)
-    forward: dict[int, float] = {}
-    backward: list[dict[int, float]] = [{} for _ in sends.extra]
-
-    def charge(where: Expression, ahead: float, back: float, segment: int) -> None:
-        for into, seconds in ((forward, ahead), (backward[segment], back)):
-            if seconds:
-                for variable, factor in where.items():
-                    into[variable] = into.get(variable, 0.0) + factor * seconds
-
+    scale = THOUSANDTHS / unit
+    computing = sends.slowdown * scale
+    outside = costs.times.outside()
+    segments: list[dict[int, float]] = [total((scale * extra, ONE)) for extra in sends.extra]
+    for travel, delay, later in zip(
+        communication.travel, communication.delays, segments[1:], strict=True
+    ):
+        add(segments[0], travel, 1.0)
+        add(later, delay, sends.slowdown)
+        add(later, travel, -1.0)
+    add(segments[0], ONE, computing * (outside.forward + outside.backward))
     casts = Casting(program, formats, costs.times, sends.of).charges()
     for item in itertools.chain(costs.charges(program, formats), casts):
-        charge(item.where, item.forward, item.backward, sends.of[item.owner])
-    outside = costs.times.outside()
-    charge(ONE, outside.forward + outside.backward, 0.0, 0)
-    scale = THOUSANDTHS / unit
-    parts: list[Expression] = []
-    for number, (segment, extra) in enumerate(zip(backward, sends.extra, strict=True)):
-        ahead: list[tuple[float, Expression]] = []
-        if number:
-            ahead = [(sends.slowdown, later[number - 1]), (-1.0, travel[number - 1])]
-        if number == 0:
-            ahead = [(sends.slowdown * scale, forward), *((1.0, item) for item in travel)]
-        parts.append(total(*ahead, (sends.slowdown * scale, segment), (scale * extra, ONE)))
-    weight = problem.weight(name)
-    variance: dict[int, float] = {}
-    for operator, available in formats.choices.items():
-        for fmt, variable in available.items():
-            variance[variable] = variance.get(variable, 0.0) + weight * part.omega(operator, fmt)
-    at_peaks = tuple(live.expressions(formats)) if live is not None else ()
-    return DeviceProgram(name, formats, variance, parts, scale * sends.after, at_peaks)
+        add(segments[0], item.where, computing * item.forward)
+        add(segments[sends.of[item.owner]], item.where, computing * item.backward)
+    weight, variance = problem.weight(name), dict[int, float]()
+    for operator, by in formats.choices.items():
+        for fmt, variable in by.items():
+            add(variance, {variable: 1.0}, weight * part.omega(operator, fmt))
+    live = tuple(memory.expressions(formats)) if memory is not None else ()
+    return DeviceProgram(name, formats, variance, segments, scale * sends.after, live)

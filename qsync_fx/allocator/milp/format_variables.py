@@ -1,11 +1,8 @@
 """Format choices as binary variables, and operator states as linear expressions.
 
-`Formats` builds an indicator expression for each operator and format. `CostTerm` is a time that is
-charged where an expression is 1. `StateCosts` gives each state one time, since a linear program
-does not model neighbours; `neighbour_terms` does, for lower bounds.
-
-Invariant: with integer choices, the formats equal the result of `plan_states.states`, and each
-indicator is 0 or 1.
+`Formats` builds an indicator expression for each operator and format. With integer choices each is
+0 or 1, and the formats equal the result of `plan_states.states`. `StateCosts` gives each state one
+time; `neighbour_terms` models times that depend on neighbours.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ class CostTerm:
 
     Attributes:
         owner: index of the operator that determines the segment of the backward pass.
-        where: indicator expression.
         forward, backward: seconds.
     """
 
@@ -177,13 +173,10 @@ class Formats:
         ]
         if not above:
             return {floor: ONE}
-        if len(above) == 1:
-            return renamed(above[0], {name: widest(name, floor) for name in above[0]})
         key = floor, tuple(sorted(id(spread) for spread in above))
         if key not in self._distinct:
-            joined = self._joined(
-                [renamed(s, {name: widest(name, floor) for name in s}) for s in above]
-            )
+            raised = [renamed(s, {name: widest(name, floor) for name in s}) for s in above]
+            joined = self._joined(raised) if len(raised) > 1 else raised[0]
             # Keys contain id(), so keep the keyed objects alive: a freed id could be reused.
             self._distinct[key] = joined, above
         return self._distinct[key][0]
@@ -197,22 +190,12 @@ class Formats:
         result: dict[Name, Expression] = {}
         for name in sorted(names - {top}, key=_rank):
             result[name] = {self.program.variable(): 1.0}
-            below = total(*((1.0, result[other]) for other in result if _within(other, name)))
-            each = [
-                total(
-                    *(
-                        (1.0, expression)
-                        for other, expression in spread.items()
-                        if _within(other, name)
-                    )
-                )
-                for spread in inputs
-            ]
+            below = _up_to(name, result)
+            each = [_up_to(name, spread) for spread in inputs]
             for item in each:
                 self.program.row(total((1.0, below), (-1.0, item)), most=0.0)
-            self.program.row(
-                total((1.0, below), *((-1.0, item) for item in each)), least=1.0 - len(each)
-            )
+            terms = [(-1.0, item) for item in each]
+            self.program.row(total((1.0, below), *terms), least=1.0 - len(each))
         result[top] = total((1.0, ONE), *((-1.0, expression) for expression in result.values()))
         return result
 
@@ -225,12 +208,9 @@ class Formats:
         result: dict[StateNames, Expression] = {}
         inputs: dict[Name, Expression] = dict(self._narrow[index])
         for name, chosen in precisions.items():
-            narrow = decided.outputs.get(name or "")
-            wide = (
-                self._wide(index, decided, chosen)
-                if name is not None and FORMATS[name].scaled
-                else None
-            )
+            narrow, wide = decided.outputs.get(name or ""), None
+            if name is not None and FORMATS[name].scaled:
+                wide = self._wide(index, decided, chosen)
             if wide is None:
                 result[name, narrow] = chosen
                 continue
@@ -274,12 +254,13 @@ def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:
         return spread
     result: dict[Name, Expression] = {}
     for before, after in names.items():
-        result[after] = (
-            total((1.0, result.get(after, {})), (1.0, spread[before]))
-            if after in result
-            else spread[before]
-        )
+        result[after] = total((1.0, result.get(after, {})), (1.0, spread[before]))
     return {next(iter(result)): ONE} if len(result) == 1 else result
+
+
+def _up_to(name: Name, spread: Spread) -> Expression:
+    """Return the indicator that a format is at most as wide as `name`."""
+    return total(*((1.0, where) for other, where in spread.items() if _within(other, name)))
 
 
 def _within(narrow: Name, wide: Name) -> bool:

@@ -2,9 +2,7 @@
 
 Evaluated plans give the bytes that each operator contributes to the live set at each moment. For
 other plans, each operator is assumed to contribute as in the evaluated plans with the most similar
-state. The moments are the peaks of the evaluated plans.
-
-Invariant: for the plan learned last, the expressions equal the evaluator's live bytes.
+state. For the plan learned last, the expressions equal the evaluator's live bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from qsync_fx.allocator.milp.format_variables import Formats
-from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression
+from qsync_fx.allocator.milp.format_variables import Indicators
+from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, add
 from qsync_fx.predictor.cost_mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, Task, lives
 from qsync_fx.predictor.memory.peak_memory import step_tasks
@@ -77,28 +75,20 @@ class LinearizedMemory:
             self._references.append(reference)
         if reference.peak not in self.moments:
             self.moments.append(reference.peak)
-        neighbours = passes - sum(reference.at(reference.peak).values())
+        unknown = passes - sum(reference.at(reference.peak).values())
         for moment in self.moments:
             self._more[moment] = 0.0
-            self._more[moment] = (
-                neighbours + sum(reference.at(moment).values()) - self._value(moment, states.names)
-            )
+            value = self._value(moment, states.names)
+            self._more[moment] = unknown + sum(reference.at(moment).values()) - value
         return abs(before - passes) / max(passes, 1.0)
 
-    def places(self, graph: ModelGraph) -> Iterator[int]:
-        """Yield the indices of operators whose backward pass is at one of the moments."""
-        count = len(graph.operators)
-        yield from (2 * count - moment for moment in self.moments if moment > count)
-
-    def expressions(self, formats: Formats) -> Iterator[Expression]:
+    def expressions(self, formats: Indicators) -> Iterator[Expression]:
         """Yield the live bytes at each of the moments."""
         for moment in self.moments:
             result: dict[int, float] = {CONSTANT: self._more[moment]}
             for index, states in enumerate(formats.states):
                 for names, where in states.items():
-                    if size := self._wrote(moment, index, names):
-                        for variable, factor in where.items():
-                            result[variable] = result.get(variable, 0.0) + factor * size
+                    add(result, where, self._wrote(moment, index, names))
             yield result
 
     def _value(self, moment: Moment, names: tuple[StateNames, ...]) -> float:

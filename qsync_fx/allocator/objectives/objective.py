@@ -78,25 +78,21 @@ def uniform_in(problem: Problem, fmt: str | None) -> Plans:
     """
     if fmt is None:
         parts = {name: problem.classes[name] for name in problem.open}
-        mixed = {
-            name: max(
-                (f for f in part.formats if FORMATS[f].bits <= _MIXED),
-                key=width,
-                default=part.lowest,
-            )
-            for name, part in parts.items()
-        }
-        return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
+        plans = {}
+        for name, part in parts.items():
+            narrow = [f for f in part.formats if FORMATS[f].bits <= _MIXED]
+            plans[name] = part.uniform(max(narrow, key=width, default=part.lowest))
+        return problem.completed(plans)
     requested = precision(fmt)
     result = {}
     for name in problem.open:
         part = problem.classes[name]
         equal = [other for other in part.formats if FORMATS[other].bits == requested.bits]
-        owned = requested.name if requested.name in part.formats else next(iter(equal), None)
-        if owned is None:
+        if requested.name in part.formats:
+            equal = [requested.name]
+        if not equal:
             message = f"plans for {shown(name)} have neither {requested} nor a format as narrow"
-            raise PlanError(
-                message, do=f"name one of {', '.join(part.formats)}, or allow {requested}"
-            )
-        result[name] = part.uniform(owned)
+            do = f"name one of {', '.join(part.formats)}, or allow {requested}"
+            raise PlanError(message, do=do)
+        result[name] = part.uniform(equal[0])
     return problem.completed(result)

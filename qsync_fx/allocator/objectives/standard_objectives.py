@@ -20,10 +20,9 @@ class Hybrid(Objective):
 
     def check(self, budget: Limit, target: Limit) -> None:
         if budget is not None:
-            do = "leave it out, or take the objective fastest: the least seconds within a variance"
-            raise OptionError(
-                "the plan of least variance has no variance to keep to", where="budget", do=do
-            )
+            do = "leave it out, or use the objective fastest: the least seconds within a variance"
+            message = "the variance is minimized, and cannot be limited"
+            raise OptionError(message, where="budget", do=do)
 
     def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
         """Return the problem with the fastest of several classes fixed to its widest format.
@@ -59,16 +58,14 @@ class Fastest(Objective):
 
     def check(self, budget: Limit, target: Limit) -> None:
         if target is not None:
-            do = "leave it out, or take the objective hybrid: the least variance within a time"
-            raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
+            do = "leave it out, or use the objective hybrid: the least variance within a time"
+            message = "the seconds are minimized, and cannot be limited"
+            raise OptionError(message, where="target", do=do)
 
     def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
-        allowed = (
-            budget
-            if isinstance(budget, int | float)
-            else problem.variance_of(uniform_in(problem, budget))
-        )
-        return replace(problem, least="seconds", variance=float(allowed))
+        if not isinstance(budget, int | float):
+            budget = problem.variance_of(uniform_in(problem, budget))
+        return replace(problem, least="seconds", variance=float(budget))
 
     def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
         return None
@@ -85,13 +82,12 @@ class Recover(Objective):
 
     def check(self, budget: Limit, target: Limit) -> None:
         if budget is not None and target is not None:
-            do = "give the format of mixed precision as the budget, or what a step may take as the target"
-            raise OptionError(
-                "a budget and a target both say what a step may take", where="target", do=do
-            )
+            do = "give the format of mixed precision as the budget, or seconds as the target"
+            message = "a budget and a target cannot be combined: both limit the seconds of a step"
+            raise OptionError(message, where="target", do=do)
         if isinstance(budget, int | float):
             do = "name the format of mixed precision, or give the seconds as the target"
-            raise PlanError("what is recovered from is a format", where="budget", do=do)
+            raise PlanError("the budget of recovery is a format", where="budget", do=do)
 
     def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
         return seconds_in(problem, budget if target is None else target)

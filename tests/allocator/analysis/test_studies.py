@@ -158,7 +158,7 @@ def test_what_if_reports_exceeded_limits() -> None:
     assert "exceeds limits: seconds +" in text
     assert "computing slow" in text
     assert what_if(answer, {}).evaluation == answer.evaluation
-    assert "all limits are kept" in plain(changes_table(answer, what_if(answer, {})))
+    assert "all limits are met" in plain(changes_table(answer, what_if(answer, {})))
 
 
 def test_operators_and_devices_that_are_none() -> None:

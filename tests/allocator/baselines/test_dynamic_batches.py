@@ -149,7 +149,7 @@ def test_missing_input_is_reported() -> None:
     devices = {
         name: replace(device, batch=None) for name, device in problem.cluster.devices.items()
     }
-    with pytest.raises(PlanError, match="how many samples"):
+    with pytest.raises(PlanError, match="batch size of"):
         allocated(replace(problem, cluster=replace(problem.cluster, devices=devices)))
     with pytest.raises(ProfileError, match="one symbolic size") as caught:
         resized(problem.classes["t4"], problem.classes["t4"].graph, 8)

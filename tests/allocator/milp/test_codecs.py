@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from qsync_fx import PlanError
 from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
 from qsync_fx.allocator.codec_choice import CodecSearchSpace
-from qsync_fx.allocator.milp import build_and_solve
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.communication.codec_cost_model import of_copy
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
@@ -137,26 +136,6 @@ def test_device_classes_share_the_codecs() -> None:
     assert set(answer.evaluation.codecs) & {"qsgd8", "qsgd2"}
     assert answer.gap is not None
     assert answer.gap <= 1.1e-4
-
-
-def test_relaxed_program_matches_the_optimum_for_many_choices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for seed in range(3):
-        problem = drawn(seed, "kept")
-        judge = PlanEvaluator(problem, problem.uniform())
-        quick = judge.set_plans(problem.uniform("bf16"), ("qsgd2",) * len(judge.buckets)).seconds
-        problem = replace(
-            problem,
-            seconds=0.6 * quick
-            + 0.4 * judge.set_plans(problem.uniform(), judge.options.plain).seconds,
-        )
-        answer = MilpAllocator().allocate(problem)
-        with monkeypatch.context() as patch:
-            patch.setattr(build_and_solve, "LARGE", 0)
-            relaxed = MilpAllocator().allocate(problem)
-        assert relaxed.fits
-        assert relaxed.evaluation.variance == pytest.approx(answer.evaluation.variance, rel=2.1e-4)
 
 
 def test_times_that_depend_on_neighbours_keep_the_bound() -> None:

@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from qsync_fx.allocator.milp import lagrangian_relaxation
-from qsync_fx.allocator.milp.linear_program import LinearProgram
+from qsync_fx.allocator.milp import linear_program
+from qsync_fx.allocator.milp.linear_program import LinearProgram, solve_with_fixing
 from tests.support.tiers import chosen
 
 EXAMPLES = chosen([15], [60])[0]
@@ -64,13 +64,13 @@ def least(
 )
 def test_relaxation_equals_brute_force(seed: int, tight: float, opened: int, gap: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lagrangian_relaxation, "_OPEN", opened)
+        patch.setattr(linear_program, "_OPEN", opened)
         program, groups, weights, limit = drawn(seed, tight)
         best, less = (least(program, groups, weights, limit + by) for by in (1e-6, -1e-6))
         # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight
         # lets either be right.
         assume(best == less)
-        found = lagrangian_relaxation.solve(program, gap, 60.0, {})
+        found = solve_with_fixing(program, gap, 60.0, {})
         assert not found.stopped
         if best is None:
             assert found.values is None and found.infeasible
@@ -85,7 +85,7 @@ def test_relaxation_equals_brute_force(seed: int, tight: float, opened: int, gap
 def test_dominated_choices_are_evaluated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lagrangian_relaxation, "_OPEN", 3)
+    monkeypatch.setattr(linear_program, "_OPEN", 3)
     program, *_ = drawn(3, 0.5)
     solve, given = program.solve, []
     monkeypatch.setattr(
@@ -93,7 +93,7 @@ def test_dominated_choices_are_evaluated_once(
         "solve",
         lambda *how, **what: given.append(what.get("fixed")) or solve(*how, **what),
     )
-    found = lagrangian_relaxation.solve(program, 0.1, 60.0, {})
+    found = solve_with_fixing(program, 0.1, 60.0, {})
     assert found.values is not None
     relaxed, *cores = given
     assert relaxed is None and cores and all(fixed for fixed in cores), "no program as a whole"

@@ -98,21 +98,19 @@ def test_equal_blocks_are_searched_once_with_equal_starts() -> None:
     part = device_class("bert2")
     own = units(part)
     found = parts(part.graph, own)
-    assert sorted(
-        unit.operators for equal in found for block in equal.units for unit in block
-    ) == sorted(unit.operators for unit in own)
-    assert {len(equal.units) for equal in found} == {1, 2}
+    assert sorted(unit.operators for equal in found for block in equal for unit in block) == sorted(
+        unit.operators for unit in own
+    )
+    assert {len(equal) for equal in found} == {1, 2}
     for equal in found:
         tried = 1
-        for unit in equal.first:
+        for unit in equal[0]:
             tried *= len(unit.formats)
         assert tried <= TRIED
     problem = alone("bert2")
     start = initial(part, own, PlanEvaluator(problem, problem.uniform()), "device")
     for equal in found:
-        assert (
-            len({tuple(start[unit.operators[0]] for unit in block) for block in equal.units}) == 1
-        )
+        assert len({tuple(start[unit.operators[0]] for unit in block) for block in equal}) == 1
 
 
 def test_the_start_is_the_fastest_of_a_small_model() -> None:
