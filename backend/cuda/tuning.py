@@ -27,22 +27,22 @@ from qsync_fx.serialization.schema import Check, Schema
 
 _OPERAND_FORMATS: Final = {name for pair in OPERANDS for name in pair}
 _FORMATS: Final = {"a": _OPERAND_FORMATS, "b": _OPERAND_FORMATS, "out": set(OUTPUTS)}
-_LEAST: Final = {"padding": 0}
 
 
 def _check_problem(problem: Problem) -> str | None:
     for name, value in vars(problem).items():
-        sizes = value
-        if type(value) is int:
-            sizes = (value,)
-        wrong = value not in _FORMATS.get(name, (value,))
-        if isinstance(sizes, tuple):
-            wrong = not all(_LEAST.get(name, 1) <= size <= LARGEST_SIZE for size in sizes)
-        if wrong:
+        if value not in _FORMATS.get(name, (value,)) or not _in_range(name, value):
             return f"a problem cannot have {name} = {repr(value)[:60]}"
     if isinstance(problem, ConvProblem) and min(problem.p, problem.q) < 1:
         return f"a problem cannot have r, s = {problem.r}, {problem.s}"
     return None
+
+
+def _in_range(name: str, value: object) -> bool:
+    """Return whether the sizes in a field are valid; other values, such as flags, are."""
+    sizes = value if isinstance(value, tuple) else (value,)
+    least = 0 if name == "padding" else 1
+    return all(least <= size <= LARGEST_SIZE for size in sizes if type(size) is int)
 
 
 def shown(problem: Problem) -> str:

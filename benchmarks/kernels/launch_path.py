@@ -89,9 +89,9 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     image = torch.ones(size, 64, 8, 8, dtype=torch.int8).to(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
-    one = [1, 1]
+    unit = [1, 1]
     x = ConvProduct(
-        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16
+        image, weight, scale, scale, bias, [3, 3], unit, unit, unit, "fprop", torch.float16
     )
     chosen(conv_problem(x), folder)
     return lambda: implicit_gemm._kernel(*x)

@@ -274,19 +274,6 @@ def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     return None
 
 
-QUANTIZING: Final = (
-    "values are quantized by code that the compiler fuses, which draws eight "
-    "times as many random numbers as the kernels of qsync_fx"
-)
-ONE_BY_ONE: Final = (
-    "but to FP8 operator by operator, in about two hundred launches per tensor, "
-    "because the compiler cannot convert to 8-bit floats for compute capability {capability}"
-)
-PRODUCTS: Final = (
-    "cuBLAS multiplies INT8 where it supports the sizes; all other products in "
-    "INT8, FP8 and TF32 are computed in {carrier} and are no faster than that"
-)
-
 _told: set[str] = set()
 
 
@@ -304,15 +291,21 @@ def told(device: torch.device) -> str:
     if result.mend is None or result.lacks is None:
         return ""
     name = "the GPU" if device.index is None else str(device)
-    carriers = {
-        str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"
-    }
-    products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
-    quantizing = QUANTIZING
+    carriers = {row_on(device, row).carrier for row in FORMATS.values() if row.kind == "integer"}
+    products = (
+        "cuBLAS multiplies INT8 if it supports the sizes, and computes all other products in "
+        f"INT8, FP8 and TF32 in {' and '.join(sorted(map(str, carriers)))}, at the same speed"
+    )
+    cost = (
+        f"{products}; values are quantized by code that the compiler fuses, which draws eight "
+        "times as many random numbers as the kernels of qsync_fx"
+    )
     if not all(compiles(row, device) for row in FORMATS.values() if row.scaled):
-        number = ".".join(map(str, capability(device)))
-        quantizing += f", {ONE_BY_ONE.format(capability=number)}"
-    cost = f"{products}; {quantizing}"
+        cost += (
+            ", but to FP8 operator by operator, in about two hundred launches per tensor, because "
+            "the compiler cannot convert to 8-bit floats for compute capability "
+            + ".".join(map(str, capability(device)))
+        )
     if result.arch is not None and result.compiles:
         cost = f"Only kernels for products are missing, except those compiled elsewhere: {products}"
     elif result.arch is not None:
