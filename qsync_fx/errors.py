@@ -113,12 +113,10 @@ class ToolchainError(KernelError):
     """nvcc, host compiler or CUTLASS headers that are missing, unsupported or failing.
 
     Attributes:
-        output: complete output of the failing tool; "" if no tool ran.
         of_the_source: whether the failure is specific to the source, so that another source may
             compile.
     """
 
-    output: str = ""
     of_the_source: bool = False
 
 

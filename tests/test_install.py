@@ -190,7 +190,7 @@ def test_the_wheel_compiles_cuda_kernels(
         "small_unit; "
         "from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library; unit = "
         "small_unit(); "
-        "path = compiler.build([unit])[unit]; "
+        "path = build([unit])[unit]; "
         "print(kernel_cache.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
     )
     templates, library, memory = python(code, installed).splitlines()

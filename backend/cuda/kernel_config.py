@@ -1,20 +1,16 @@
 """Kernel configurations, and the features of each architecture.
 
-A configuration has two levels, as in LP-PyTorch (section VI): the hardware configuration (arch,
-tile, warp, instruction, stages, swizzle, order, schedule) and the kernel abstraction (operation,
-formats, layouts, epilogue). `selection` decides which configurations are valid and which problems
-they serve; users add their own with `selection.candidates.add`.
-
-Invariant: a `KernelConfig` is frozen and determines the source of its kernel, so equal
-configurations share a library. Architecture limits come from the NVIDIA documents named next to
-them, not from measurements.
+A configuration has two levels, as in LP-PyTorch (section VI): the kernel abstraction and the
+hardware configuration. It determines the source of its kernel. Limits of architectures come from
+the NVIDIA documents named next to them, not from measurements.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from qsync_fx.backend.cuda.problem.problem import Major, Scale
 from qsync_fx.formats import FORMATS
@@ -34,33 +30,27 @@ class KernelConfig:
         operation: "gemm", or one of the three products of a 2-D convolution.
         a, b, out: formats, as in `GemmProblem` and `ConvProblem`.
         a_major, b_major: layouts of a GEMM's operands; convolutions are channels-last.
-        a_scale, b_scale: of a GEMM: both "none" for a kernel that reads no scales, or both
-            "channel" for a kernel that serves every kind of scale and none. Of a convolution: both
-            "none", or "tensor" with "channel" (fprop) or "tensor" (gradients), which serves every
-            kind.
-        bias: whether the kernel can add a bias. A kernel that can also serves problems without.
+        a_scale, b_scale: both "none" for a kernel that reads no scales. A kernel for every kind of
+            scale, or none, has "channel" for both (GEMM), or "tensor" with "channel" (fprop) or
+            with "tensor" (gradients).
+        bias: whether the kernel can add a bias; it serves problems without one, too.
 
     Attributes, hardware configuration:
         arch: the target of nvcc.
         unit: tensor cores, or CUDA cores ("simt").
-        tile: threadblock tile (m, n, k).
-        warp: warp tile; None for wgmma, whose schedule implies it.
-        instruction: shape of the tensor core instruction; None for wgmma.
+        tile, warp, instruction: sizes (m, n, k) of the tile of a threadblock and of a warp, and of
+            the tensor core instruction; the last two are None for wgmma, whose schedule implies
+            them.
         stages: pipeline depth; 0 means as many as fit in shared memory (sm_90a only).
         cluster: threadblocks that share loads (sm_90a only).
-        schedule: for CUTLASS 2.x "multistage" (cp.async) or "pipelined" (two stages,
-            sm_75); for wgmma, which only sm_90a has, "cooperative" or "pingpong". The suffix
-            "_fast" accumulates FP8 in the tensor core's own accuracy. sm_90a also runs multistage
-            kernels, for FP32 and for sizes that TMA does not support. Convolutions by wgmma have
-            only "warp_specialized".
-        order: assignment of tiles to multiprocessors: "identity" (2.x, swizzled by `swizzle`),
-            "persistent" (wgmma, likewise), "stream_k", or for weight gradients "split_k", with as
-            many partial sums as keep the device busy.
-        swizzle: width of the swizzle: 1, 2, 4 or 8.
-        alignment: of `a` and `b`, in elements; pointers and leading dimensions are multiples of it.
-        out_alignment: of `d`, in elements.
-        strided: for convolutions, whether strides other than 1 are served. dgrad is compiled either
-            for them or for stride 1.
+        schedule: of CUTLASS 2.x "multistage" (cp.async) or "pipelined" (sm_75); of wgmma, which
+            only sm_90a has, "cooperative" or "pingpong", for convolutions "warp_specialized". The
+            suffix "_fast" accumulates FP8 in the tensor core's own accuracy.
+        order: assignment of tiles to multiprocessors: "identity" (2.x), "persistent" (wgmma),
+            "stream_k", or "split_k" for weight gradients.
+        swizzle: width of the swizzle of identity and persistent: 1, 2, 4 or 8.
+        alignment, out_alignment: of the operands and of `d`, in elements.
+        strided: whether a convolution serves strides other than 1; a dgrad serves either.
     """
 
     operation: Operation
@@ -86,17 +76,11 @@ class KernelConfig:
     out_alignment: int = 4
     strided: bool = True
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the attributes as a JSON object."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits of the hash of all attributes."""
-        return hashlib.sha256(repr(sorted(self.as_json().items())).encode()).hexdigest()[:12]
+        attributes = json.loads(json.dumps(asdict(self)))
+        return hashlib.sha256(repr(sorted(attributes.items())).encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
@@ -150,12 +134,8 @@ def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arc
     """Return the compile target of kernels for a device; None if there are none.
 
     A device newer than all of `BY_CAPABILITY` runs the PTX of the target in `FORWARD` whose tiles
-    fit in its shared memory.
-
-    Args:
-        shared_memory: bytes per threadblock of the device. By default the size of its generation:
-            data-centre GPUs (10.x, 11.x) have at least as much as an A100, GeForce and RTX PRO
-            (12.x) as much as an L40.
+    fit in its shared memory, by default the size of its generation: data-centre GPUs (10.x, 11.x)
+    have at least as much as an A100, GeForce and RTX PRO (12.x) as much as an L40.
     """
     if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
         return BY_CAPABILITY.get(capability)
@@ -180,12 +160,15 @@ OPERANDS: Final[dict[tuple[str, str], Arch]] = {
 OUTPUTS: Final = ("fp32", "fp16", "bf16")
 
 
-def wide(arch: Arch) -> str:
-    """Return the 16-bit format for products that do not gain from a narrower one.
+def multiplies(arch: Arch, a: str, b: str) -> bool:
+    """Return whether an architecture has kernels for operands in formats `a` and `b`."""
+    since = OPERANDS.get((a, b))
+    return since is not None and ARCHITECTURES.index(arch) >= ARCHITECTURES.index(since)
 
-    BF16 if the architecture has a unit for it, else FP16.
-    """
-    return "bf16" if int(arch[3:5]) >= int(OPERANDS["bf16", "bf16"][3:5]) else "fp16"
+
+def wide(arch: Arch) -> str:
+    """Return the 16-bit format of products: BF16 if the architecture has a unit for it, or FP16."""
+    return next(fmt for fmt in ("bf16", "fp16") if multiplies(arch, fmt, fmt))
 
 
 INSTRUCTIONS: Final[dict[str, Shape]] = {
@@ -210,4 +193,6 @@ def instruction_of(config: KernelConfig) -> Shape | None:
     """Return the instruction shape of a 2.x kernel for its operand format, or None."""
     if config.unit == "simt":
         return (1, 1, 1)
-    return (_TURING_INSTRUCTIONS if config.arch == "sm_75" else INSTRUCTIONS).get(config.a)
+    if config.arch == "sm_75":
+        return _TURING_INSTRUCTIONS.get(config.a)
+    return INSTRUCTIONS.get(config.a)

@@ -1,21 +1,17 @@
 """Compilers and headers of this machine: nvcc, host compiler, CUTLASS.
 
-Invariant: a returned tool works. A missing, unsupported or failing tool raises `ToolchainError`
-with the searched places and a remedy. A tool that the user names in the environment is used or
-rejected, never silently replaced. CUTLASS's Python package is not imported, since it has
-dependencies; only its headers are used.
+Invariant: a returned tool works. A tool that the user names in the environment is used or rejected,
+never silently replaced. Of CUTLASS's Python package only the headers are used.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,47 +79,40 @@ class Toolchain:
 
 
 def toolchain(templates: bool = True) -> Toolchain:
-    """Return the tools of this machine.
-
-    Args:
-        templates: whether the unit uses CUTLASS templates, as GEMMs and convolutions do; quantizers
-            and copies are plain CUDA.
+    """Return the tools of this machine, those for units of CUTLASS templates or of plain CUDA.
 
     Raises:
         ToolchainError: a tool is missing or has an unsupported version.
     """
-    compiler = nvcc()
-    return Toolchain(compiler, host_compiler(compiler), cutlass() if templates else Headers())
+    compiler, headers = nvcc(), Headers()
+    host = host_compiler(compiler)
+    if templates:
+        headers = cutlass()
+    return Toolchain(compiler, host, headers)
 
 
 def nvcc() -> ToolProgram:
-    """Return nvcc from the environment, PATH, the default folder or a pip wheel.
-
-    The order is $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin,
-    wheels.
-    """
-    unfit: list[str] = []
+    """Return nvcc from the environment, PATH, the default folder or a pip wheel, in this order."""
     for name in ("QSYNC_NVCC", "CUDACXX"):
         if named := environment.text(name):
-            result = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
-            if result is None:
-                raise ToolchainError(
-                    "this is not a working nvcc",
-                    where=f"{name}={named}",
-                    do=f"correct {name}, or unset it",
-                )
-            if result.version < OLDEST_NVCC:
-                raise _too_old("nvcc", result, OLDEST_NVCC, f"correct {name}, or unset it")
+            return _checked(_named(name, named, _nvcc(named)), OLDEST_NVCC, name)
+    homes = filter(None, map(environment.text, ("CUDA_HOME", "CUDA_PATH")))
+    folders = (*(f"{home}/bin" for home in homes), None, USUAL, *wheel_folders("bin"))
+    unfit = ""
+    for path in dict.fromkeys(
+        shutil.which("nvcc", path=folder and str(folder)) for folder in folders
+    ):
+        if path is None:
+            continue
+        result = _nvcc(path)
+        if result is None:
+            unfit += f"; {path} does not run"
+        elif result.version < OLDEST_NVCC:
+            unfit += f"; {path} is {dotted(result.version)}"
+        else:
             return result
-    for path in dict.fromkeys(_nvcc_places()):
-        result = _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
-        if result is not None and result.version >= OLDEST_NVCC:
-            return result
-        fault = f"is {dotted(result.version)}" if result else "does not run"
-        unfit.append(f"{path} {fault}")
-    others = f" ({'; '.join(unfit)})" if unfit else ""
     raise ToolchainError(
-        f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later{others}",
+        f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later{unfit}",
         where="QSYNC_NVCC, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda/bin and the wheel "
         "nvidia-cuda-nvcc",
         do="install the CUDA toolkit, or set QSYNC_NVCC to its nvcc; on a machine without nvcc, "
@@ -132,15 +121,29 @@ def nvcc() -> ToolProgram:
     )
 
 
-def _nvcc_places() -> Iterator[str]:
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if (home := environment.text(name)) and (
-            path := shutil.which("nvcc", path=str(Path(home) / "bin"))
-        ):
-            yield path
-    for folder in (None, USUAL, *map(str, wheel_folders("bin"))):
-        if path := shutil.which("nvcc", path=folder):
-            yield path
+def _nvcc(path: str) -> ToolProgram | None:
+    return _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
+
+
+def _named(name: str, value: str, result: ToolProgram | None) -> ToolProgram:
+    """Return the program that the user names in a variable; raise if it does not run."""
+    if result is None:
+        raise ToolchainError(
+            "this is not a working compiler",
+            where=f"{name}={value}",
+            do=f"correct {name}, or unset it",
+        )
+    return result
+
+
+def _checked(result: ToolProgram, oldest: Version, variable: str) -> ToolProgram:
+    if result.version < oldest:
+        raise ToolchainError(
+            f"this compiler is {dotted(result.version)}: {dotted(oldest)} or later is needed",
+            where=str(result.path),
+            do=f"install a later version, or correct {variable}",
+        )
+    return result
 
 
 def wheel_folders(name: str) -> list[Path]:
@@ -164,77 +167,56 @@ def host_compiler(compiler: ToolProgram) -> ToolProgram:
     """
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
         if named := environment.text(name):
-            result = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
-            if result is None:
-                raise ToolchainError(
-                    "this is not a working C++ compiler",
-                    where=f"{name}={named}",
-                    do=f"correct {name}, or unset it",
-                )
-            return result
+            return _named(name, named, _host(f"{named}/g++") or _host(named))
     result = _host("g++") or _host("c++")
-    newest = NEWEST_GCC.get(compiler.version[:2], math.inf)
-    if result is not None and result.version[0] > newest:
-        assert isinstance(newest, int)
-        older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
-        fit = next((program for program in older if program), None)
-        if fit is None:
-            raise ToolchainError(
-                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and the version of "
-                f"this one is {dotted(result.version)}",
-                where=str(result.path),
-                do=f"install g++-{newest} (it is found by this name), or set NVCC_CCBIN to a "
-                "compiler",
-            )
-        result = fit
     if result is None:
         raise ToolchainError(
             "CUDA kernels cannot be compiled: no C++ compiler was found",
             where="NVCC_CCBIN, CUDAHOSTCXX, and g++ in PATH",
             do="install g++ (on Debian: apt-get install g++), or set NVCC_CCBIN to a compiler",
         )
-    if result.version < OLDEST_GCC:
-        raise _too_old(
-            "the host compiler",
-            result,
-            OLDEST_GCC,
-            "install a later g++, or set NVCC_CCBIN to one",
+    newest = NEWEST_GCC.get(compiler.version[:2], result.version[0])
+    if result.version[0] > newest:
+        older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
+        if fit := next(filter(None, older), None):
+            return fit
+        raise ToolchainError(
+            f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and the version of this "
+            f"one is {dotted(result.version)}",
+            where=str(result.path),
+            do=f"install g++-{newest} (it is found by this name), or set NVCC_CCBIN to a compiler",
         )
-    return result
+    return _checked(result, OLDEST_GCC, "NVCC_CCBIN")
 
 
 def _host(name: str) -> ToolProgram | None:
-    return _program(shutil.which(name), ("-dumpfullversion", "-dumpversion"), r"^([\d.]+)\s*$")
+    return _program(name, ("-dumpfullversion", "-dumpversion"), r"^([\d.]+)\s*$")
 
 
 def cutlass() -> Headers:
-    """Return the headers of CUTLASS.
-
-    The order is $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, third_party/cutlass.
-    """
-    for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
+    """Return the headers of CUTLASS, of the environment, the wheel or third_party/cutlass."""
+    roots = [*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE]
+    where = f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}"
+    for name in ("CUTLASS_PATH", "QSYNC_CUTLASS_PATH"):
         if named := environment.text(name):
             root = Path(os.path.abspath(named))
-            result = next(
-                (h for h in map(_headers, (root, root / "source", root.parent)) if h), None
-            )
-            if result is None:
-                raise ToolchainError(
-                    "this folder does not contain CUTLASS: include/cutlass/version.h or "
-                    "tools/util/include is missing",
-                    where=f"{name}={named}",
-                    do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, "
-                    "or unset it",
-                )
-            return _checked(result)
-    for root in (*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE):
-        if result := _headers(root):
-            return _checked(result)
-    raise ToolchainError(
-        "the CUTLASS headers were not found",
-        where=f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}",
-        do="pip install --no-deps nvidia-cutlass==4.2.0.0",
-    )
+            roots, where = [root, root / "source", root.parent], f"{name}={named}"
+    result = next(filter(None, map(_headers, roots)), None)
+    if result is None:
+        raise ToolchainError(
+            "the CUTLASS headers were not found (include/cutlass/version.h and tools/util/include)",
+            where=where,
+            do="pip install --no-deps nvidia-cutlass==4.2.0.0",
+        )
+    if result.version < OLDEST_CUTLASS:
+        raise ToolchainError(
+            f"CUTLASS {dotted(result.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is "
+            "needed",
+            where=str(result.folders[0]),
+            do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and "
+            "CUTLASS_PATH",
+        )
+    return result
 
 
 def _headers(root: Path) -> Headers | None:
@@ -243,39 +225,22 @@ def _headers(root: Path) -> Headers | None:
     if not header.is_file() or not folders[1].is_dir():
         return None
     text = header.read_text(encoding="utf-8", errors="replace")
-    numbers = [
-        re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")
-    ]
-    return Headers(folders, tuple(int(number[1]) for number in numbers if number))
-
-
-def _checked(headers: Headers) -> Headers:
-    if headers.version < OLDEST_CUTLASS:
-        raise ToolchainError(
-            f"CUTLASS {dotted(headers.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is "
-            "needed",
-            where=str(headers.folders[0]),
-            do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and "
-            "CUTLASS_PATH",
-        )
-    return headers
+    numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH)\s+(\d+)", text)
+    return Headers(folders, tuple(map(int, numbers)))
 
 
 def tool(name: str, *neighbours: Path) -> Path | None:
     """Return a CUDA tool except nvcc, from `neighbours`, PATH, the toolkit, wheels or Triton."""
     brought = [place / "backends/nvidia/bin" for place in package_folders("triton")]
-    for folder in (*neighbours, None, Path(USUAL), *wheel_folders("bin"), *brought):
-        if path := shutil.which(name, path=None if folder is None else str(folder)):
+    for folder in (*neighbours, None, USUAL, *wheel_folders("bin"), *brought):
+        if path := shutil.which(name, path=folder and str(folder)):
             return Path(os.path.abspath(path))
     return None
 
 
 @functools.cache
 def library_folders(compiler: Path) -> tuple[Path, ...]:
-    """Return the library folders of the toolkit of an nvcc.
-
-    nvcc itself reports the toolkit, since it may be a script that calls another nvcc.
-    """
+    """Return the library folders of the toolkit that an nvcc, maybe a script, reports."""
     text = subprocess.run(
         [compiler, "--dryrun", "-x", "cu", os.devnull],
         capture_output=True,
@@ -297,15 +262,14 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> ToolProgram | None:
+def _program(name: str, arguments: tuple[str, ...], pattern: str) -> ToolProgram | None:
+    """Return a program in PATH, or at a path; None if it does not report a version."""
+    path = shutil.which(name)
     if path is None:
         return None
-    try:
-        changed = os.stat(path).st_mtime_ns
-    except OSError:
-        return None
-    version = _version(path, arguments, pattern, changed)
-    return ToolProgram(Path(os.path.abspath(path)), version) if version else None
+    if version := _version(path, arguments, pattern, os.stat(path).st_mtime_ns):
+        return ToolProgram(Path(os.path.abspath(path)), version)
+    return None
 
 
 @functools.cache
@@ -316,13 +280,6 @@ def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) 
         ).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    result = re.search(pattern, text, flags=re.MULTILINE)
-    return tuple(int(number) for number in result[1].split(".") if number) if result else None
-
-
-def _too_old(name: str, result: ToolProgram, oldest: Version, do: str) -> ToolchainError:
-    return ToolchainError(
-        f"{name} is {dotted(result.version)}: {dotted(oldest)} or later is needed",
-        where=str(result.path),
-        do=do,
-    )
+    if result := re.search(pattern, text, flags=re.MULTILINE):
+        return tuple(map(int, result[1].split(".")))
+    return None

@@ -1,15 +1,8 @@
 """Autotuning: choice of the fastest candidate per problem, tuning tables, and recorded timings.
 
-torch (cuBLAS, cuDNN) is always the first candidate. Candidates are measured in interleaved rounds,
-the time of a candidate is the median of its rounds, and the earliest candidate within `MARGIN` of
-the fastest median wins. A kernel therefore replaces torch only if it is clearly faster, and similar
-measurements yield the same choice.
-
-Tables and recordings are JSON files, fully validated before use. They contain names and numbers
-only: a kernel is looked up by name among the candidates, never constructed from a file. Problems in
-files must be problems that the operators can request.
-
-Invariant: no GPU is required. A `Timer` measures; `RecordedTimer` reads recorded timings.
+Candidates are measured in interleaved rounds, and the earliest one within `MARGIN` of the fastest
+median wins. torch (cuBLAS, cuDNN) is always the first, so a kernel replaces it only if it is
+clearly faster. Files contain names and numbers only: kernels are looked up, never constructed.
 """
 
 from __future__ import annotations
@@ -27,83 +20,42 @@ from typing import Any, Final, Literal, Protocol
 from filelock import FileLock, Timeout
 
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, OUTPUTS, Arch, KernelConfig
-from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE
+from qsync_fx.backend.cuda.problem.problem import LARGEST_SIZE, ConvProblem, GemmProblem, Problem
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
-from qsync_fx.serialization.schema import Check, Schema, reader, unstructured
-from qsync_fx.serialization.strict_json import Malformed
+from qsync_fx.serialization.schema import Check, Schema, unstructured
 
-PROBLEM_FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "a": PROBLEM_FORMATS,
-    "b": PROBLEM_FORMATS,
-    "out": OUTPUTS,
-}
-_GEMM_SIZES: Final = ("m", "n", "k")
-_CONV_SIZES: Final = ("n", "h", "w", "c", "k", "r", "s", "stride", "dilation")
+_OPERAND_FORMATS: Final = {name for pair in OPERANDS for name in pair}
+_FORMATS: Final = {"a": _OPERAND_FORMATS, "b": _OPERAND_FORMATS, "out": set(OUTPUTS)}
 
 
-def _gemm(problem: GemmProblem) -> str | None:
-    return _common(problem, _GEMM_SIZES)
-
-
-def _conv(problem: ConvProblem) -> str | None:
-    if wrong := _common(problem, _CONV_SIZES):
-        return wrong
-    if not all(0 <= size <= LARGEST_SIZE for size in problem.padding):
-        return _cannot("padding", problem.padding)
-    return _cannot("r, s", (problem.r, problem.s)) if min(problem.p, problem.q) < 1 else None
-
-
-def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
-    for name, available in _CHOICES.items():
-        if (value := getattr(problem, name)) not in available:
-            return _cannot(name, value)
-    for name in sizes:
-        value = getattr(problem, name)
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(1 <= size <= LARGEST_SIZE for size in values):
-            return _cannot(name, value)
+def _check_problem(problem: Problem) -> str | None:
+    for name, value in vars(problem).items():
+        if value not in _FORMATS.get(name, (value,)) or not _in_range(name, value):
+            return f"a problem cannot have {name} = {repr(value)[:60]}"
+    if isinstance(problem, ConvProblem) and min(problem.p, problem.q) < 1:
+        return f"a problem cannot have r, s = {problem.r}, {problem.s}"
     return None
 
 
-def _cannot(name: str, value: object) -> str:
-    return f"a problem cannot have {name} = {repr(value)[:60]}"
-
-
-CHECKS: Final[Mapping[Any, Check]] = {GemmProblem: _gemm, ConvProblem: _conv}
-"""Semantic checks of problems, for the schemas of files that contain them."""
-_read_problem: Final = reader(Problem, CHECKS)
-
-
-def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """Return a problem's fields and "kind": "gemm" or "conv"."""
-    fields: dict[str, Any] = unstructured(problem)
-    return fields
-
-
-def problem_from(data: object, where: str) -> Problem:
-    """Return the problem that JSON data describes; raise `QSyncError` with the invalid field."""
-    try:
-        result: Problem = _read_problem(data)
-    except Malformed as wrong:
-        place = ", ".join(filter(None, (where, wrong.where)))
-        raise QSyncError(
-            f"this is not a valid problem: {wrong.what.strip()}", where=place, do=wrong.do or None
-        ) from None
-    return result
+def _in_range(name: str, value: object) -> bool:
+    """Return whether the sizes in a field are valid; other values, such as flags, are."""
+    sizes = value if isinstance(value, tuple) else (value,)
+    least = 0 if name == "padding" else 1
+    return all(least <= size <= LARGEST_SIZE for size in sizes if type(size) is int)
 
 
 def shown(problem: Problem) -> str:
     """Return a problem in one line, for tables and reasons."""
-    formats = problem.a if problem.a == problem.b else f"{problem.a} x {problem.b}"
+    formats = " x ".join(dict.fromkeys((problem.a, problem.b)))
     if isinstance(problem, GemmProblem):
         layout = {"row": "n", "column": "t"}
         majors = layout[problem.a_major] + layout[problem.b_major]
         return f"gemm {problem.m} x {problem.n} x {problem.k} {majors} {formats} -> {problem.out}"
     p = problem
-    window = f"{p.r} x {p.s}" + (f" / {p.stride[0]}" if max(p.stride) > 1 else "")
+    window = f"{p.r} x {p.s}"
+    if max(p.stride) > 1:
+        window += f" / {p.stride[0]}"
     return (
         f"{p.operation} {p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels, {window}, {formats} -> "
         f"{p.out}"
@@ -129,11 +81,7 @@ class Timer(Protocol):
     """Timer of the candidates of one problem."""
 
     def measure(self, candidate: Candidate) -> list[float]:
-        """Return the seconds of some runs, at least one.
-
-        Raises:
-            QSyncError: the candidate does not run here.
-        """
+        """Return the seconds of some runs; raise `QSyncError` if the candidate does not run."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +114,9 @@ class TunedChoice:
 
 def name_of(candidate: Candidate) -> str:
     """Return the name of a candidate in tables."""
-    return candidate if isinstance(candidate, str) else candidate.name
+    if isinstance(candidate, str):
+        return candidate
+    return candidate.name
 
 
 def tune(
@@ -175,10 +125,7 @@ def tune(
     """Measure torch and the candidates for one problem and choose.
 
     Each round starts with another candidate, so that changes over time (clocks, heat) affect all of
-    them.
-
-    Raises:
-        TuningError: neither torch nor any candidate could be measured.
+    them. Raise `TuningError` if neither torch nor any candidate can be measured.
     """
     running: list[Candidate] = ["torch", *candidates]
     measured: dict[str, list[float]] = {name_of(candidate): [] for candidate in running}
@@ -191,19 +138,18 @@ def tune(
             except QSyncError as error:
                 failed[name_of(candidate)] = error.what
         running = [candidate for candidate in running if name_of(candidate) not in failed]
-    seconds = {
-        name: statistics.median(values)
-        for name, values in measured.items()
-        if values and name not in failed
-    }
+    names = map(name_of, running)
+    seconds = {name: statistics.median(values) for name in names if (values := measured[name])}
     if not seconds:
+        why = next(iter(failed.values()), "no kernel supports this problem")
         raise TuningError(
-            "no candidate could be measured: "
-            f"{next(iter(failed.values()), 'no kernel supports this problem')}",
+            f"no candidate could be measured: {why}",
             where=shown(problem),
             do="run `qsync doctor` to check the device",
         )
-    return TunedChoice(problem, _winner(seconds), seconds, failed, None, rounds)
+    limit = min(seconds.values()) * (1 + MARGIN)
+    winner = next(name for name, value in seconds.items() if value <= limit)
+    return TunedChoice(problem, winner, seconds, failed, None, rounds)
 
 
 def _valid(values: Iterable[float]) -> list[float]:
@@ -213,21 +159,11 @@ def _valid(values: Iterable[float]) -> list[float]:
     return result
 
 
-def _winner(seconds: Mapping[str, float]) -> str:
-    fastest = min(seconds.values())
-    return next(name for name, value in seconds.items() if value <= fastest * (1 + MARGIN))
-
-
 def counterpart(problem: Problem, wide: str = "bf16") -> Problem | None:
     """Return the 16-bit problem that a narrow one must be faster than; None for other formats."""
     if problem.a not in NARROW and problem.b not in NARROW:
         return None
     return replace(problem, a=wide, b=wide, a_scale="none", b_scale="none")
-
-
-def gated(choice: TunedChoice, wide: TunedChoice | None) -> TunedChoice:
-    """Return a choice with `faster_than_bf16` set from the choice in 16 bits, if there is one."""
-    return choice if wide is None else replace(choice, faster_than_bf16=choice.best < wide.best)
 
 
 def tune_all(
@@ -238,18 +174,14 @@ def tune_all(
     report: Callable[[Problem, TunedChoice | None, str], None] = lambda problem, choice, why: None,
     wide: str = "bf16",
 ) -> list[TunedChoice]:
-    """Tune the buckets of some problems, and their 16-bit counterparts.
+    """Return the choices for the buckets of problems, then for their 16-bit counterparts.
 
     Args:
-        problems: problems; those in one bucket are tuned once.
         candidates: returns the kernels to measure for a problem.
         timer: returns the timer of a problem, which is released before the next one is created.
         rounds: measurements per candidate.
         report: called for each finished bucket, with its choice, or None and the reason of failure.
         wide: the 16-bit format of the device, see `kernel_config.wide`.
-
-    Returns:
-        The choices, in the order in which buckets first occur, 16-bit counterparts last.
     """
     result: dict[Problem, TunedChoice] = {}
     for problem in buckets(problems, wide):
@@ -259,11 +191,13 @@ def tune_all(
             report(problem, None, error.what)
             continue
         report(problem, result[problem], "")
-    others = {problem: counterpart(problem, wide) for problem in result}
-    return [
-        gated(choice, result.get(other) if (other := others[p]) else None)
-        for p, choice in result.items()
-    ]
+    choices = []
+    for problem, choice in result.items():
+        other = counterpart(problem, wide)
+        if other is not None and other in result:
+            choice = replace(choice, faster_than_bf16=choice.best < result[other].best)
+        choices.append(choice)
+    return choices
 
 
 def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
@@ -287,7 +221,7 @@ def work(problem: Problem) -> tuple[int, int, int]:
             return problem.k, window * problem.c, pixels
 
 
-LARGEST_FILE: Final = 64 * 2**20
+_LARGEST_FILE: Final = 64 * 2**20
 _LONGEST: Final = 400
 _PATIENCE: Final = 60.0
 """Seconds to wait for another process that writes the same table."""
@@ -312,21 +246,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """Tuning results of one environment, by bucket.
-
-    Its JSON file has the fields
-
-        format       "qsync tuning table"
-        version      1
-        environment  gpu, driver, cuda, torch, cutlass: text; abi: a number
-        choices      a list of
-            problem            kind ("gemm" or "conv") and the fields of the problem class,
-                               with the sizes of the bucket
-            name               the winner: "torch" or the name of a kernel
-            seconds            name -> median seconds, every candidate that ran
-            failed             name -> reason of failure
-            faster_than_bf16   true, false or null; see `TunedChoice`
-            rounds             measurements per candidate
+    """Tuning results of one environment, by bucket; docs/tuning.md describes the file.
 
     Each environment has its own file. Files are replaced atomically under a lock; rows of other
     problems are preserved.
@@ -339,12 +259,6 @@ class TuningTable:
         """Return the choice of a problem's bucket, if any."""
         return self.choices.get(problem.bucket())
 
-    def updated(self, choices: Iterable[TunedChoice]) -> TuningTable:
-        """Return a table in which these choices replace older ones for the same problems."""
-        return TuningTable(
-            self.environment, {**self.choices, **{choice.problem: choice for choice in choices}}
-        )
-
 
 def path_in(folder: Path, environment: Environment) -> Path:
     """Return the path of the table of an environment."""
@@ -355,8 +269,7 @@ def load_table(path: Path, environment: Environment | None = None) -> TuningTabl
     """Return the table in a file; an empty one if the file does not exist and `environment` is set.
 
     Raises:
-        TuningError: the file cannot be read, is no table of this version, or is of another
-            environment.
+        TuningError: the file is no valid table, or is of another environment.
     """
     if environment is not None and not path.exists():
         return TuningTable(environment)
@@ -374,33 +287,30 @@ def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoi
     """Merge choices into the table at `path` under a lock and return the result.
 
     An unreadable file is renamed with the suffix `.unreadable`.
-
-    Raises:
-        QSyncError: the folder is not writable, or another process locks the table for a minute.
     """
-    with _told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=_PATIENCE):
-            table = _present(path, environment).updated(choices)
-            rows = [_short(choice) for choice in table.choices.values()]
-            TABLE.write(path, TABLE.encode(_Rows(environment, rows)))
-            return table
+    with _writing(path), FileLock(f"{path}.lock", timeout=_PATIENCE):
+        try:
+            table = load_table(path, environment)
+        except TuningError:
+            path.replace(path.with_name(path.name + ".unreadable"))
+            table = TuningTable(environment)
+        table = replace(table, choices={**table.choices, **{c.problem: c for c in choices}})
+        rows = [_short(choice) for choice in table.choices.values()]
+        TABLE.write(path, TABLE.encode(_Rows(environment, rows)))
+        return table
 
 
 def check_writable(path: Path) -> None:
-    """Create the folder of the table at `path`, before any measurement.
-
-    Raises:
-        TuningError: no table can be written there.
-    """
-    with _told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """Create the folder of the table at `path`; raise `TuningError` if it is not writable."""
+    with _writing(path):
         TABLE.check_writable(path)
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
+    """Create the folder of a table; raise `TuningError` for what prevents writing there."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except Timeout:
         raise TuningError(
@@ -416,14 +326,6 @@ def _told(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _present(path: Path, environment: Environment) -> TuningTable:
-    try:
-        return load_table(path, environment)
-    except TuningError:
-        path.replace(path.with_name(path.name + ".unreadable"))
-        return TuningTable(environment)
-
-
 @dataclass(frozen=True)
 class _Rows:
     environment: Environment
@@ -436,6 +338,12 @@ def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
     return row
 
 
+def problem_as_json(problem: Problem) -> dict[str, Any]:
+    """Return a problem's fields and "kind": "gemm" or "conv"."""
+    fields: dict[str, Any] = unstructured(problem)
+    return fields
+
+
 def _short(choice: TunedChoice) -> TunedChoice:
     return replace(choice, failed={name: why[:_LONGEST] for name, why in choice.failed.items()})
 
@@ -445,49 +353,36 @@ def _check_choice(choice: TunedChoice) -> str | None:
         return "the sizes of its problem belong to no size bucket"
     if choice.name not in choice.seconds:
         return "the fastest kernel has no timing"
-    if any(map(_long, (*choice.seconds, *choice.failed, *choice.failed.values()))):
+    if max(map(len, (*choice.seconds, *choice.failed, *choice.failed.values()))) > _LONGEST:
         return f"a name or a reason is longer than {_LONGEST} characters"
-    if not all(value > 0 for value in choice.seconds.values()):
+    if min(choice.seconds.values()) <= 0:
         return "timings are not positive"
-    return None if choice.rounds > 0 else f"the number of its rounds is {choice.rounds}"
-
-
-def _long(value: object) -> bool:
-    return isinstance(value, str) and len(value) > _LONGEST
-
-
-def _check_environment(result: Environment) -> str | None:
-    for name, value in vars(result).items():
-        if _long(value):
-            return f"{name} is too long"
+    if choice.rounds < 1:
+        return f"the number of its rounds is {choice.rounds}"
     return None
 
 
-ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
-"""Semantic checks of environments, for the schemas of files that contain them."""
+_CHECKS: Final[Mapping[Any, Check]] = {
+    GemmProblem: _check_problem,
+    ConvProblem: _check_problem,
+    TunedChoice: _check_choice,
+}
 TABLE: Final = Schema(
     _Rows,
     noun="tuning table",
     error=TuningError,
     remedy="delete it; `qsync tune` writes a new one",
     name="qsync tuning table",
-    largest=LARGEST_FILE,
-    checks={**CHECKS, **ENVIRONMENT, TunedChoice: _check_choice},
+    largest=_LARGEST_FILE,
+    checks=_CHECKS,
 )
 
 
 @dataclass(frozen=True)
 class TimingRecording:
-    """Recorded timings of one environment: the seconds of every run, by problem and candidate name.
+    """Seconds of every run in one environment, by problem and candidate name.
 
-    They allow tuning without a GPU. The JSON file has the fields
-
-        format        "qsync recorded timings"
-        version       1
-        environment   as in a tuning table
-        arch          "sm_90a" or another of `kernel_config.ARCHITECTURES`
-        timings       a list of {problem: ..., seconds: {name: [seconds, ...]}},
-                      names as in a tuning table
+    They allow tuning without a GPU.
     """
 
     environment: Environment
@@ -541,9 +436,8 @@ class _RecordedRows:
 def save_recording(path: Path, recording: TimingRecording) -> None:
     """Write a recording to `path` atomically; raise `TuningError` on failure."""
     rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
-    RECORDING.write(
-        path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows))
-    )
+    value = _RecordedRows(recording.environment, recording.arch, rows)
+    RECORDING.write(path, RECORDING.encode(value))
 
 
 def load_recording(path: Path) -> TimingRecording:
@@ -554,10 +448,9 @@ def load_recording(path: Path) -> TimingRecording:
     )
 
 
-def _check(row: _Row) -> str | None:
-    for name, values in row.seconds.items():
-        if not values:
-            return f"there is no timing of {name[:60]!r}"
+def _check_row(row: _Row) -> str | None:
+    if not all(row.seconds.values()):
+        return "a candidate has no timing"
     return None
 
 
@@ -567,6 +460,6 @@ RECORDING: Final = Schema(
     error=TuningError,
     remedy="record timings with `qsync tune --record FILE`",
     name="qsync recorded timings",
-    largest=LARGEST_FILE,
-    checks={**CHECKS, **ENVIRONMENT, _Row: _check},
+    largest=_LARGEST_FILE,
+    checks={**_CHECKS, _Row: _check_row},
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
+from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.cuda.runtime.event_timer import operands, peer
 from qsync_fx.backend.cuda.tuning import shown, work
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct, gemm_problem
+from qsync_fx.backend.cuda.problem.problem import GemmProduct, gemm_problem
 from qsync_fx.backend.operators.gemm.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -30,10 +30,10 @@ from benchmarks.support.harness import (
 )
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
+from qsync_fx.backend.cuda.problem.problem import ConvProduct, GemmProduct
 from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
 from qsync_fx.backend.cuda.runtime.event_timer import call_of
-from qsync_fx.backend.cuda.selection.select import known, way
+from qsync_fx.backend.cuda.selection.select import way
 
 Call = Callable[[], object]
 
@@ -224,7 +224,7 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
     profile = known_of(device)
     if profile.arch is None:
         return None
-    configuration = way(problem, profile.arch, known)
+    configuration = way(problem, profile.arch)
     if isinstance(configuration, str):
         return None
     seconds: Mapping[str, float] = {}

@@ -21,7 +21,7 @@ from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, library
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection import candidates
+from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.diagnostics import explain
 from qsync_fx.errors import QSyncError
@@ -45,13 +45,13 @@ def units_of_layer(arch: Arch) -> list[TranslationUnit]:
     layer = BertLayer(BertConfig(attn_implementation="sdpa"))
     with assumed(arch, on="cpu"):
         explained = explain(layer, torch.randn(*TOKENS, 768), options={"precision": "int8_grad"})
-        return candidates.of_problems(problems_of(explained.lowered_graphs), arch, False)
+        return select.of_problems(problems_of(explained.lowered_graphs), arch, False)
 
 
 def loaded(units: list[TranslationUnit], folder: Path) -> float:
     """Return the seconds to load cached libraries until they are callable."""
     since = time.perf_counter()
-    for unit, path in compiler.build(units, progress=False, folder=folder).items():
+    for unit, path in compiler.attempt(units, progress=False, folder=folder).libraries.items():
         library.load(path, unit)
     return time.perf_counter() - since
 
@@ -66,7 +66,7 @@ def rows_of(arch: Arch, units: list[TranslationUnit], repeats: int) -> list[Row]
         folder = Path(name)
         since = time.perf_counter()
         try:
-            compiler.build(units, folder=folder)
+            compiler.attempt(units, folder=folder)
         except QSyncError as error:
             return [case | {"error": str(error)}]
         compiled = time.perf_counter() - since

@@ -20,18 +20,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry, library as abi
 from qsync_fx.backend.cuda.kernel_build.library import load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+from qsync_fx.backend.cuda.problem.problem import (
     ConvProduct,
     GemmProduct,
     conv_problem,
     gemm_problem,
 )
-from qsync_fx.backend.cuda.runtime import call_cache
+from qsync_fx.backend.cuda.runtime import launch, quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision
 from qsync_fx.backend.operators import quantize
 from qsync_fx.backend.operators.gemm import gemm, implicit_gemm
@@ -70,7 +71,7 @@ def chosen(problem: Problem, folder: Path) -> None:
     """Register a no-op library for the kernel that is selected for a problem."""
     config = decision(problem, CPU).config
     assert config is not None, problem
-    had(kernel_registry.unit_of(config), folder)
+    had(codegen.unit_of(config), folder)
 
 
 def product(folder: Path, size: int) -> Callable[[], Tensor]:
@@ -88,9 +89,9 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     image = torch.ones(size, 64, 8, 8, dtype=torch.int8).to(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
-    one = [1, 1]
+    unit = [1, 1]
     x = ConvProduct(
-        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16
+        image, weight, scale, scale, bias, [3, 3], unit, unit, unit, "fprop", torch.float16
     )
     chosen(conv_problem(x), folder)
     return lambda: implicit_gemm._kernel(*x)
@@ -99,7 +100,7 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
 def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return the call that quantizes an activation to INT8."""
     x, seed = torch.randn(64 * size, 256), torch.zeros(1, dtype=torch.int64)
-    had(kernel_registry.quantizer(ARCH, "fp32", "int8"), folder)
+    had(codegen.quantizer(ARCH, "fp32", "int8"), folder)
     return lambda: quantize._quantize_kernel(x, seed, 3, "int8", "stochastic", [])
 
 
@@ -110,13 +111,13 @@ def anew(call: Callable[[], object]) -> Callable[[], object]:
     """
 
     def run() -> object:
-        before = len(call_cache.cached_call)
+        before = len(launch.cached_call)
         result = call()
         # `popitem` removes the entry that was added last, which is this call's.
-        if len(call_cache.cached_call) > before:
-            call_cache.cached_call.popitem()
+        if len(launch.cached_call) > before:
+            launch.cached_call.popitem()
         else:
-            call_cache.cached_quantizer_call.popitem()
+            quantize_launch.cached_quantizer_call.popitem()
         return result
 
     return run

@@ -17,7 +17,7 @@ import torch
 import qsync_fx.backend.cuda.runtime.device_state  # noqa: F401  registers kernels
 from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.kernel_build import kernel_cache, sass
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 from qsync_fx.cli import output
 from qsync_fx.devices.cpu_features import Cpu, cpu, wrong_path
 from qsync_fx.devices.format_support import Support, support
@@ -132,7 +132,7 @@ def look() -> Report:
         nvcc=_tool(toolchain.nvcc),
         host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
         cutlass=_tool(toolchain.cutlass),
-        disassembler=sass.disassembler(),
+        disassembler=compiler.disassembler(),
         kernels=_kernels(),
         formats=tuple(
             FormatSupport(device, fmt, support(device, fmt))

@@ -14,9 +14,10 @@ import torch
 from qsync_fx.backend.cuda import tuning
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import event_timer
-from qsync_fx.backend.cuda.selection.select import decide, known, way
-from qsync_fx.backend.cuda.tuning import Environment, TimingRecording, problem_from
+from qsync_fx.backend.cuda.selection.select import decide, way
+from qsync_fx.backend.cuda.tuning import Environment, TimingRecording
 from qsync_fx.cli import main
+from tests.support.cuda.tuning_samples import problem_from
 
 HERE = Environment("NVIDIA A100", "570.86", "13.0", "2.13.0", "4.2.0", 1)
 MODEL = """
@@ -51,7 +52,7 @@ LAYER = GemmProblem(
 
 
 def names(problem: Problem) -> list[str]:
-    found = way(problem, "sm_80", known)
+    found = way(problem, "sm_80")
     return [] if isinstance(found, str) else [config.name for config in found.configs]
 
 
@@ -60,10 +61,7 @@ def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     empty = Path("empty.json")
     tuning.save_recording(empty, TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
-    return [
-        problem_from(row["problem"], "here")
-        for row in json.loads(capsys.readouterr().out)["skipped"]
-    ]
+    return [problem_from(row["problem"]) for row in json.loads(capsys.readouterr().out)["skipped"]]
 
 
 def test_tune_without_a_gpu_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

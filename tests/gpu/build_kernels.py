@@ -26,10 +26,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch, KernelConfig
-from qsync_fx.backend.cuda.selection import candidates, candidates as ahead
+from qsync_fx.backend.cuda.selection import candidates, select
 from qsync_fx.serialization.atomic_files import write_text
 from tests.gpu import kit, models, test_gemm, test_memory, test_wrapper
 
@@ -53,8 +54,8 @@ def ordered(arch: Arch) -> list[TranslationUnit]:
             [
                 *models.units(arch),
                 *called,
-                *ahead.of_all(arch),
-                *map(kernel_registry.unit_of, rounds),
+                *select.of_all(arch),
+                *map(codegen.unit_of, rounds),
             ]
         )
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.selection import select
+from qsync_fx.backend.cuda.selection import constraints
 
 Pair = tuple[int, int]
 WINDOWS: tuple[tuple[int, int, Pair, Pair, Pair], ...] = (
@@ -30,7 +30,9 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
 
     Never none: a kernel that serves nothing here would go untested.
     """
-    found = [problem for problem in _all(config) if select.serves(config, problem) is None][:MOST]
+    found = [problem for problem in _all(config) if constraints.serves(config, problem) is None][
+        :MOST
+    ]
     assert found, f"nothing here is served by {config.name}"
     return found
 

@@ -188,7 +188,7 @@ def gemm(
         lda=a_memory.shape[1], ldb=b_memory.shape[1], ldd=d.shape[1], m=m, n=n, k=k,
         a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
         b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
-        split=1, **launch_utils.place(a.device),
+        split=1, **launch_utils.device_arguments(a.device),
     )  # fmt: skip
     with launch_utils.guarded(a.device):
         launch_utils.run(library, arguments, a.device)

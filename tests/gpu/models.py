@@ -19,15 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda import tuning
+from qsync_fx.backend.cuda import codegen, tuning
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import device_state as known_devices
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection.candidates import of_problems
-from qsync_fx.backend.cuda.selection.select import known, way
+from qsync_fx.backend.cuda.selection.select import of_problems, way
 from qsync_fx.backend.cuda.tuning import TunedChoice, TuningTable
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.diagnostics import explain
@@ -154,12 +152,12 @@ def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
     """Returns the kernels that compute problems, under `kernels_win` and without, and the
     quantizers of their formats.
     """
-    own = [kernel_registry.unit_of(config) for problem in asked for config in _first(problem, arch)]
+    own = [codegen.unit_of(config) for problem in asked for config in _first(problem, arch)]
     return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
 
 
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
-    found = way(problem, arch, known)
+    found = way(problem, arch)
     return () if isinstance(found, str) else found.configs[:1]
 
 

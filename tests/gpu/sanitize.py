@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import torch
 
 from qsync_fx.backend.cuda import codegen
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.operators.convert import convert
 from qsync_fx.backend.operators.quantize import quantize, quantize_transposed
@@ -41,7 +40,7 @@ def sample(count: int) -> list[KernelConfig]:
     found = [
         config
         for config in kit.configs("gemm", "fprop", "dgrad", "wgrad")
-        if kit.compiled(kernel_registry.unit_of(config))
+        if kit.compiled(codegen.unit_of(config))
     ]
     return [found[at * len(found) // count] for at in range(min(count, len(found)))]
 
@@ -50,7 +49,7 @@ def run(count: int) -> int:
     """Runs kernels with odd sizes, every quantizer, and copies, and returns how many."""
     chosen = sample(count)
     for config in chosen:
-        library = kit.library(kernel_registry.unit_of(config))
+        library = kit.library(codegen.unit_of(config))
         if config.operation == "gemm":
             for m, n, k in kit.gemm_sizes(config)[:2]:
                 a, b = test_gemm.operands(config, m, n, k, draw=kit.whole_numbers)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct, type_of
+from qsync_fx.backend.cuda.problem.problem import ConvProduct, GemmProduct, type_of
 from qsync_fx.backend.cuda.runtime import launch, layout_convert, quantize_launch
 from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.backend.numerics import reference
@@ -44,14 +45,14 @@ def each(arch: Arch, device: torch.device) -> dict[str, Any]:
     """Compiles and checks `MOST` units; raises where one fails, after all were tried."""
     products = kinds(arch)
     plain = {
-        "quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"),
-        "copy": kernel_registry.copier(arch),
+        "quantize int8": codegen.quantizer(arch, "fp32", "int8"),
+        "copy": codegen.copier(arch),
     }
     chosen = dict(
         list(
             {
                 **plain,
-                **{name: kernel_registry.unit_of(config) for name, config in products.items()},
+                **{name: codegen.unit_of(config) for name, config in products.items()},
             }.items()
         )[:MOST]
     )
@@ -84,7 +85,7 @@ def _whole(shape: tuple[int, ...], fmt: str, device: torch.device) -> Tensor:
 
 
 def _product(config: KernelConfig, device: torch.device) -> str:
-    unit = kernel_registry.unit_of(config)
+    unit = codegen.unit_of(config)
     library = kernel_registry.library(unit)
     assert library is not None
     scaled = config.a_scale != "none"
@@ -95,7 +96,8 @@ def _product(config: KernelConfig, device: torch.device) -> str:
         m, n, k = 256, 384, 512
         a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
         problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
-        got = launch.run_gemm(library, config, problem, GemmProduct(a, b, one, one, None))
+        x = GemmProduct(a, b, one, one, None)
+        got = launch.call_site(library, config, problem, problem, x)(x)
         want = reference_result.gemm(GemmProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None))
         return _differs(got, want)
     # The 2.x input gradient has a kernel for strides of 1 and one for others.
@@ -124,7 +126,7 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     size = (14, 14) if config.operation == "dgrad" else (3, 3)
     how = size, stride, (1, 1), (1, 1), problem_.operation
     product = ConvProduct(a, b, one, one, None, *how)
-    got = launch.run_conv(library, config, problem_, problem_, product)
+    got = launch.call_site(library, config, problem_, problem_, product)(product)
     product = ConvProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None, *how)
     return _differs(got, reference_result.conv2d_product(product))
 
@@ -169,12 +171,13 @@ def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     if arch is None:
         return lambda a, b: gemm(a, b, None, None, None)
     config = kinds(arch)["gemm int8"]
-    library = kernel_registry.library(kernel_registry.unit_of(config))
+    library = kernel_registry.library(codegen.unit_of(config))
     assert library is not None
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         problem = GemmProblem(a.shape[0], b.shape[1], a.shape[1], "int8", "int8", config.out)
-        return launch.run_gemm(library, config, problem, GemmProduct(a, b, None, None, None))
+        x = GemmProduct(a, b, None, None, None)
+        return launch.call_site(library, config, problem, problem, x)(x)
 
     return multiply
 

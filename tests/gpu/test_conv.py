@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
+from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from tests.gpu import kit
@@ -60,10 +60,10 @@ def run(
         (kit.convolved_size(p),), torch.nan, dtype=kit.FORMATS[config.out].dtype, device=kit.DEVICE
     )
     del poison
-    library = kit.library(kernel_registry.unit_of(config))
+    library = kit.library(codegen.unit_of(config))
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     x = ConvProduct(a, b, *given, size, p.stride, p.padding, p.dilation, p.operation)
-    return launch.run_conv(library, config, p, p, x).permute(0, 2, 3, 1)
+    return launch.call_site(library, config, p, p, x)(x).permute(0, 2, 3, 1)
 
 
 @each

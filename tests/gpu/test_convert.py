@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import NUMBERS
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.problem import padding
 from qsync_fx.backend.cuda.runtime import launch_utils, layout_convert
 from qsync_fx.backend.operators.convert import FLOATS, TYPES, convert
@@ -39,8 +39,8 @@ def _nothing_by_torch() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     for unit in (
-        kernel_registry.copier(kit.arch()),
-        *(kernel_registry.converter(kit.arch(), x) for x in NUMBERS),
+        codegen.copier(kit.arch()),
+        *(codegen.converter(kit.arch(), x) for x in NUMBERS),
     ):
         kit.library(unit)
 

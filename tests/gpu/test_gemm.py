@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import LARGEST_K
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
+from qsync_fx.backend.cuda.problem.problem import GemmProduct
 from qsync_fx.backend.cuda.runtime import event_timer, launch, launch_utils
 from tests.gpu import kit
 
@@ -37,7 +37,7 @@ def epilogue(
 
 @each
 def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
-    library = kit.library(kernel_registry.unit_of(config))
+    library = kit.library(codegen.unit_of(config))
     for size in kit.gemm_sizes(config):
         a, b = operands(config, *size, draw=kit.whole_numbers)
         with_all = epilogue(config, size[0], size[1])
@@ -51,7 +51,7 @@ def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
 
 @each
 def test_random_data_against_fp64(config: KernelConfig) -> None:
-    library = kit.library(kernel_registry.unit_of(config))
+    library = kit.library(codegen.unit_of(config))
     for m, n, k in kit.gemm_sizes(config):
         a, b = operands(config, m, n, k)
         with_all = epilogue(config, m, n)
@@ -62,7 +62,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 
 @each
 def test_nonfinite_values_stay_in_their_rows(config: KernelConfig) -> None:
-    library = kit.library(kernel_registry.unit_of(config))
+    library = kit.library(codegen.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[1]
     a, b = operands(config, m, n, k, draw=kit.whole_numbers)
     a_scale, b_scale, bias = epilogue(config, m, n)
@@ -89,7 +89,7 @@ def test_the_largest_values(config: KernelConfig) -> None:
     """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that
     overflow the output.
     """
-    library = kit.library(kernel_registry.unit_of(config))
+    library = kit.library(codegen.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[0]
     if config.a == "int8":
         k = LARGEST_K["int8"] // config.alignment * config.alignment
@@ -118,8 +118,8 @@ def test_tuner_check_accepts_the_results() -> None:
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
     given = event_timer.operands(problem, kit.DEVICE)
     assert isinstance(given, GemmProduct)
-    library = kit.library(kernel_registry.unit_of(config))
-    found = launch.run_gemm(library, config, problem, given)
+    library = kit.library(codegen.unit_of(config))
+    found = launch.call_site(library, config, problem, problem, given)(given)
     assert event_timer.differs(found, given) == ""
     assert event_timer.differs(found * 1.1, given)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct, gemm_problem
+from qsync_fx.backend.cuda.problem.problem import GemmProduct, gemm_problem
 from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.operators.gemm.gemm import gemm
 from qsync_fx.backend.operators.quantize import quantize

@@ -229,7 +229,7 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
         PLAN,
         json.loads(Plan("int8", [("a", "bf16")], {"b/linear": "fp32"}, {"by": "me"}).to_json()),
     ),
-    "manifest": (MANIFEST, json.loads(MADE.text())),
+    "manifest": (MANIFEST, json.loads(MANIFEST.encode(MADE))),
     "tuning table": (
         TABLE,
         {

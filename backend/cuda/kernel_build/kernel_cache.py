@@ -1,21 +1,14 @@
-"""Disk cache of compiled libraries, and the keys of its entries.
-
-    ROOT/CONTENT/TOOLS/manifest.json, NAME.so, NAME.cu
+"""Disk cache of compiled libraries: ROOT/CONTENT/TOOLS/manifest.json, NAME.so, NAME.cu.
 
 The content key covers the function of a library: source, our headers, target, C interface. The
-tools key covers its compilation: CUTLASS, nvcc, host compiler, flags. Every influence on the
-machine code is in one of them. The user's cache is searched by both keys. Folders in
-QSYNC_KERNELS_PATH, with libraries built ahead of time, are searched first, by content only; so is
-the cache on a machine without a compiler.
-
-Invariant: `find` returns only an entry with a valid manifest for the key and a library of the
-recorded size and digest. Entries are renamed into place, so they are complete or absent. Since a
-library is code, folders that others can write to are refused.
+tools key covers its compilation: CUTLASS, compilers, flags. Folders in QSYNC_KERNELS_PATH, and the
+cache on a machine without a compiler, are searched by content only. Entries are always complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -33,11 +26,10 @@ from filelock import FileLock
 
 from qsync_fx import environment
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import library, library as manifests
-from qsync_fx.backend.cuda.kernel_build.library import Manifest
+from qsync_fx.backend.cuda.kernel_build.library import FILE, MANIFEST, VERSION, Manifest
 from qsync_fx.backend.cuda.toolchain import Headers, Toolchain
-from qsync_fx.errors import KernelError, QSyncError
-from qsync_fx.serialization.atomic_files import caches, write_text
+from qsync_fx.errors import KernelError
+from qsync_fx.serialization.atomic_files import caches
 
 TEMPLATES: Final = Path(__file__).resolve().parents[1] / "templates"
 """Our headers: cpp/cutlass in a clone."""
@@ -50,7 +42,7 @@ def content_key(unit: TranslationUnit) -> str:
     """Return the content key of a unit, 64 hexadecimal digits."""
     return _digest(
         {
-            "abi": library.VERSION,
+            "abi": VERSION,
             "arch": unit.arch,
             "name": unit.name,
             "interface": unit.interface,
@@ -77,56 +69,41 @@ def included(source: str) -> dict[str, str]:
     return result
 
 
-def tools_key(tools: Toolchain, flags: tuple[str, ...], memory: Path | None = None) -> str:
-    """Return the tools key, 64 hexadecimal digits.
-
-    Args:
-        flags: nvcc flags, without paths.
-        memory: a private folder that caches the digest of the headers, whose 27 MB take 200 ms to
-            read.
-    """
+def tools_key(tools: Toolchain, flags: tuple[str, ...]) -> str:
+    """Return the tools key, 64 hexadecimal digits; `flags` are nvcc flags without paths."""
     return _digest(
         {
             "nvcc": tools.nvcc.version,
             "host": tools.host.version,
             "cutlass": tools.cutlass.version,
-            "headers": headers_digest(tools.cutlass, memory),
+            "headers": headers_digest(tools.cutlass),
             "flags": flags,
             "environment": [environment.text(name) for name in NVCC_VARIABLES],
         }
     )
 
 
-def headers_digest(headers: Headers, memory: Path | None = None) -> str:
+def headers_digest(headers: Headers) -> str:
     """Return 64 hexadecimal digits over the names and contents of all files in the header folders.
 
-    With `memory`, a cached digest is valid while sizes and modification times of the files are
-    unchanged.
+    They are read again only if sizes or modification times change: 27 MB need 200 ms.
     """
     # Strings: path objects are ten times slower, and every kernel lookup passes here.
-    files = [
+    files = sorted(
         (path[len(folder) :], path, os.stat(path))
         for folder in map(str, headers.folders)
         for base, _, names in os.walk(folder)
         for path in (f"{base}/{name}" for name in names)
-    ]
-    files.sort()
-    state = _digest([(path, item.st_size, item.st_mtime_ns) for _, path, item in files])
-    remembered = None if memory is None else memory / f"headers-{state[:32]}"
-    if remembered is not None and remembered.is_file():
-        text = remembered.read_text(encoding="utf-8", errors="replace").strip()
-        if re.fullmatch(r"[0-9a-f]{64}", text):
-            return text
+    )
+    return _contents(tuple((name, path, s.st_size, s.st_mtime_ns) for name, path, s in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _contents(files: tuple[tuple[str, str, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for name, path, result in files:
-        digest.update(f"{name}\0{result.st_size}\0".encode())
+    for name, path, size, _ in files:
+        digest.update(f"{name}\0{size}\0".encode())
         digest.update(Path(path).read_bytes())
-    if remembered is not None:
-        try:
-            write_text(remembered, digest.hexdigest() + "\n")
-        except QSyncError:
-            # An unwritable folder only costs time here; storing a library there reports the error.
-            return digest.hexdigest()
     return digest.hexdigest()
 
 
@@ -156,19 +133,14 @@ def root() -> Path:
 
 
 def ahead_of_time() -> list[Path]:
-    """Return the folders in QSYNC_KERNELS_PATH.
-
-    Raises:
-        KernelError: a folder does not exist, or is writable by anybody.
-    """
+    """Return the folders in QSYNC_KERNELS_PATH; raise `KernelError` for missing or unsafe ones."""
     folders = [Path(os.path.abspath(path)) for path in environment.paths("QSYNC_KERNELS_PATH")]
     for folder in folders:
         if not folder.is_dir():
             raise KernelError(
                 "this kernel folder does not exist",
                 where=f"QSYNC_KERNELS_PATH: {folder}",
-                do="correct or unset QSYNC_KERNELS_PATH; `qsync kernels build --output` creates "
-                "such folders",
+                do="correct or unset QSYNC_KERNELS_PATH",
             )
         if folder.stat().st_mode & stat.S_IWOTH:
             raise _open_to_others(folder)
@@ -176,11 +148,7 @@ def ahead_of_time() -> list[Path]:
 
 
 def prepare(folder: Path) -> Path:
-    """Create a folder for libraries and return it.
-
-    Raises:
-        KernelError: it cannot be written, belongs to another user, or is writable by anybody.
-    """
+    """Create a folder for libraries and return it; raise `KernelError` if it is unsafe."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         result = folder.stat()
@@ -194,11 +162,9 @@ def prepare(folder: Path) -> Path:
         ) from error
     if result.st_uid != os.geteuid():
         raise KernelError(
-            f"this folder belongs to another user (uid {result.st_uid}), and its code would run "
-            "with your permissions",
+            f"this folder belongs to another user (uid {result.st_uid}), who may replace its code",
             where=str(folder),
-            do="set QSYNC_CACHE_DIR to a folder that belongs to you; to use kernels that another "
-            "user has built, set QSYNC_KERNELS_PATH",
+            do="set QSYNC_CACHE_DIR to a folder of yours, and QSYNC_KERNELS_PATH to this one",
         )
     if result.st_mode & stat.S_IWOTH:
         raise _open_to_others(folder)
@@ -213,35 +179,27 @@ def _open_to_others(folder: Path) -> KernelError:
     )
 
 
-def find(folder: Path, content: str, tools: str | None) -> CacheEntry | None:
+def find(folder: Path, content: str, tools: str | None = None) -> CacheEntry | None:
     """Return the entry of a key; if `tools` is None, the newest entry that was not refused."""
     if tools is not None:
-        return usable(folder / content / tools, content, tools)
+        return read(folder / content / tools)
     with contextlib.suppress(OSError):
-        result = [usable(path, content, path.name) for path in (folder / content).iterdir()]
+        result = [read(path) for path in (folder / content).iterdir()]
         fit = [entry for entry in result if entry and not entry.manifest.refused]
         return max(fit, key=lambda entry: entry.manifest.created, default=None)
     return None
 
 
 def read(folder: Path) -> CacheEntry | None:
-    """Return the entry in a folder if it is complete."""
-    return usable(folder, folder.parent.name, folder.name)
-
-
-def usable(folder: Path, content: str, tools: str) -> CacheEntry | None:
-    """Return the entry in a folder if it is complete and has this key."""
-    try:
-        entry = CacheEntry(folder, manifests.read(folder / manifests.FILE))
-        if (entry.manifest.content, entry.manifest.tools) != (content, tools):
+    """Return the entry in a folder if it is complete, and if the folder's name is its key."""
+    with contextlib.suppress(OSError, KernelError):
+        entry = CacheEntry(folder, MANIFEST.load(folder / FILE))
+        manifest = entry.manifest
+        if (manifest.content, manifest.tools) != (folder.parent.name, folder.name):
             return None
-        if not entry.manifest.refused:
-            size, digest = fingerprint(entry.library)
-            if (size, digest) != (entry.manifest.size, entry.manifest.sha256):
-                return None
-    except (OSError, ValueError):
-        return None
-    return entry
+        if manifest.refused or fingerprint(entry.library) == (manifest.size, manifest.sha256):
+            return entry
+    return None
 
 
 def fingerprint(library: Path) -> tuple[int, str]:
@@ -255,10 +213,7 @@ def fingerprint(library: Path) -> tuple[int, str]:
 
 
 def lock(folder: Path, content: str, tools: str) -> FileLock:
-    """Return the lock for building an entry.
-
-    Its file is never removed: otherwise two processes could own the lock.
-    """
+    """Return the lock for building an entry; its file stays, or two processes could own it."""
     locks = folder / "locks"
     locks.mkdir(exist_ok=True)
     return FileLock(locks / f"{content[:24]}-{tools[:8]}")
@@ -272,13 +227,10 @@ def workplace(folder: Path) -> Path:
 
 
 def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
-    """Turn the build folder `work` into an entry, replacing a damaged one.
-
-    The caller owns the lock.
-    """
+    """Turn the build folder `work` into an entry, replacing a damaged one; requires the lock."""
     path = folder / manifest.content / manifest.tools
     try:
-        (work / manifests.FILE).write_text(manifest.text(), encoding="utf-8")
+        (work / FILE).write_text(MANIFEST.encode(manifest), encoding="utf-8")
         path.parent.mkdir(exist_ok=True)
         if os.path.lexists(path):
             discard(path, folder)
@@ -295,12 +247,9 @@ def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
 
 def discard(path: Path, folder: Path) -> None:
     """Remove a file or folder from a cache folder, atomically for readers."""
-    aside = folder / f".build-{uuid.uuid4().hex}"
-    os.rename(path, aside)
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink()
+    aside = workplace(folder)
+    os.rename(path, aside / path.name)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
@@ -322,14 +271,10 @@ def entries(folder: Path) -> Iterator[CacheEntry | Path]:
 
 
 def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:
-    """Remove damaged entries and entries older than so many seconds.
-
-    Returns:
-        The number of removed entries, and the bytes of their files.
-    """
+    """Remove damaged entries and entries older than so many seconds; return count and bytes."""
     count = size = 0
     for item in list(entries(folder)):
-        path = item if isinstance(item, Path) else item.folder
+        path = item.folder if isinstance(item, CacheEntry) else item
         if isinstance(item, CacheEntry) and time.time() - item.manifest.created < older_than:
             continue
         count += 1

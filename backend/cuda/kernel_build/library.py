@@ -1,11 +1,7 @@
 """C interface, manifest and loading of compiled kernel libraries.
 
-`Library` defines the exported functions; their argument structures contain pointers and numbers, no
-torch objects. `Manifest` describes a library in JSON.
-
-Invariant: the structures match cpp/cutlass/abi.h, whose sizes and offsets a test compares. Every
-change raises `VERSION`, which is part of each library's key and which each library returns. A
-manifest that was read is valid, field for field, wherever the file came from.
+Invariant: the argument structures match cpp/cutlass/abi.h, whose sizes and offsets a test compares.
+Every change raises `VERSION`, which is part of each library's key and which each library returns.
 """
 
 from __future__ import annotations
@@ -13,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.errors import KernelError, LaunchError, ToolchainError
-from qsync_fx.serialization.schema import Check, Schema
+from qsync_fx.serialization.schema import Schema
 
 VERSION: Final = 1
 
@@ -108,27 +104,11 @@ class ConvertArguments(ctypes.Structure):
 
 
 FILE: Final = "manifest.json"
-_LIMIT: Final = 2**53
-_LONGEST: Final = 4096
-_PATTERNS: Final = {
-    "content": "[0-9a-f]{64}",
-    "tools": "[0-9a-f]{64}",
-    "name": r"[A-Za-z0-9_]{1,200}",
-    "arch": r"sm_\d{2,3}[a-z]?",
-    "sha256": "(?:[0-9a-f]{64})?",
-    "opcode": r"[A-Z0-9_.]{0,60}",
-}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Largest resource usage among a unit's kernels.
-
-    Attributes:
-        registers: per thread.
-        shared_memory: bytes per threadblock.
-        stack, spills: bytes per thread.
-    """
+    """Largest usage among a unit's kernels: `shared_memory` per threadblock, others per thread."""
 
     registers: int
     shared_memory: int
@@ -142,14 +122,10 @@ class Manifest:
 
     Attributes:
         content, tools: keys, see `kernel_cache`.
-        name, arch: of the unit.
         sha256, size: of the library; "" and 0 if it was refused and does not exist.
         refused: why the library must not be used, such as spills; "" if it may.
-        opcode: the required instruction as found in the machine code; "" if none is required or no
-            disassembler is available.
-        seconds: compile time.
-        created: seconds since 1970.
-        compilers: versions and flags, for people.
+        opcode: the required instruction as found in the machine code, if it was looked for.
+        seconds: compile time. `created` is in seconds since 1970.
     """
 
     content: str
@@ -165,49 +141,18 @@ class Manifest:
     created: float
     compilers: str
 
-    def text(self) -> str:
-        """Return the manifest as JSON text."""
-        return MANIFEST.encode(self)
 
-
-def read(path: Path) -> Manifest:
-    """Return the manifest in a file; raise `OSError` or, for invalid content, `ValueError`."""
-    with open(path, "rb") as file:
-        return parse(file.read(MANIFEST.largest + 1))
-
-
-def parse(text: str | bytes) -> Manifest:
-    """Return the manifest in a JSON text; raise `ValueError` if it is invalid."""
-    try:
-        return MANIFEST.decode(text)
-    except KernelError as error:
-        raise ValueError(str(error)) from None
-
-
-def _resources(result: Resources) -> str | None:
-    return _beyond(vars(result))
-
-
-def _manifest(result: Manifest) -> str | None:
-    texts = {name: value for name, value in vars(result).items() if isinstance(value, str)}
-    for name, value in texts.items():
-        if len(value) > _LONGEST or not value.isprintable():
-            return f"{name} is too long or not printable"
-        if not re.fullmatch(_PATTERNS.get(name, ".*"), value, flags=re.DOTALL):
-            return f"{name} has an invalid format"
-    if bool(result.refused) == bool(result.sha256):
+def _check(manifest: Manifest) -> str | None:
+    if not all(text.isprintable() for text in vars(manifest).values() if isinstance(text, str)):
+        return "a text is not printable"
+    # The name is part of paths.
+    if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", manifest.name):
+        return "its name is not a valid file name"
+    if bool(manifest.refused) == bool(manifest.sha256):
         return "it must have either a library or a refusal, not both"
-    return _beyond({"size": result.size, "seconds": result.seconds, "created": result.created})
-
-
-def _beyond(numbers: Mapping[str, float]) -> str | None:
-    for name, value in numbers.items():
-        if not 0 <= value < _LIMIT:
-            return f"{name} cannot be {value}"
     return None
 
 
-_CHECKS: Final[Mapping[Any, Check]] = {Resources: _resources, Manifest: _manifest}
 MANIFEST: Final = Schema(
     Manifest,
     noun="manifest",
@@ -215,13 +160,13 @@ MANIFEST: Final = Schema(
     remedy="qsync kernels clear",
     name=None,
     largest=64 * 1024,
-    checks=_CHECKS,
+    checks={Manifest: _check},
 )
 
 
 Arguments = GemmArguments | ConvArguments | QuantizeArguments | ConvertArguments
 
-_STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
+_STRUCTURES: Final = {
     "gemm": GemmArguments,
     "conv": ConvArguments,
     "quantize": QuantizeArguments,
@@ -233,18 +178,8 @@ _STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
 class Library:
     """Loaded library; its ABI version and the name of its unit have been verified.
 
-    A library exports
-
-        int qsync_abi(void)                                        VERSION
-        const char *qsync_name(void)                               the name of its unit
-        int qsync_can_implement(const Arguments *)                 0, or a status
-        int64_t qsync_workspace(const Arguments *)                 bytes
-        int qsync_run(const Arguments *, void *workspace, void *stream)    0, or a status
-        int qsync_shared_memory(void)                              bytes per threadblock
-        const char *qsync_error(int status)
-
     The code is a private copy in memory: a truncated or overwritten mapped file would crash the
-    process at the next call or at exit. Its symbols are not visible to other libraries.
+    process at the next call or at exit.
     """
 
     unit: TranslationUnit
@@ -254,7 +189,7 @@ class Library:
     def can_implement(self, arguments: Arguments) -> str | None:
         """Return None if the kernel supports the arguments, else the reason in CUTLASS's words."""
         status: int = self._handle.qsync_can_implement(ctypes.byref(arguments))
-        return None if status == 0 else self.error(status)
+        return self.error(status) if status else None
 
     def workspace(self, arguments: Arguments) -> int:
         """Return the bytes of device memory that `run` needs."""
@@ -267,15 +202,10 @@ class Library:
         return size
 
     def run(self, arguments: Arguments, workspace: int, stream: int) -> None:
-        """Queue the kernel.
+        """Queue the kernel on a CUDA stream; raise `LaunchError` if that fails.
 
         Args:
             workspace: address in device memory, aligned to 16 bytes; 0 if none is needed.
-            stream: CUDA stream handle, as in `torch.cuda.Stream.cuda_stream`.
-
-        Raises:
-            LaunchError: it could not be queued. CUDA reports later failures on the device at the
-                next call.
         """
         status = self._handle.qsync_run(ctypes.byref(arguments), workspace, stream)
         if status:
@@ -291,22 +221,16 @@ class Library:
         return size
 
     def error(self, status: int) -> str:
-        """Return the message of a status."""
         text: bytes | None = self._handle.qsync_error(status)
         return text.decode("utf-8", errors="replace") if text else f"status {status}"
 
 
 @functools.cache
 def load(path: Path, unit: TranslationUnit) -> Library:
-    """Return the library at `path`, which `compiler.build` compiled for `unit`.
-
-    Raises:
-        KernelError: it cannot be loaded, or belongs to another unit.
-    """
+    """Return the library of `unit`; raise `KernelError` if it cannot be loaded, or is another."""
     handle = _opened(path)
     _declare(handle, path, _STRUCTURES[unit.interface])
-    version = handle.qsync_abi()
-    if version != VERSION:
+    if (version := handle.qsync_abi()) != VERSION:
         raise _foreign(path, f"its ABI version is {version}, not {VERSION}")
     name = (handle.qsync_name() or b"").decode("utf-8", errors="replace")
     if name != unit.name:
@@ -320,39 +244,21 @@ def shared_memory(path: Path) -> int:
     A separate process loads the library. Unloading it from a process that uses CUDA leaves the CUDA
     runtime with stale kernel addresses: the next library is mapped at the same address and launched
     as the old one (seen on an H200: crash or hang).
-
-    Raises:
-        KernelError: the library cannot be loaded, or lacks functions.
     """
-    folders = map(str, _runtime_folders())
+    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).qsync_shared_memory())"
+    folders = filter(None, [*map(str, _runtime_folders()), environment.text("LD_LIBRARY_PATH")])
     # -I ignores the user's environment, which might shadow Python's own modules.
-    command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment.child_environment(LD_LIBRARY_PATH=":".join(folders)),
+        check=False,
+    )
     if done.returncode or not done.stdout.strip().isdecimal():
-        status = f"the process ended with status {done.returncode}"
-        last = (done.stderr.strip().splitlines() or [status])[-1]
-        raise _foreign(path, f"its shared memory size cannot be read: {last}")
+        raise _foreign(path, f"its shared memory size cannot be read: {done.stderr.strip()[-200:]}")
     return int(done.stdout)
-
-
-_ASKED: Final = r"""
-import ctypes, os, re, sys
-path, folders = sys.argv[1], sys.argv[2:]
-try:
-    library = ctypes.CDLL(path)
-except OSError as error:
-    missing = re.match(r"(libcudart\.so\.\d+):", str(error))
-    found = [os.path.join(folder, missing[1]) for folder in folders] if missing else []
-    for runtime in [name for name in found if os.path.isfile(name)]:
-        try:
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-            break
-        except OSError:
-            pass
-    library = ctypes.CDLL(path)
-print(library.qsync_shared_memory())
-"""
-"""Program of the child process. Its arguments: the library, and folders of CUDA's runtime."""
 
 
 def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
@@ -382,10 +288,10 @@ def _opened(path: Path) -> ctypes.CDLL:
         missing = re.match(r"(libcudart\.so\.\d+):", str(error))
         if missing is None:
             raise _foreign(path, f"the system cannot load it: {error}") from error
-        for candidate in _runtimes(missing[1]):
+        for folder in _runtime_folders():
             with contextlib.suppress(OSError):
                 # Libraries opened later resolve it by its name among the loaded libraries.
-                ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
+                ctypes.CDLL(str(folder / missing[1]), mode=ctypes.RTLD_GLOBAL)
                 return _private(path)
     raise KernelError(
         f"the kernel needs the CUDA runtime {missing[1]}, which was not found",
@@ -398,11 +304,9 @@ def _opened(path: Path) -> ctypes.CDLL:
 def _private(path: Path) -> ctypes.CDLL:
     """Open an in-memory copy of a library, independent of its file; raise `OSError`."""
     # Through libc: a Python built against an old C library has no os.memfd_create.
-    system = ctypes.CDLL(None, use_errno=True)
-    descriptor: int = system.memfd_create(path.name.encode(), 0)
+    descriptor: int = ctypes.CDLL(None).memfd_create(path.name.encode(), 0)
     if descriptor < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), f"a copy of {path.name} in memory")
+        raise OSError("the system has no memory for a copy of the library")
     # The loader identifies libraries by name, and descriptor numbers are reused, so each copy needs
     # a unique name.
     with (
@@ -415,10 +319,6 @@ def _private(path: Path) -> ctypes.CDLL:
         name = Path(folder) / path.name
         name.symlink_to(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(name), mode=ctypes.RTLD_LOCAL)
-
-
-def _runtimes(name: str) -> Iterator[Path]:
-    return (folder / name for folder in _runtime_folders() if (folder / name).is_file())
 
 
 def _runtime_folders() -> Iterator[Path]:

@@ -1,8 +1,8 @@
 """Problems: the product to compute, as formats, layouts and sizes.
 
-`problem` defines `GemmProblem` and `ConvProblem`, and `problem_from_tensors` derives them from
-operands. `padding` lists equivalent problems with padded sizes or other layouts. `reference_result`
-computes a problem with torch; its CPU results define the semantics. Start reading at `GemmProblem`.
+`problem` defines `GemmProblem` and `ConvProblem`, and derives them from tensors; start reading
+there. `padding` lists equivalent problems with padded sizes or other layouts. `reference_result`
+computes a problem with torch; its CPU results define the semantics.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Padding and layout change of problems, so that kernels can compute them.
 
-Tensor cores load 16 bytes at a time, so contiguous sizes must be multiples of 16 bytes. INT8 and
-FP8 tensor cores also require operands contiguous along k. Other operands are copied. Copies cost
-bandwidth, so the kernel must not move more bytes than torch's own product, and padding must not
-more than double the work.
-
-Invariant: a padded problem has the values of the original in the original's region. Zeros do
-not change a sum over k; rows beyond m and columns beyond n are cut off.
+Tensor cores load 16 bytes at a time, and INT8 and FP8 only contiguous along k, so other operands
+are copied. Copies cost bandwidth: a kernel must not move more bytes than torch's own product.
+Padding with zeros does not change a sum over k; rows beyond m and columns beyond n are cut off.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -18,8 +15,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Major, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, Major, Problem, type_of
 
 VECTOR: Final = 16
 """Bytes per load."""
@@ -51,7 +47,8 @@ def filled(problem: Problem) -> Problem:
     steps = {"m": 1, "n": VECTOR // type_of(problem.out).itemsize, "k": 1}
     for name, fmt in ((inner_a, problem.a), (inner_b, problem.b)):
         steps[name] = max(steps[name], VECTOR // type_of(fmt).itemsize)
-    return replace(problem, **{name: _up(size, steps[name]) for name, size in sizes.items()})
+    m, n, k = (_up(size, steps[name]) for name, size in sizes.items())
+    return replace(problem, m=m, n=n, k=k)
 
 
 def _up(size: int, step: int) -> int:
@@ -59,10 +56,7 @@ def _up(size: int, step: int) -> int:
 
 
 def pays(problem: Problem, used: Problem) -> bool:
-    """Return whether running `problem` as `used` pays.
-
-    It must move no more bytes than torch, for at most `MOST_WORK` times the work.
-    """
+    """Return whether a kernel as `used` moves no more bytes than torch, without too much work."""
     if problem == used:
         return True
     work = used.flops / problem.flops
@@ -70,59 +64,43 @@ def pays(problem: Problem, used: Problem) -> bool:
 
 
 def moved(problem: Problem, used: Problem) -> int:
-    """Return the bytes read and written by a kernel that runs `problem` as `used`, copies included.
-
-    A copy reads the original and writes the padded operand in one pass, transposed or not (see
-    `layout_convert`).
-    """
-    total = 0
-    for before, after, copy in zip(
-        _operands(problem), _operands(used), copied(problem, used), strict=True
-    ):
-        total += after
+    """Return the bytes moved by a kernel that runs `problem` as `used`, copies included."""
+    before, after = _bytes(problem), _bytes(used)
+    total = sum(after)
+    for index, copy in enumerate(copied(problem, used)):
         if copy:
-            total += before + after
-    before, after = _output(problem), _output(used)
-    if before != after:
-        total += 2 * before
-    return total + after
+            total += before[index] + after[index]
+    if before[2] != after[2]:
+        total += 2 * before[2]
+    return total
 
 
 def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
     """Return whether `a` and `b` must be copied for a kernel that runs `problem` as `used`."""
-    if isinstance(problem, GemmProblem) and isinstance(used, GemmProblem):
-        a = (problem.m, problem.k, problem.a_major) != (used.m, used.k, used.a_major)
-        return a, (problem.k, problem.n, problem.b_major) != (used.k, used.n, used.b_major)
-    first, second = (
-        size != other for size, other in zip(_operands(problem), _operands(used), strict=True)
-    )
-    return first, second
+    (a, b, _), (used_a, used_b, _) = problem.shapes, used.shapes
+    transposed = [old != new for old, new in zip(_along_k(problem), _along_k(used), strict=True)]
+    return a != used_a or transposed[0], b != used_b or transposed[1]
 
 
 def moved_by_torch(problem: Problem) -> int:
-    """Return the bytes that torch's own product moves.
-
-    They include casts to BF16 for formats without a unit, copies, and a separate epilogue.
-    """
-    size, out = _output(problem), type_of(problem.out).itemsize
+    """Return the bytes that torch moves, including casts to BF16, copies and an epilogue."""
+    *operands, total = _bytes(problem)
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
-    bare = not (scaled or problem.bias or problem.out != problem.a)
-    # The FP32 product is written, and read again by the epilogue with scales and bias.
-    total = size
-    if not bare:
-        total += size // out * 8
-    operands = zip(_operands(problem), (problem.a, problem.b), _along_k(problem), strict=True)
-    for bytes_, fmt, along_k in operands:
+    if scaled or problem.bias or problem.out != problem.a:
+        # The FP32 product is written, and read again by the epilogue with scales and bias.
+        total += 8 * math.prod(problem.shapes[2])
+    formats = (problem.a, problem.b)
+    for size, fmt, along_k in zip(operands, formats, _along_k(problem), strict=True):
         if type_of(fmt).itemsize > 1:
-            total += bytes_
+            total += size
         elif not _has_unit(problem):
             # The cast reads one byte and writes two, which the product reads.
-            total += 5 * bytes_
+            total += 5 * size
         elif along_k:
-            total += bytes_
+            total += size
         else:
             # INT8 operands that are not contiguous along k are copied for torch as for a kernel.
-            total += 3 * bytes_
+            total += 3 * size
     return total
 
 
@@ -141,57 +119,38 @@ def _has_unit(problem: Problem) -> bool:
     return all(_along_k(problem)) and problem.n % VECTOR == 0 and problem.k % VECTOR == 0
 
 
-def _operands(problem: Problem) -> tuple[int, int]:
-    if isinstance(problem, GemmProblem):
-        sizes = problem.m * problem.k, problem.k * problem.n
-    else:
-        x, weight, y = _elements(problem)
-        sizes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[problem.operation]
-    return sizes[0] * type_of(problem.a).itemsize, sizes[1] * type_of(problem.b).itemsize
-
-
-def _output(problem: Problem) -> int:
-    if isinstance(problem, GemmProblem):
-        size = problem.m * problem.n
-    else:
-        x, weight, y = _elements(problem)
-        size = {"fprop": y, "dgrad": x, "wgrad": weight}[problem.operation]
-    return size * type_of(problem.out).itemsize
-
-
-def _elements(p: ConvProblem) -> tuple[int, int, int]:
-    return p.n * p.h * p.w * p.c, p.k * p.r * p.s * p.c, p.n * p.p * p.q * p.k
+def _bytes(problem: Problem) -> list[int]:
+    """Return the bytes of the operands and of the result."""
+    formats = (problem.a, problem.b, problem.out)
+    sizes = map(math.prod, problem.shapes)
+    return [size * type_of(fmt).itemsize for size, fmt in zip(sizes, formats, strict=True)]
 
 
 def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
-    """Return a 16-byte aligned copy of a matrix, zero-padded to [rows, columns].
-
-    Args:
-        method: layout of the copy.
-    """
+    """Return a 16-byte aligned copy of a matrix in a layout, zero-padded to [rows, columns]."""
     if method == "column":
         return laid_out(matrix.t(), columns, rows, "row").t()
-    full = tuple(matrix.shape) == (rows, columns)
-    result = matrix.new_empty((rows, columns)) if full else _zeros(matrix, (rows, columns))
+    result = _memory(matrix, tuple(matrix.shape), (rows, columns))
     result[: matrix.shape[0], : matrix.shape[1]].copy_(matrix)
     return result
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
     """Return a channels-last copy of `[d0, d1, h, w]`, zero-padded to [`first`, `second`, h, w]."""
-    shape = (first, int(t.shape[2]), int(t.shape[3]), second)
-    full = tuple(t.shape[:2]) == (first, second)
-    made = t.new_empty(shape) if full else _zeros(t, shape)
-    result = made.permute(0, 3, 1, 2)
+    images, channels, h, w = t.shape
+    memory = _memory(t, (images, h, w, channels), (first, h, w, second))
+    result = memory.permute(0, 3, 1, 2)
     result[: t.shape[0], : t.shape[1]].copy_(t)
     return result
 
 
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _memory(like: Tensor, shape: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+    """Return a dense tensor of the shape `padded`, zero if that is larger than `shape`."""
+    if shape == padded:
+        return like.new_empty(padded)
     # Zero has all bits zero in every format here, and not every torch fills FP8.
-    return torch.zeros(
-        shape[0], *shape[1:-1], shape[-1] * like.itemsize, dtype=torch.uint8, device=like.device
-    ).view(like.dtype)
+    size = (*padded[:-1], padded[-1] * like.itemsize)
+    return torch.zeros(size, dtype=torch.uint8, device=like.device).view(like.dtype)
 
 
 def filled_vector(t: Tensor, size: int) -> Tensor:

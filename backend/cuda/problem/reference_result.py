@@ -1,11 +1,8 @@
 """Reference products by torch: the fallback on CUDA, and the definition of the operators on CPU.
 
-CPU and CUDA share one epilogue, because CPU results are the reference for kernels.
-
-Invariant: sums over k are exact for INT8; on CUDA, if cuBLAS does not accept the sizes as integers,
-only while they stay below 2**24. All other sums are FP32, in which products of two values of at
-most 16 bits, or of TF32, are exact. The epilogue computes `sum * a_scale * b_scale + bias` in FP32
-and rounds once to the output dtype.
+Sums over k are exact for INT8 (on CUDA, as floats, while they stay below 2**24). Other sums are
+FP32, in which products of two values of at most 16 bits, or of TF32, are exact. The epilogue
+computes `sum * a_scale * b_scale + bias` in FP32 and rounds once to the output dtype.
 """
 
 from __future__ import annotations
@@ -16,12 +13,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem.problem import ConvOperation
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
+from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProduct, GemmProduct
 from qsync_fx.formats import FORMATS
 
-_INT8: Final = torch.int8
-_NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_EXACT: Final = {torch.int8: torch.float64}
+"""Dtypes in which CPU sums are exact; FP32 for all others."""
+
+CONVERTED: Final = dict.fromkeys((torch.int8, *FP8), torch.bfloat16)
+"""Dtypes to which CUDA converts operands that it does not multiply."""
 
 
 def gemm(x: GemmProduct, *, integers: bool = True) -> Tensor:
@@ -52,10 +52,7 @@ def epilogue(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return `total * a_scale * b_scale + bias`, computed in FP32, as `out_dtype`.
-
-    All operands broadcast against `total`.
-    """
+    """Return `total * a_scale * b_scale + bias`, in FP32, as `out_dtype`; all broadcast."""
     value = total.to(torch.float32)
     for scale in (a_scale, b_scale):
         if scale is not None:
@@ -71,32 +68,27 @@ _Scales = tuple[Tensor | None, Tensor | None]
 def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor, _Scales]:
     """Return the sum over k, and the scales that are not yet applied to it."""
     if a.device.type != "cuda":
-        wide = torch.float64 if a.dtype == _INT8 else torch.float32
+        wide = _EXACT.get(a.dtype, torch.float32)
         return a.to(wide) @ b.to(wide), scales
-    if a.dtype == _INT8:
-        if integers and takes_integers(a.shape[0], b.shape[1], a.shape[1]):
-            return integer_product(a, b.t()), scales
-        return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
-    if a.dtype in _NARROW or b.dtype in _NARROW:
-        if takes_fp8(a, b):
-            return _fp8_sum(a, b, scales)
-        return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
-    return (_narrow_sum(a, b) if a.dtype != torch.float32 else a @ b), scales
+    if a.dtype == torch.float32:
+        return a @ b, scales
+    (m, k), n = a.shape, b.shape[1]
+    if a.dtype == torch.int8 and integers and takes_integers(m, n, k):
+        return integer_product(a, b.t()), scales
+    if a.dtype in FP8 and takes_fp8(a, b):
+        return _fp8_sum(a, b, scales)
+    narrow = CONVERTED.get(a.dtype, a.dtype)
+    # The sum is FP32: the operands' dtype would round it before the scales.
+    total: Tensor = torch.ops.aten.mm.dtype(a.to(narrow), b.to(narrow), torch.float32)
+    return total, scales
 
 
 def integer_product(a: Tensor, bt: Tensor) -> Tensor:
     """Return `a @ bt.T` of INT8 matrices [M, K] and [N, K] in INT32, by cuBLAS.
 
-    Both are made contiguous along k: cuBLAS has integer tensor core kernels only for this layout
-    ("only the TN format is supported", cuBLAS documentation, cublasLtMatmul).
+    It supports only operands that are contiguous along k (cuBLAS documentation, cublasLtMatmul).
     """
     return torch._int_mm(a.contiguous(), bt.contiguous().t())
-
-
-def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product in FP32; the operands' dtype would round it before the scales."""
-    result: Tensor = torch.ops.aten.mm.dtype(a, b, torch.float32)
-    return result
 
 
 def takes_integers(m: int, n: int, k: int) -> bool:
@@ -105,17 +97,13 @@ def takes_integers(m: int, n: int, k: int) -> bool:
         m > 16
         and n % 8 == 0
         and k % 8 == 0
-        and k > 0
-        and n > 0
+        and min(k, n) > 0
         and k * FORMATS["int8"].max ** 2 < 2**31
     )
 
 
 def takes_fp8(a: Tensor, b: Tensor) -> bool:
-    """Return whether cuBLAS multiplies these FP8 matrices.
-
-    It requires contiguity along k, sizes in multiples of 16, and not E5M2 for both.
-    """
+    """Return whether cuBLAS multiplies these FP8 matrices."""
     return (
         (a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) >= (8, 9))
         and not a.dtype == b.dtype == torch.float8_e5m2
@@ -133,8 +121,10 @@ def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
     item = torch.ones((), dtype=torch.float32, device=a.device)
     # Per-row and per-column scales need other cuBLAS kernels with their own limits, so the epilogue
     # applies them.
-    now = [scale if scale is not None and scale.dim() == 0 else item for scale in scales]
-    later = [scale if scale is not None and scale.dim() else None for scale in scales]
+    now, later = [item, item], list(scales)
+    for index, scale in enumerate(scales):
+        if scale is not None and not scale.dim():
+            now[index], later[index] = scale, None
     return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
 
 
@@ -148,7 +138,9 @@ def conv2d_product(x: ConvProduct) -> Tensor:
     geometry = x.stride, x.padding, x.dilation
     total = convolve(x.a.to(dtype), x.b.to(dtype), x.size, geometry, x.operation)
     # Per-channel scales are already `[1, K, 1, 1]`; the bias is a vector.
-    bias = None if x.bias is None else x.bias.reshape(1, -1, 1, 1)
+    bias = x.bias
+    if bias is not None:
+        bias = bias.reshape(1, -1, 1, 1)
     value = epilogue(total, x.a_scale, x.b_scale, bias, x.out_dtype)
     if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
         return value
@@ -157,9 +149,11 @@ def conv2d_product(x: ConvProduct) -> Tensor:
 
 def _conv_type(x: ConvProduct) -> torch.dtype:
     if x.a.device.type != "cuda":
-        return torch.float64 if x.a.dtype == _INT8 else torch.float32
-    narrow = torch.bfloat16 if x.a.dtype.itemsize == 1 else x.a.dtype
-    return torch.promote_types(narrow, x.out_dtype) if x.operation == "fprop" else narrow
+        return _EXACT.get(x.a.dtype, torch.float32)
+    narrow = CONVERTED.get(x.a.dtype, x.a.dtype)
+    if x.operation == "fprop":
+        return torch.promote_types(narrow, x.out_dtype)
+    return narrow
 
 
 def convolve(

@@ -1,8 +1,7 @@
 """State of a device as far as kernels need it: architecture, available kernels, tuning table.
 
 Invariant: the state of a device is constant for the life of the process, so a decision made while a
-graph is traced is valid when the graph runs. `assumed` sets the state of a device that is not
-present, for reports and tests.
+graph is traced is valid when the graph runs.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch
 
 from qsync_fx import devices
 from qsync_fx.backend.cuda import kernel_config, toolchain
-from qsync_fx.backend.cuda.codegen import TranslationUnit
+from qsync_fx.backend.cuda.codegen import TranslationUnit, unit_of
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, library
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.selection.candidates import candidates
-from qsync_fx.backend.cuda.selection.select import Candidates, KernelDecision, decide, known
+from qsync_fx.backend.cuda.selection.select import Candidates, KernelDecision, decide
 from qsync_fx.backend.cuda.tuning import Environment, TuningError, TuningTable, load_table, path_in
 from qsync_fx.devices import Kernels, offer
 from qsync_fx.environment import switch
@@ -39,13 +38,10 @@ class DeviceState:
     """State of one device.
 
     Attributes:
-        arch: compile target of the kernels; None if there are no kernels for the device.
-        reason: why there are no kernels; "" if there are.
+        arch: compile target of the kernels; None if there are none, because of `reason`.
         table: tuning table of the device.
-        compiles: whether this machine can compile quantizers and copy kernels; otherwise only
-            compiled ones are available.
-        lacks: why this machine cannot compile GEMMs and convolutions, so that only compiled ones
-            are available; None if it can.
+        compiles: whether this machine can compile quantizers and copy kernels.
+        lacks: why this machine cannot compile GEMMs and convolutions; None if it can.
         multiprocessors: number of multiprocessors; None if the device is not present.
         mend: remedy for `reason` or `lacks`; None if there is none.
     """
@@ -69,7 +65,9 @@ def assumed(
     arch: Arch | None, table: TuningTable | None = None, on: str = "cuda"
 ) -> Iterator[None]:
     """Treat all devices of type `on` as devices of `arch` with kernels; without kernels if None."""
-    reason = "" if arch is not None else "the device is assumed to have no kernels"
+    reason = ""
+    if arch is None:
+        reason = "the device is assumed to have no kernels"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
     devices.forget()
     try:
@@ -88,11 +86,13 @@ def known_of(device: torch.device) -> DeviceState:
     if target is not None:
         # A target device's tuning table exists only there, so the first suitable kernel is used.
         arch = kernel_config.target(target)
-        return DeviceState(arch, "" if arch else _no_kernels(target), None)
+        if arch is None:
+            return DeviceState(None, _no_kernels(target), None)
+        return DeviceState(arch, "", None)
     if device.type != "cuda":
         return DeviceState(None, f"{device.type} has no kernels", None)
     # A device without an index means cuda:0: the device of a tensor always has an index.
-    return _known(0 if device.index is None else device.index)
+    return _known(device.index or 0)
 
 
 def decision(problem: Problem, device: torch.device) -> KernelDecision:
@@ -105,19 +105,19 @@ def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
     result = known_of(device)
     if result.arch is None:
         return KernelDecision(None, problem, result.reason)
+    loaded = functools.partial(_filtered, kernel_registry.loaded)
     return decide(problem, result.arch, result.table, loaded)
 
 
-def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
-    """Return the candidates that serve a problem and are loaded."""
-    return _filtered(problem, arch, kernel_registry.loaded)
+def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Return the candidates that serve a problem and are compiled, locally or ahead of time."""
+    return _filtered(kernel_registry.stored, problem, arch)
 
 
 def _filtered(
-    problem: Problem, arch: Arch, accepts: Callable[[TranslationUnit], bool]
+    accepts: Callable[[TranslationUnit], bool], problem: Problem, arch: Arch
 ) -> tuple[KernelConfig, ...]:
-    configs = known(problem, arch)
-    return tuple(config for config in configs if accepts(kernel_registry.unit_of(config)))
+    return tuple(config for config in candidates(problem, arch) if accepts(unit_of(config)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,7 +128,7 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
     if result.lacks is None:
         made = decide(problem, result.arch, result.table, usable(result.multiprocessors))
         if made.config is None:
-            units = map(kernel_registry.unit_of, known(problem, result.arch))
+            units = map(unit_of, candidates(problem, result.arch))
             for error in filter(None, map(kernel_registry.failure, units)):
                 return replace(made, reason=error.what)
         return made
@@ -142,18 +142,15 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
 def usable(multiprocessors: int | None) -> Candidates:
     """Return a function that lists the candidates of a problem on a device without refused kernels.
 
-    It returns no candidate after `MOST_REFUSED` refusals, which bounds the minutes spent on failed
-    compilations.
+    It returns none after `MOST_REFUSED` refusals, which bounds the minutes of failed compilations.
     """
 
     def result(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
         every = candidates(problem, arch, multiprocessors)
-        left = tuple(
-            config
-            for config in every
-            if not kernel_registry.refused(kernel_registry.unit_of(config))
-        )
-        return left if len(every) - len(left) < MOST_REFUSED else ()
+        left = tuple(c for c in every if not kernel_registry.refused(unit_of(c)))
+        if len(every) - len(left) >= MOST_REFUSED:
+            return ()
+        return left
 
     return result
 
@@ -166,11 +163,6 @@ WHEN_FORGOTTEN: Final[list[Callable[[], object]]] = []
 def _forget_decisions() -> None:
     for clear in (_decided.cache_clear, *WHEN_FORGOTTEN):
         clear()
-
-
-def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
-    """Return the candidates that serve a problem and are compiled, locally or ahead of time."""
-    return _filtered(problem, arch, kernel_registry.stored)
 
 
 def forget() -> None:
@@ -187,9 +179,8 @@ def _known(index: int) -> DeviceState:
         return DeviceState(None, f"the device cuda:{index} does not exist on this machine", None)
     capability = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
-    arch = kernel_config.target(
-        capability, getattr(properties, "shared_memory_per_block_optin", None)
-    )
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", None)
+    arch = kernel_config.target(capability, shared_memory)
     if arch is None:
         return DeviceState(None, _no_kernels(capability), None)
     plain, full = _missing_tool(templates=False), _missing_tool()
@@ -198,7 +189,9 @@ def _known(index: int) -> DeviceState:
     state = DeviceState(
         arch, "", _table(index), plain is None, None, properties.multi_processor_count
     )
-    return state if full is None else replace(state, lacks=full.what, mend=full.do)
+    if full is not None:
+        return replace(state, lacks=full.what, mend=full.do)
+    return state
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:
@@ -214,28 +207,14 @@ def _missing_tool(templates: bool = True) -> ToolchainError | None:
     return None
 
 
-def unobtainable(arch: Arch) -> str:
-    """Return why GEMMs for `arch` can be neither compiled nor found compiled; "" if they can."""
-    missing = _missing_tool()
-    return "" if missing is None or _kept(arch) else missing.what
-
-
 def _kept(arch: Arch) -> bool:
     """Return whether compiled kernels for an architecture exist, local or built ahead of time."""
     with contextlib.suppress(QSyncError):
-        return any(
-            _holds(folder, arch) for folder in [*kernel_cache.ahead_of_time(), kernel_cache.root()]
-        )
+        folders = [*kernel_cache.ahead_of_time(), kernel_cache.root()]
+        entries = (entry for folder in folders for entry in kernel_cache.entries(folder))
+        manifests = (e.manifest for e in entries if isinstance(e, kernel_cache.CacheEntry))
+        return any(manifest.arch == arch and not manifest.refused for manifest in manifests)
     return False
-
-
-def _holds(folder: Path, arch: Arch) -> bool:
-    return any(
-        isinstance(entry, kernel_cache.CacheEntry)
-        and entry.manifest.arch == arch
-        and not entry.manifest.refused
-        for entry in kernel_cache.entries(folder)
-    )
 
 
 def folder() -> Path:
@@ -254,18 +233,17 @@ def _table(index: int) -> TuningTable | None:
 
 def environment(device: torch.device) -> Environment:
     """Return the versions and the GPU name that timings on a CUDA device depend on."""
-    version = toolchain.dotted(_cutlass())
-    name = torch.cuda.get_device_name(device)
+    cutlass = ""
+    with contextlib.suppress(ToolchainError):
+        cutlass = toolchain.dotted(toolchain.cutlass().version)
     return Environment(
-        name, _driver(), torch.version.cuda or "", torch.__version__, version, library.VERSION
+        gpu=torch.cuda.get_device_name(device),
+        driver=_driver(),
+        cuda=torch.version.cuda or "",
+        torch=torch.__version__,
+        cutlass=cutlass,
+        abi=library.VERSION,
     )
-
-
-def _cutlass() -> tuple[int, ...]:
-    try:
-        return toolchain.cutlass().version
-    except ToolchainError:
-        return ()
 
 
 def _driver() -> str:
@@ -274,8 +252,9 @@ def _driver() -> str:
         if result := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
             return result[1]
     # torch has only an internal name for the driver version.
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return f"CUDA {version()}" if version else ""
+    if version := getattr(torch._C, "_cuda_getDriverVersion", None):
+        return f"CUDA {version()}"
+    return ""
 
 
 def _kernels(device: torch.device) -> Kernels:
@@ -293,13 +272,9 @@ def _kernels(device: torch.device) -> Kernels:
 @functools.cache
 def _multiplied(arch: Arch) -> frozenset[str]:
     """Return the formats that have GEMM kernels on an architecture."""
-    size = 4096
-    tried = {
-        name: GemmProblem(size, size, size, name, name, "fp32")
-        for name, row in FORMATS.items()
-        if row.bits <= 32
-    }
-    return frozenset(name for name, problem in tried.items() if known(problem, arch))
+    problem = GemmProblem(4096, 4096, 4096, "fp32", "fp32", "fp32")
+    names = [row.name for row in FORMATS.values() if row.bits <= 32]
+    return frozenset(name for name in names if candidates(replace(problem, a=name, b=name), arch))
 
 
 offer(_kernels, _forget_decisions)

@@ -1,12 +1,8 @@
 """GPU timing of kernels and of the equivalent torch product by CUDA events.
 
-A measurement is a sequence of back-to-back launches. The GPU is busy with a wait kernel until all
-launches are queued, so launch latency in Python does not count. The launches cycle through copies
-of the operands that exceed the L2 cache together, as the operands of a training step do.
-
-Invariant: a kernel is timed only after its result has been verified. The torch product does no more
-than a compiled graph without kernels: one product in the best format that torch supports for the
-operands, and at most one pass over the result, since a compiler fuses scales, bias and rounding.
+A measurement is a sequence of launches that starts when all are queued, over copies of the operands
+that exceed the L2 cache together. A kernel is timed only after its result has been verified. The
+torch product is one product and at most one elementwise pass, as in a compiled graph.
 """
 
 from __future__ import annotations
@@ -17,16 +13,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda.codegen import unit_of
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct, type_of
+from qsync_fx.backend.cuda.problem.problem import (
+    ConvProduct,
+    GemmProblem,
+    GemmProduct,
+    Major,
+    Problem,
+    type_of,
+)
+from qsync_fx.backend.cuda.problem.reference_result import CONVERTED, FP8
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.cuda.tuning import Candidate, TuningError, name_of
 from qsync_fx.errors import KernelError
-
-_NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def operands(
@@ -45,45 +47,47 @@ def operands(
     def positive(kind: str, shape: tuple[int, ...]) -> Tensor | None:
         if kind == "none":
             return None
-        size = shape if kind == "channel" else ()
-        return torch.rand(size, device=device, generator=generator) + 0.5
+        if kind == "tensor":
+            shape = ()
+        return torch.rand(shape, device=device, generator=generator) + 0.5
 
-    a_type, b_type = type_of(problem.a), type_of(problem.b)
+    def matrix(shape: tuple[int, ...], dtype: torch.dtype, major: Major) -> Tensor:
+        if major == "row":
+            return values(shape, dtype)
+        return values(shape[::-1], dtype).t()
+
+    a_type, b_type, out = type_of(problem.a), type_of(problem.b), type_of(problem.out)
+    first, second, result = problem.shapes
+    tf32 = "tf32" in (problem.a, problem.b)
+    bias = None
+    if problem.bias:
+        bias = torch.randn(result[-1], device=device, generator=generator)
     if isinstance(problem, GemmProblem):
-        m, n, k = problem.m, problem.n, problem.k
-        a = values((m, k), a_type) if problem.a_major == "row" else values((k, m), a_type).t()
-        b = values((k, n), b_type) if problem.b_major == "row" else values((n, k), b_type).t()
-        scales = positive(problem.a_scale, (m, 1)), positive(problem.b_scale, (1, n))
-        channels = n
-    else:
-        p, channels = problem, problem.k
-        x, weight, y = (p.n, p.h, p.w, p.c), (p.k, p.r, p.s, p.c), (p.n, p.p, p.q, p.k)
-        first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
-        a, b = values(first, a_type).permute(0, 3, 1, 2), values(second, b_type).permute(0, 3, 1, 2)
-        scales = positive(p.a_scale, ()), positive(p.b_scale, (1, p.k, 1, 1))
-    bias = torch.randn(channels, device=device, generator=generator) if problem.bias else None
-    tensors = a, b, *scales, bias
-    out, tf32 = type_of(problem.out), "tf32" in (problem.a, problem.b)
-    if isinstance(problem, GemmProblem):
-        return GemmProduct(*tensors, out, tf32)
+        a, b = matrix(first, a_type, problem.a_major), matrix(second, b_type, problem.b_major)
+        a_scale = positive(problem.a_scale, (problem.m, 1))
+        b_scale = positive(problem.b_scale, (1, problem.n))
+        return GemmProduct(a, b, a_scale, b_scale, bias, out, tf32)
     p = problem
+    a, b = values(first, a_type).permute(0, 3, 1, 2), values(second, b_type).permute(0, 3, 1, 2)
+    a_scale, b_scale = positive(p.a_scale, ()), positive(p.b_scale, (1, p.k, 1, 1))
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    return ConvProduct(*tensors, size, p.stride, p.padding, p.dilation, p.operation, out, tf32)
+    return ConvProduct(
+        a, b, a_scale, b_scale, bias, size, p.stride, p.padding, p.dilation, p.operation, out, tf32
+    )  # fmt: skip
 
 
 def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Tensor]:
-    """Return a function that computes torch's product of the operands.
+    """Return a function that computes torch's product, as the problem's output format.
 
-    Its result is in the problem's output format. One elementwise pass represents the epilogue; its
-    factor need not equal the scales.
+    One elementwise pass represents the epilogue; its factor need not equal the scales.
     """
-    if isinstance(value, GemmProduct):
-        assert isinstance(problem, GemmProblem)
-        product = _gemm(problem, value)
-    else:
-        product = _conv(value)
+    product = _gemm(value) if isinstance(value, GemmProduct) else _conv(value)
     out = type_of(problem.out)
     bare = value.a_scale is None and value.b_scale is None and value.bias is None
+    factor = torch.ones((), device=value.a.device)
+    for scale in (value.b_scale, value.a_scale):
+        if scale is not None and not scale.dim():
+            factor = scale
 
     def run() -> Tensor:
         total = product()
@@ -92,36 +96,28 @@ def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Ten
         # One elementwise pass: the value of the factor does not affect the time.
         return torch.mul(total, factor, out=torch.empty_like(total, dtype=out))
 
-    scale = value.a_scale if value.a_scale is not None else value.b_scale
-    factor = torch.ones((), device=value.a.device) if scale is None or scale.dim() else scale
     return run
 
 
-def _gemm(problem: GemmProblem, x: GemmProduct) -> Callable[[], Tensor]:
+def _gemm(x: GemmProduct) -> Callable[[], Tensor]:
     a, b = x.a, x.b
-    if a.dtype == torch.int8:
-        if reference_result.takes_integers(problem.m, problem.n, problem.k):
-            return lambda: reference_result.integer_product(a, b.t())
-        return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
-    if a.dtype in _NARROW:
-        if reference_result.takes_fp8(a, b):
-            item = torch.ones((), device=a.device)
-            return lambda: torch._scaled_mm(a, b, item, item, out_dtype=x.out_dtype)
-        return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
-    return lambda: a @ b
+    m, k, n = *a.shape, b.shape[1]
+    if a.dtype == torch.int8 and reference_result.takes_integers(m, n, k):
+        return lambda: reference_result.integer_product(a, b.t())
+    if a.dtype in FP8 and reference_result.takes_fp8(a, b):
+        item = torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(a, b, item, item, out_dtype=x.out_dtype)
+    narrow = CONVERTED.get(a.dtype, a.dtype)
+    return lambda: a.to(narrow) @ b.to(narrow)
 
 
 def _conv(x: ConvProduct) -> Callable[[], Tensor]:
-    narrow = torch.bfloat16 if x.a.dtype.itemsize == 1 else x.a.dtype
+    narrow = CONVERTED.get(x.a.dtype, x.a.dtype)
     geometry = x.stride, x.padding, x.dilation
-
-    def run() -> Tensor:
-        # The casts count: torch has no convolutions of one-byte operands.
-        return reference_result.convolve(
-            x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation
-        )
-
-    return run
+    # The casts count: torch has no convolutions of one-byte operands.
+    return lambda: reference_result.convolve(
+        x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation
+    )
 
 
 def differs(result: Tensor, x: GemmProduct | ConvProduct) -> str:
@@ -158,15 +154,10 @@ class EventTimer:
     """Timer of the candidates of one problem on one device."""
 
     def __init__(self, problem: Problem, used: Problem, device: torch.device) -> None:
-        """Create the operands and their copies.
+        """Create the operands and their copies; raise `TuningError` if memory does not suffice.
 
         Args:
-            problem: the problem to measure.
             used: the padded or re-laid-out problem that kernels run (`select.way`).
-            device: a CUDA device.
-
-        Raises:
-            TuningError: the device has too little memory.
         """
         self._problem, self._taken, self._device = problem, used, device
         self._runs: dict[str, list[Callable[[], Tensor]]] = {}
@@ -193,26 +184,22 @@ class EventTimer:
 
     def _prepare(self, candidate: Candidate) -> None:
         """Compile, verify and warm up a candidate, and choose its launches per sequence."""
-        runs = [self._runner(candidate, value) for value in self._copies]
-        if not isinstance(candidate, str):
-            wrong = differs(runs[0](), self._copies[0])
-            if wrong:
-                raise TuningError(f"its result is wrong: {wrong}", where=candidate.name)
+        if isinstance(candidate, str):
+            runs = [peer(self._problem, value) for value in self._copies]
+        else:
+            used = self._taken
+            runs = [call_of(candidate, self._problem, used, value) for value in self._copies]
+        if candidate != "torch" and (wrong := differs(runs[0](), self._copies[0])):
+            raise TuningError(f"its result is wrong: {wrong}", where=name_of(candidate))
         self._row(runs, len(runs))
         took = self._row(runs, len(runs))
         self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
         self._runs[name_of(candidate)] = runs
 
-    def _runner(
-        self, candidate: Candidate, value: GemmProduct | ConvProduct
-    ) -> Callable[[], Tensor]:
-        if isinstance(candidate, str):
-            return peer(self._problem, value)
-        return call_of(candidate, self._problem, self._taken, value)
-
     def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
         with torch.cuda.device(self._device), torch.no_grad():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             for index in range(launches):
@@ -225,22 +212,11 @@ class EventTimer:
 def call_of(
     config: KernelConfig, problem: Problem, used: Problem, value: GemmProduct | ConvProduct
 ) -> Callable[[], Tensor]:
-    """Return a function that runs a kernel on operands; compile its library.
-
-    The call makes neither the dispatch decision nor its checks.
-
-    Args:
-        problem, used: as in `EventTimer`.
-    """
-    library = kernel_registry.library(kernel_registry.unit_of(config))
+    """Return a function that runs a kernel on operands, without dispatch; compile its library."""
+    library = kernel_registry.library(unit_of(config))
     assert library is not None
-    if isinstance(value, GemmProduct):
-        assert isinstance(used, GemmProblem)
-        matrix, product = used, value
-        return lambda: launch.run_gemm(library, config, matrix, product)
-    assert isinstance(problem, ConvProblem) and isinstance(used, ConvProblem)
-    images, full, images_product = problem, used, value
-    return lambda: launch.run_conv(library, config, images, full, images_product)
+    site = launch.call_site(library, config, problem, used, value)
+    return lambda: site(value)
 
 
 def _no_memory(error: Exception) -> TuningError:

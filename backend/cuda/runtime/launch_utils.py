@@ -1,11 +1,7 @@
-"""Common parts of every launch: library lookup, device guard, workspace, queueing, fallback log.
+"""Common parts of launches: library lookup, device guard, workspace, queueing, fallback log.
 
-Invariant: no function waits for the device on the normal path. No kernel is compiled while a CUDA
-graph is captured; torch computes for a kernel that is not loaded by then. GEMMs and convolutions
-are not compiled during a training step either: they are compiled with the graph.
-
-The fallback log (`note`, `reasons`) stores the latest reason per problem, for a bounded number of
-problems, since the number of shapes is unbounded.
+Launches do not wait for the device on the normal path. Kernels are not compiled while a CUDA graph
+is captured, and GEMMs and convolutions are compiled with their graph, not during a training step.
 """
 
 from __future__ import annotations
@@ -15,40 +11,65 @@ import functools
 import threading
 import warnings
 from collections import OrderedDict
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
-from torch import Tensor
 
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Arguments, Library
+from qsync_fx.backend.cuda.runtime.device_state import WHEN_FORGOTTEN
 from qsync_fx.errors import KernelError, LaunchError, PlanWarning, QSyncError
 
-_MOST: Final = 1000
+_MOST_REASONS: Final = 1000
+_MOST_CALLS: Final = 4096
+
+Key = tuple[object, ...]
+T = TypeVar("T")
+
+
+class CallCache(dict[Key, T]):
+    """Cache of call sites by what determines them; bounded, since the number of shapes is not.
+
+    The key has dtypes, shapes, strides, addresses modulo 16 bytes, and the number of refused
+    kernels. The cache is cleared when it is full, and when cached device decisions become invalid.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        WHEN_FORGOTTEN.append(self.clear)
+
+    def keep(self, key: Key, site: T) -> T:
+        """Store a site and return it."""
+        if len(self) >= _MOST_CALLS:
+            self.clear()
+        self[key] = site
+        return site
+
+
 _lock: Final = threading.Lock()
-_kept: Final[OrderedDict[str, str]] = OrderedDict()
+_reasons: Final[OrderedDict[str, str]] = OrderedDict()
 
 
 def note(problem: str, reason: str) -> None:
     """Record why torch computes a problem; replace an earlier reason."""
     with _lock:
-        _kept[problem] = reason
-        _kept.move_to_end(problem)
-        if len(_kept) > _MOST:
-            _kept.popitem(last=False)
+        _reasons[problem] = reason
+        _reasons.move_to_end(problem)
+        if len(_reasons) > _MOST_REASONS:
+            _reasons.popitem(last=False)
 
 
 def reasons() -> dict[str, str]:
     """Return problem -> reason for all problems that torch computed, latest last."""
     with _lock:
-        return dict(_kept)
+        return dict(_reasons)
 
 
 def forget() -> None:
     """Drop all reasons."""
     with _lock:
-        _kept.clear()
+        _reasons.clear()
 
 
 def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library | None:
@@ -62,13 +83,10 @@ def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library 
     except QSyncError as error:
         note(shown, error.what)
         return None
-    if result is None:
-        when = (
-            "CUDA graph capture began"
-            if captures
-            else "training began, and a step never waits for a compiler"
-        )
-        note(shown, f"its kernel was not loaded before {when}")
+    if result is None and captures:
+        note(shown, "its kernel was not loaded before CUDA graph capture began")
+    elif result is None:
+        note(shown, "its kernel was not compiled with the graph; a step never waits for a compiler")
     return result
 
 
@@ -77,12 +95,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def address(t: Tensor | None) -> int | None:
-    """Return the data pointer of a tensor; None, a null pointer for kernels, without a tensor."""
-    return None if t is None else t.data_ptr()
-
-
-def asked(library: Library, arguments: Arguments) -> int:
+def workspace(library: Library, arguments: Arguments) -> int:
     """Return the workspace bytes of a kernel; raise `KernelError` if it rejects the arguments."""
     why = library.can_implement(arguments)
     if why is not None:
@@ -93,12 +106,7 @@ def asked(library: Library, arguments: Arguments) -> int:
 
 
 def queue(library: Library, arguments: Arguments, size: int, device: torch.device) -> None:
-    """Allocate the workspace and queue a kernel on the current stream.
-
-    Args:
-        arguments: arguments that the kernel accepts.
-        size: bytes of the workspace.
-        device: the current device.
+    """Allocate a workspace of `size` bytes and queue a kernel on the current stream.
 
     Raises:
         LaunchError: the kernel cannot be launched. A pending asynchronous error of earlier work is
@@ -106,10 +114,12 @@ def queue(library: Library, arguments: Arguments, size: int, device: torch.devic
     """
     # The caching allocator reuses the memory only on the same stream, so the reference may be
     # dropped once the kernel is queued.
-    memory = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    place, stream = address(memory) or 0, stream_of(device)
+    address, stream = 0, stream_of(device)
+    if size:
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        address = memory.data_ptr()
     try:
-        library.run(arguments, place, stream)
+        library.run(arguments, address, stream)
     except LaunchError:
         if capturing(device):
             raise
@@ -117,19 +127,16 @@ def queue(library: Library, arguments: Arguments, size: int, device: torch.devic
             # Surface an asynchronous error of earlier work as torch's own error.
             torch.cuda.synchronize(device)
         # The first attempt reported and cleared a stale error, so try once more.
-        library.run(arguments, place, stream)
+        library.run(arguments, address, stream)
 
 
 def run(library: Library, arguments: Arguments, device: torch.device) -> None:
     """Check arguments, allocate a workspace and queue a kernel; raise `KernelError` on failure."""
-    queue(library, arguments, asked(library, arguments), device)
+    queue(library, arguments, workspace(library, arguments), device)
 
 
 def failed(library: Library, shown: str, error: KernelError) -> None:
-    """Record a kernel failure for the problem `shown`.
-
-    A kernel that cannot be launched is switched off for this process, with one warning.
-    """
+    """Record a kernel failure; switch off a kernel that cannot be launched, with one warning."""
     note(shown, error.what)
     if not isinstance(error, LaunchError) or kernel_registry.failure(library.unit) is not None:
         return
@@ -143,17 +150,14 @@ def failed(library: Library, shown: str, error: KernelError) -> None:
     )
 
 
-def elsewhere(device: torch.device) -> bool:
-    """Return whether a device must be made current for launches and allocations."""
-    return device.type == "cuda" and device.index not in (None, torch._C._cuda_getDevice())
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that makes a device current for launches and allocations."""
-    return torch.cuda.device(device) if elsewhere(device) else _AS_IT_IS
-
-
-_AS_IT_IS = contextlib.nullcontext()
+    if device.type != "cuda" or device.index in (None, torch._C._cuda_getDevice()):
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -164,7 +168,7 @@ def stream_of(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
-def place(device: torch.device) -> dict[str, int]:
+def device_arguments(device: torch.device) -> dict[str, int]:
     """Return the arguments that describe the device to a kernel."""
     if device.type != "cuda":
         return {"device": 0, "multiprocessors": 1}

@@ -1,12 +1,8 @@
 """Layout conversion of operands by a copy kernel, with torch as the fallback.
 
-One-byte operands are multiplied only along k, so operands that are saved for backward need a
-transposing copy, and unaligned sizes need a padding copy. torch copies byte by byte if strides
-differ, and zeroes memory before it copies into it. The kernel reads once and writes once, 16 bytes
-at a time.
-
-Invariant: the kernel and torch produce the same bits. A numeric conversion preserves NaN, but not
-its payload.
+torch copies byte by byte if strides differ, and zeroes memory before it copies into it. The kernel
+reads once and writes once, 16 bytes at a time. Both produce the same bits; a numeric conversion
+preserves NaN, but not its payload.
 """
 
 from __future__ import annotations
@@ -16,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS, TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, Library
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Major, padding
-from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, leading
+from qsync_fx.backend.cuda.problem.problem import format_name, leading
 from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.cuda.runtime.device_state import known_of
 from qsync_fx.errors import KernelError
@@ -84,7 +80,9 @@ def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     if method == "column":
         return laid_out(matrix.t(), columns, rows, "row").t()
     result = _copied(matrix, lines_of(matrix), (1, rows, columns))
-    return padding.laid_out(matrix, rows, columns, "row") if result is None else result[0]
+    if result is None:
+        return padding.laid_out(matrix, rows, columns, "row")
+    return result[0]
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
@@ -100,9 +98,10 @@ def convert(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, transposed: bool, shape: tuple[int, int]
 ) -> Tensor | None:
     """Return `qsync::convert` by a kernel; None, with a noted reason, for the torch fallback."""
-    straight = x.t() if transposed else x
-    result = _copied(straight, lines_of(straight), (1, *shape), dtype, scale)
-    return None if result is None else result[0]
+    if transposed:
+        x = x.t()
+    result = _copied(x, lines_of(x), (1, *shape), dtype, scale)
+    return result if result is None else result[0]
 
 
 def _copied(
@@ -115,46 +114,42 @@ def _copied(
     """Return a contiguous `[batches, rows, columns]` copy by a kernel; None for a noted reason."""
     dtype = dtype or t.dtype
     kinds, shown = kinds_of(t.dtype, dtype, scale is not None), _shown(t, dtype)
-    arch = known_of(t.device).arch
-    if arch is None or kinds is None or lines is None:
-        launch_utils.note(shown, _why_not(t.device, lines))
-        return None
-    library = launch_utils.library(unit_of(arch, kinds), t.device, shown)
-    if library is None:
-        return None
-    try:
-        return run(library, t, lines, kinds, shape, dtype, scale)
-    except KernelError as error:
-        launch_utils.note(shown, error.what)
-        return None
-
-
-def _why_not(device: torch.device, lines: StridedLines | None) -> str:
-    result = known_of(device)
-    if result.arch is None:
-        return result.reason
-    if lines is None:
-        return NEITHER
-    return "there is no kernel for these types"
+    device = known_of(t.device)
+    if device.arch is None:
+        launch_utils.note(shown, device.reason)
+    elif lines is None:
+        launch_utils.note(shown, NEITHER)
+    elif kinds is None:
+        launch_utils.note(shown, "there is no kernel for these types")
+    elif library := launch_utils.library(unit_of(device.arch, kinds), t.device, shown):
+        try:
+            return run(library, t, lines, kinds, shape, dtype, scale)
+        except KernelError as error:
+            launch_utils.note(shown, error.what)
+    return None
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:
     """Return the element kinds of a copy, keys of `CONVERT_TYPES`; None if no kernel supports them.
 
-    A copy without change of dtype moves raw bits; otherwise a number is converted to a float.
+    A copy without change of dtype moves raw bits.
     """
     if source == dtype and not scaled:
         kind = f"bits{8 * source.itemsize}"
-        return (kind, kind) if kind in CONVERT_TYPES and not source.is_complex else None
+        if kind in CONVERT_TYPES and not source.is_complex:
+            return kind, kind
+        return None
     number, result = format_name(source), format_name(dtype)
-    return (number, result) if number in NUMBERS and result in FLOATS else None
+    if number in NUMBERS and result in FLOATS:
+        return number, result
+    return None
 
 
 def unit_of(arch: Arch, kinds: tuple[str, str]) -> TranslationUnit:
     """Return the translation unit that converts between two element kinds."""
     if kinds[0].startswith("bits"):
-        return kernel_registry.copier(arch)
-    return kernel_registry.converter(arch, kinds[0])
+        return codegen.copier(arch)
+    return codegen.converter(arch, kinds[0])
 
 
 def run(
@@ -166,27 +161,24 @@ def run(
     dtype: torch.dtype,
     scale: Tensor | None,
 ) -> Tensor:
-    """Return a contiguous `[batches, rows, columns]` tensor that a kernel fills from `t`.
-
-    Raises:
-        KernelError: the kernel does not accept these arguments or cannot be launched.
-    """
+    """Return a contiguous `[batches, rows, columns]` tensor that a kernel fills from `t`."""
     with launch_utils.guarded(t.device):
         y = t.new_empty(shape, dtype=dtype)
-        factor = None if scale is None else scale.to(t.device)
         arguments = ConvertArguments(
-            x=t.data_ptr(), y=y.data_ptr(), scale=launch_utils.address(factor),
+            x=t.data_ptr(), y=y.data_ptr(),
             batches=lines.batches, rows=lines.rows, columns=lines.columns, ldx=lines.stride,
             batch_stride=lines.batch_stride,
             y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
             x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.turned,
-            **launch_utils.place(t.device),
+            **launch_utils.device_arguments(t.device),
         )  # fmt: skip
+        if scale is not None:
+            scale = scale.to(t.device)
+            arguments.scale = scale.data_ptr()
         launch_utils.run(library, arguments, t.device)
     return y
 
 
 def _shown(t: Tensor, dtype: torch.dtype) -> str:
-    names = format_name(t.dtype) or str(t.dtype), format_name(dtype) or str(dtype)
-    arrow = f" -> {names[1]}" if names[0] != names[1] else ""
-    return f"copy {' x '.join(map(str, t.shape))} {names[0]}{arrow}"
+    names = dict.fromkeys(format_name(kind) or str(kind) for kind in (t.dtype, dtype))
+    return f"copy {' x '.join(map(str, t.shape))} {' -> '.join(names)}"

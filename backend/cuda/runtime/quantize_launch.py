@@ -1,13 +1,8 @@
 """Launch of the quantizer kernel, and the warning about missing kernels of a device.
 
-The kernel sees the memory of the result as a matrix whose rows or columns are the scale groups.
-`reference.quantize` computes if the kernel does not fit.
-
-Invariant: the result has the bits of `reference.quantize` on a CUDA device, whose random numbers
-are indexed by position in memory.
-
-`tell` warns about missing kernels, their cost and the remedy. It only reports the findings of
-`device_state`; kernels that the user switched off do not count as missing.
+The kernel sees the memory of the result as a matrix whose rows or columns are the scale groups; if
+it does not fit, `reference.quantize` computes. Both produce the same bits on a CUDA device, whose
+random numbers are indexed by position in memory.
 """
 
 from __future__ import annotations
@@ -15,26 +10,125 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import TranslationUnit, written
+from qsync_fx.backend.cuda.codegen import (
+    QUANTIZER_FORMATS,
+    ROUNDINGS,
+    X_TYPES,
+    TranslationUnit,
+    quantizer,
+    written,
+)
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
-from qsync_fx.backend.cuda.kernel_build.library import Library
-from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE, format_name
-from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
-from qsync_fx.backend.cuda.runtime.call_cache import TYPES, Groups, QuantizerSite
-from qsync_fx.backend.cuda.runtime.device_state import DeviceState, known_of
+from qsync_fx.backend.cuda.kernel_build.library import Library, QuantizeArguments
+from qsync_fx.backend.cuda.problem.problem import LARGEST_SIZE, format_name
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.backend.cuda.runtime.device_state import known_of
+from qsync_fx.backend.cuda.runtime.launch_utils import CallCache, Key
 from qsync_fx.backend.numerics import reference
 from qsync_fx.devices.format_support import capability, row_on
 from qsync_fx.errors import KernelError, PlanWarning
-from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.formats import FORMATS, Precision, encoding
 from qsync_fx.rounding import Rounding
 
 _FLOATS_OF_A_BYTE: Final = (8, 9)
 """Lowest compute capability for which Triton converts to one-byte floats."""
+
+
+TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+"""Input dtypes of quantizer kernels; other dtypes are cast to FP32 first."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Memory as a matrix. `group`: 0 a single scale, 1 a scale per row, 2 a scale per column."""
+
+    rows: int
+    columns: int
+    group: int
+
+
+class QuantizerSite:
+    """Call site of a quantizer kernel for tensors of one layout; see `launch.CallSite`."""
+
+    def __init__(
+        self,
+        library: Library,
+        x: Tensor,
+        q: Tensor,
+        row: Precision,
+        rounding: Rounding,
+        keep: Sequence[int],
+        groups: Groups,
+    ) -> None:
+        """Prepare calls with the metadata of `x` and `q`, and a scale per index of `keep`."""
+        self.library, self._device = library, x.device
+        self._workspace: int | None = None
+        self._q = tuple(map(int, q.shape)), tuple(map(int, q.stride())), q.dtype
+        self._scale = [int(size) for size in reference.scale_shape(q, keep)]
+        self._transpose = groups.columns, groups.rows
+        stride = _stride(x, q, groups)
+        self._copies = stride is None
+        self._read = x.dtype if x.dtype in TYPES else torch.float32
+        self._arguments = QuantizeArguments(
+            rows=groups.rows, columns=groups.columns, ldx=stride or groups.columns,
+            x_type=X_TYPES[str(format_name(self._read))],
+            format=QUANTIZER_FORMATS[encoding(row).name], rounding=ROUNDINGS[rounding],
+            group=groups.group, **launch_utils.device_arguments(x.device),
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Tensor, seed: Tensor, stream: int, transposed: bool
+    ) -> tuple[Tensor, ...]:
+        """Return `(q, scale)`, or `(q, transpose, scale)`; raise `KernelError` on failure."""
+        shape, strides, dtype = self._q
+        q = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+        if not transposed:
+            return q, self.fill(x, q, None, seed, stream)
+        transpose = torch.empty(self._transpose, dtype=dtype, device=self._device)
+        return q, transpose, self.fill(x, q, transpose, seed, stream)
+
+    def fill(
+        self, x: Tensor, q: Tensor, transpose: Tensor | None, seed: Tensor, stream: int
+    ) -> Tensor:
+        """Fill `q`, and its transpose if given, and return the scales (FP32)."""
+        with launch_utils.guarded(self._device):
+            # The names keep the copies alive until the kernel is queued.
+            if self._copies:
+                x = torch.empty_strided(*self._q[:2], dtype=self._read, device=x.device).copy_(x)
+            scale = torch.empty(self._scale, dtype=torch.float32, device=self._device)
+            seed = seed.to(self._device)
+            arguments = QuantizeArguments.from_buffer_copy(self._arguments)
+            arguments.x, arguments.q = x.data_ptr(), q.data_ptr()
+            arguments.scale, arguments.seed = scale.data_ptr(), seed.data_ptr()
+            arguments.stream = stream & 0xFFFFFFFF
+            if transpose is not None:
+                arguments.qt = transpose.data_ptr()
+            if self._workspace is None:
+                self._workspace = launch_utils.workspace(self.library, arguments)
+            launch_utils.queue(self.library, arguments, self._workspace, self._device)
+            return scale
+
+
+def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
+    """Return the row stride of `x` in the memory order of `q`; None if it differs."""
+    if x.dtype not in TYPES:
+        return None
+    if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), q.stride(), strict=True)):
+        return groups.columns
+    by_rows = x.dim() == 2 and q.stride(1) == x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    if by_rows and (groups.rows, groups.columns) == tuple(x.shape):
+        return int(x.stride(0))
+    return None
+
+
+cached_quantizer_call: Final[CallCache[QuantizerSite]] = CallCache()
+"""Call sites of quantizers."""
 
 
 def quantize(
@@ -71,20 +165,18 @@ def again(
 ) -> tuple[Tensor, ...] | None:
     """Quantize by the cached call site for the layout of `x`; None if there is none or it fails."""
     key = _key(x, fmt, rounding, keep, transposed)
-    site = call_cache.cached_quantizer_call.get(key)
+    site = cached_quantizer_call.get(key)
     if site is None:
         return None
     try:
         return site(x, seed, stream, transposed)
     except KernelError as error:
         launch_utils.failed(site.library, f"{_shown(x)} -> {fmt}", error)
-        call_cache.cached_quantizer_call.pop(key, None)
+        cached_quantizer_call.pop(key, None)
         return None
 
 
-def _key(
-    x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool
-) -> tuple[object, ...]:
+def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool) -> Key:
     return (
         kernel_registry.refusals(), x.device, x.dtype, x.shape, x.stride(), x.data_ptr() & 15, fmt,
         rounding, transposed, *keep,
@@ -107,31 +199,22 @@ def _by_kernel(
     q = reference.empty_quantized(x, row.dtype)
     if transposed and not (q.numel() and q.is_contiguous()):
         return None
-    library = _library(x, row)
+    unit, shown = _unit(x, row), f"{_shown(x)} -> {row}"
+    if isinstance(unit, str):
+        launch_utils.note(shown, unit)
+        return None
+    library = launch_utils.library(unit, x.device, shown)
     if library is None:
         return None
-    groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if transposed else groups_of(q, keep)
+    groups = groups_of(q, keep)
+    if transposed:
+        groups = Groups(int(q.shape[0]), int(q.shape[1]), 0)
     if groups is None:
-        launch_utils.note(
-            f"{_shown(x)} -> {row}", "the values of a group are not contiguous rows or columns"
-        )
+        launch_utils.note(shown, "the values of a group are not contiguous rows or columns")
         return None
     site = QuantizerSite(library, x, q, row, rounding, keep, groups)
-    try:
-        result = site(x, seed, stream, transposed)
-    except KernelError as error:
-        launch_utils.failed(library, f"{_shown(x)} -> {row}", error)
-        return None
-    call_cache.cached_quantizer_call.keep(_key(x, row.name, rounding, keep, transposed), site)
-    return result
-
-
-def _library(x: Tensor, row: Precision) -> Library | None:
-    unit = _unit(x, row)
-    if isinstance(unit, str):
-        launch_utils.note(f"{_shown(x)} -> {row}", unit)
-        return None
-    return launch_utils.library(unit, x.device, f"{_shown(x)} -> {row}")
+    cached_quantizer_call.keep(_key(x, row.name, rounding, keep, transposed), site)
+    return again(x, seed, stream, row.name, rounding, keep, transposed)
 
 
 def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
@@ -143,18 +226,16 @@ def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
     target = written(row)
     if target is None:
         return f"qsync_fx has no quantization kernel for {row}"
-    return kernel_registry.quantizer(result.arch, source, target)
+    return quantizer(result.arch, source, target)
 
 
 def fused(x: Tensor, row: Precision) -> bool:
     """Return whether a compiled graph should quantize `x` by fused operators instead of a kernel.
 
-    This requires a non-empty `x`, a format that the compiler converts to, and that no kernel is
-    available, as far as is known without compiling one.
+    This is so if no kernel is available, as far as is known without compiling one.
     """
-    if isinstance(x.numel(), int) and x.numel() == 0:
-        return False
-    if not compiles(row, x.device):
+    empty = isinstance(x.numel(), int) and x.numel() == 0
+    if empty or not compiles(row, x.device):
         return False
     unit = _unit(x, row)
     if isinstance(unit, str) or kernel_registry.failure(unit) is not None:
@@ -163,10 +244,7 @@ def fused(x: Tensor, row: Precision) -> bool:
 
 
 def compiles(row: Precision, device: torch.device) -> bool:
-    """Return whether the compiler converts to a scaled format on a device.
-
-    Otherwise, without a kernel, each operator of the quantization is a launch of its own.
-    """
+    """Return whether the compiler, which fuses operators, converts to a format on a device."""
     return not row.dtype.is_floating_point or capability(device) >= _FLOATS_OF_A_BYTE
 
 
@@ -175,11 +253,7 @@ def _shown(x: Tensor) -> str:
 
 
 def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
-    """Return the scale groups of a dense tensor as rows or columns of its memory; None otherwise.
-
-    Args:
-        keep: dimensions that have a scale per index.
-    """
+    """Return the scale groups of a dense tensor as rows or columns of its memory, or None."""
     saved = []
     if q.dim():
         saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
@@ -189,47 +263,16 @@ def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
         return None
     if not saved:
         # One row if its length fits INT32, else one row per index of the outermost dimension.
-        rows = 1 if total <= LARGEST_SIZE else int(q.shape[order[0]])
+        rows = 1
+        if total > LARGEST_SIZE:
+            rows = int(q.shape[order[0]])
         return Groups(rows, total // rows, 0)
     if order[: len(saved)] == saved:
         return Groups(number, total // number, 1)
-    return Groups(total // number, number, 2) if order[-len(saved) :] == saved else None
+    if order[-len(saved) :] == saved:
+        return Groups(total // number, number, 2)
+    return None
 
-
-def run(
-    library: Library,
-    x: Tensor,
-    q: Tensor,
-    seed: Tensor,
-    stream: int,
-    row: Precision,
-    rounding: Rounding,
-    keep: Sequence[int],
-    groups: Groups,
-    transposed: Tensor | None = None,
-) -> Tensor:
-    """Fill `q`, and its transpose if given, and return the scales.
-
-    Raises:
-        KernelError: the kernel does not accept these arguments or cannot be launched.
-    """
-    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(
-        x, q, transposed, seed, stream
-    )
-
-
-QUANTIZING: Final = (
-    "values are quantized by code that the compiler fuses, which draws eight "
-    "times as many random numbers as the kernels of qsync_fx"
-)
-ONE_BY_ONE: Final = (
-    "but to FP8 operator by operator, in about two hundred launches per tensor, "
-    "because the compiler cannot convert to 8-bit floats for compute capability {capability}"
-)
-PRODUCTS: Final = (
-    "cuBLAS multiplies INT8 where it supports the sizes; all other products in "
-    "INT8, FP8 and TF32 are computed in {carrier} and are no faster than that"
-)
 
 _told: set[str] = set()
 
@@ -248,29 +291,26 @@ def told(device: torch.device) -> str:
     if result.mend is None or result.lacks is None:
         return ""
     name = "the GPU" if device.index is None else str(device)
+    carriers = {row_on(device, row).carrier for row in FORMATS.values() if row.kind == "integer"}
+    products = (
+        "cuBLAS multiplies INT8 if it supports the sizes, and computes all other products in "
+        f"INT8, FP8 and TF32 in {' and '.join(sorted(map(str, carriers)))}, at the same speed"
+    )
+    cost = (
+        f"{products}; values are quantized by code that the compiler fuses, which draws eight "
+        "times as many random numbers as the kernels of qsync_fx"
+    )
+    if not all(compiles(row, device) for row in FORMATS.values() if row.scaled):
+        cost += (
+            ", but to FP8 operator by operator, in about two hundred launches per tensor, because "
+            "the compiler cannot convert to 8-bit floats for compute capability "
+            + ".".join(map(str, capability(device)))
+        )
+    if result.arch is not None and result.compiles:
+        cost = f"Only kernels for products are missing, except those compiled elsewhere: {products}"
+    elif result.arch is not None:
+        cost = f"Only kernels that were compiled before are available; for all others, {cost}"
     return (
         f"{name} runs without the kernels of qsync_fx: {result.lacks}. The numbers are the "
-        f"same. {costs(result, device)}. To fix this: {result.mend}"
+        f"same. {cost}. To fix this: {result.mend}"
     )
-
-
-def costs(result: DeviceState, device: torch.device) -> str:
-    """Return the cost of the missing kernels as a sentence without a full stop."""
-    carriers = {
-        str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"
-    }
-    products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
-    if result.arch is not None and result.compiles:
-        return f"Only kernels for products are missing, except those compiled elsewhere: {products}"
-    both = f"{products}; {_quantizing(device)}"
-    if result.arch is None:
-        return both
-    return f"Only kernels that were compiled before are available; for all others, {both}"
-
-
-def _quantizing(device: torch.device) -> str:
-    """Return a clause that describes quantization without kernels."""
-    if all(compiles(row, device) for row in FORMATS.values() if row.scaled):
-        return QUANTIZING
-    index = ".".join(map(str, capability(device)))
-    return f"{QUANTIZING}, {ONE_BY_ONE.format(capability=index)}"

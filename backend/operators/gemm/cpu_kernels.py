@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx import _C
-from qsync_fx.backend.cuda.problem.problem import ConvOperation
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
+from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProduct, GemmProduct
 from qsync_fx.backend.numerics.native import empty_on_cpu
 from qsync_fx.backend.operators.conv_gradients import places
 from qsync_fx.devices.cpu_features import native_integer_unit

@@ -21,9 +21,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+from qsync_fx.backend.cuda.problem.problem import (
     OUTPUTS,
     ConvProduct,
     GemmProduct,
@@ -268,7 +269,7 @@ class KernelDispatcher(Dispatcher):
         failed = (
             None
             if result.config is None
-            else kernel_registry.failure(kernel_registry.unit_of(result.config))
+            else kernel_registry.failure(codegen.unit_of(result.config))
         )
         if result.config is not None and failed is None:
             return True

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import OUTPUTS, GemmProduct, format_name
+from qsync_fx.backend.cuda.problem.problem import OUTPUTS, GemmProduct, format_name
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.registration import define, require

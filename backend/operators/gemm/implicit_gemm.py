@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem import ConvOperation
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
+from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.conv_gradients import Geometry, places
 from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm

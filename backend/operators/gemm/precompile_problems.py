@@ -17,11 +17,12 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, outline
+from qsync_fx.backend.cuda.problem.problem import format_name, outline
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
 from qsync_fx.backend.cuda.selection.select import KernelDecision
@@ -249,15 +250,11 @@ def prepare(graph: PrecisionGraph) -> str:
         # If the compiler rejects a kernel, selection falls back to the next candidate.
         refused, decided = kernel_registry.refusals(), _decided(graph, device)
         configs = dict.fromkeys(item.config for item in decided.values() if item.config is not None)
-        copiers = [kernel_registry.copier(arch)] if configs else []
+        copiers = [codegen.copier(arch)] if configs else []
         quantizers = _quantizers(graph, arch)
-        kernel_registry.prepare_graph(
-            [*map(kernel_registry.unit_of, configs), *quantizers, *copiers]
-        )
+        kernel_registry.prepare_graph([*map(codegen.unit_of, configs), *quantizers, *copiers])
     usable = {
-        config
-        for config in configs
-        if kernel_registry.failure(kernel_registry.unit_of(config)) is None
+        config for config in configs if kernel_registry.failure(codegen.unit_of(config)) is None
     }
     lines = [
         f"{problem} {item.config.name if item.config in usable and item.config else item.integers}"
@@ -304,7 +301,5 @@ def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
             format_name(note.output.dtype), written(incoming(note.precision, graph.context.device))
         ] = None
     return [
-        kernel_registry.quantizer(arch, str(x), fmt)
-        for x, fmt in pairs
-        if x in X_TYPES and fmt is not None
+        codegen.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None
     ]

@@ -234,7 +234,7 @@ def _local_architectures() -> list[Arch]:
 
 
 def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
-    from qsync_fx.backend.cuda.selection import candidates
+    from qsync_fx.backend.cuda.selection import select
 
     if arguments.model is None:
         for option in model_args.given(arguments):
@@ -243,14 +243,14 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
                 where=model_args.flag(option),
                 do="add --model, or remove the option",
             )
-        return candidates.of_all(arch)
+        return select.of_all(arch)
     from qsync_fx.backend.cuda.runtime.device_state import assumed
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
     inputs = model_args.read(arguments)
     # Selection depends on the target device of the kernels, not on the device of the model.
     with assumed(arch, on=inputs.device.type):
-        return candidates.of_problems(
+        return select.of_problems(
             problems_of(inputs.explain().lowered_graphs), arch, arguments.every_candidate
         )
 

@@ -70,7 +70,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda import tuning
     from qsync_fx.backend.cuda.kernel_config import wide
     from qsync_fx.backend.cuda.runtime import device_state
-    from qsync_fx.backend.cuda.selection.select import known, way
+    from qsync_fx.backend.cuda.selection.select import way
     from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, shown, tune_all
 
     rounds = ROUNDS if arguments.repeats is None else arguments.repeats
@@ -108,7 +108,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         )
 
     def candidates(problem: Problem) -> Sequence[Any]:
-        result = way(problem, arch, known)
+        result = way(problem, arch)
         return () if isinstance(result, str) else result.configs
 
     skipped: dict[Problem, str] = {}
@@ -174,12 +174,13 @@ def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[P
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     """Compile all candidates in parallel; failures appear in the table of results."""
+    from qsync_fx.backend.cuda import codegen
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
-    from qsync_fx.backend.cuda.selection.select import known, way
+    from qsync_fx.backend.cuda.selection.select import way
 
-    methods = [way(problem, arch, known) for problem in problems]
+    methods = [way(problem, arch) for problem in problems]
     kernel_registry.prepare(
-        kernel_registry.unit_of(config)
+        codegen.unit_of(config)
         for item in methods
         if not isinstance(item, str)
         for config in item.configs
@@ -191,13 +192,13 @@ def _measuring(
 ) -> tuple[Callable[[Problem], RecordingTimer], dict[Problem, RecordingTimer]]:
     """Return a factory of timers on a GPU, and the dict that collects them by problem."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
-    from qsync_fx.backend.cuda.selection.select import known, way
+    from qsync_fx.backend.cuda.selection.select import way
     from qsync_fx.backend.cuda.tuning import RecordingTimer
 
     keepers: dict[Problem, RecordingTimer] = {}
 
     def make(problem: Problem) -> RecordingTimer:
-        result = way(problem, arch, known)
+        result = way(problem, arch)
         # Timings are retained, but the tensors of finished measurements are freed.
         for keeper in keepers.values():
             keeper.timer = None

@@ -32,7 +32,7 @@ import torch
 from qsync_fx import _C
 from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
+from qsync_fx.backend.cuda.problem.problem import GemmProduct
 from qsync_fx.formats import precision
 
 _C.corrupt(_C.available_isas()[0], sys.argv[1], int(sys.argv[2]))

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx import _C
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
+from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from tests.support import tiers

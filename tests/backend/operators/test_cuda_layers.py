@@ -21,7 +21,7 @@ from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection.candidates import candidates
-from qsync_fx.backend.cuda.selection.select import decide, known, way
+from qsync_fx.backend.cuda.selection.select import decide, way
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
@@ -40,7 +40,7 @@ def everything(arch: Arch, problems: list[Problem]) -> TuningTable:
     """Returns a table that has kernels win every problem that there are any for."""
     choices = {}
     for problem in problems:
-        found = way(problem, arch, known)
+        found = way(problem, arch)
         if not isinstance(found, str):
             name = found.configs[0].name
             choices[problem.bucket()] = TunedChoice(
@@ -103,7 +103,7 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
         "dgrad",
         "wgrad",
     ]
-    served = [p for p in problems if not isinstance(way(p, "sm_80", known), str)]
+    served = [p for p in problems if not isinstance(way(p, "sm_80"), str)]
     # There are no convolutions of INT8 for gradients.
     assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
     with kernels_on_the_cpu("sm_80", problems) as calls:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
+from qsync_fx.backend.cuda.problem.problem import GemmProduct
 from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
 from qsync_fx.backend.operators.gemm.gemm import gemm
 from tests.support.computing.lowered_layers import Geometry, Layer, leaf, recorded

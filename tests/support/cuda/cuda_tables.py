@@ -8,7 +8,7 @@ from typing import Any
 
 from qsync_fx.backend.cuda import kernel_config
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name
+from qsync_fx.backend.cuda.problem.problem import format_name
 from qsync_fx.backend.cuda.selection.select import decide
 from qsync_fx.devices.format_support import row_at
 from qsync_fx.formats import FORMATS, Precision, encoding

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from typing import Any
 
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.tuning import Environment, RecordedTimer, TimingRecording
+from qsync_fx.backend.cuda.tuning import RECORDING, Environment, RecordedTimer, TimingRecording
 
 INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
 BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
@@ -36,3 +38,10 @@ def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTim
 
 def recording(timings: dict[Problem, dict[str, list[float]]]) -> TimingRecording:
     return TimingRecording(HERE, "sm_90a", timings)
+
+
+def problem_from(fields: dict[str, Any]) -> Problem:
+    """Returns the problem that fields describe in a recording."""
+    head = {"format": RECORDING.name, "version": 1, "environment": asdict(HERE), "arch": "sm_80"}
+    rows = [{"problem": fields, "seconds": {}}]
+    return RECORDING.decode(json.dumps({**head, "timings": rows})).timings[0].problem

@@ -17,7 +17,7 @@ import pytest
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig, size_of
-from qsync_fx.backend.cuda.selection.candidate_tables import conv_configs
+from qsync_fx.backend.cuda.selection.candidates import conv_configs
 from qsync_fx.errors import ToolchainError
 from tests.gpu import test_conv
 from tests.support import tiers

@@ -15,11 +15,11 @@ from hypothesis import given, settings, strategies as st
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS
-from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime import layout_convert
 from qsync_fx.errors import KernelError, ToolchainError
+from tests.support.cuda.compiled.small_units import build
 from tests.support.cuda.on_cpu.convert_on_cpu import (
     BITS,
     DTYPES,
@@ -197,15 +197,13 @@ def test_elements_that_are_not_aligned_to_themselves() -> None:
     ("arch", "x", "y"), [("sm_90a", "bits8", "bits8"), ("sm_80", "int8", "bf16")]
 )
 def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> None:
-    """No kernel spills or has a stack, which `compiler.build` refuses; more than 2^31 elements are
-    taken.
-    """
+    """No kernel spills or has a stack; more than 2^31 elements are taken."""
     try:
         toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(error.what)
     unit = layout_convert.unit_of(arch, (x, y))
-    loaded = load(compiler.build([unit], progress=False, folder=tmp_path)[unit], unit)
+    loaded = load(build([unit], progress=False, folder=tmp_path)[unit], unit)
     n, kinds = 100_000, {"x_type": CONVERT_TYPES[x], "y_type": CONVERT_TYPES[y]}
     square = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), n) | {
         "batches": 1,

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.codegen import gemm_on_hopper
+from qsync_fx.backend.cuda.codegen import on_hopper
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, padding
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
+from qsync_fx.backend.cuda.problem.problem import GemmProduct
 from qsync_fx.backend.cuda.runtime import launch
-from qsync_fx.backend.cuda.selection import select
-from qsync_fx.backend.cuda.selection.candidate_tables import gemm_configs
+from qsync_fx.backend.cuda.selection import constraints
+from qsync_fx.backend.cuda.selection.candidates import gemm_configs
 from qsync_fx.errors import ToolchainError
 from qsync_fx.formats import FORMATS
 from tests.gpu import test_gemm
@@ -45,7 +45,7 @@ def all_kernels() -> list[KernelConfig]:
     found: dict[KernelConfig, KernelConfig] = {}
     for arch in ("sm_75", "sm_80", "sm_89"):
         for config in gemm_configs(arch):
-            if not gemm_on_hopper(config):
+            if not on_hopper(config):
                 found.setdefault(
                     dataclasses.replace(config, arch="sm_75" if arch == "sm_75" else "sm_80"),
                     config,
@@ -148,7 +148,7 @@ def test_the_wrapper_around_a_kernel(
         served = [
             config
             for config in KERNELS
-            if config.arch == "sm_80" and select.serves(config, taken) is None
+            if config.arch == "sm_80" and constraints.serves(config, taken) is None
         ]
         if served:
             break
@@ -166,9 +166,8 @@ def test_the_wrapper_around_a_kernel(
     if a_scale is not None and b_scale is not None and a_scale.dim():
         a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
     bias = torch.rand(problem.n, generator=generator) if problem.bias else None
-    found = launch.run_gemm(
-        libraries[config], config, taken, GemmProduct(a, b, a_scale, b_scale, bias)
-    )
+    x = GemmProduct(a, b, a_scale, b_scale, bias)
+    found = launch.call_site(libraries[config], config, problem, taken, x)(x)
     assert torch.equal(
         found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype)
     )

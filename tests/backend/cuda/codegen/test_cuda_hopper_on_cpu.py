@@ -15,7 +15,7 @@ import pytest
 from qsync_fx.backend.cuda import codegen, toolchain
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig, size_of
-from qsync_fx.backend.cuda.selection.candidate_tables import conv_configs, gemm_configs
+from qsync_fx.backend.cuda.selection.candidates import conv_configs, gemm_configs
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
 from tests.support.cuda.on_cpu import cutlass_conv_cpu, cutlass_cpu, hopper_cpu
@@ -34,16 +34,14 @@ def products() -> list[KernelConfig]:
     kinds = (
         ((c.a, c.b, c.a_major, c.b_major, c.schedule, c.order), c)
         for c in gemm_configs("sm_90a")
-        if codegen.gemm_on_hopper(c)
+        if codegen.on_hopper(c)
     )
     return cutlass_cpu.smallest(kinds)
 
 
 def convolutions() -> list[KernelConfig]:
     """One kernel for each product and its formats."""
-    kinds = (
-        ((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if codegen.conv_on_hopper(c)
-    )
+    kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if codegen.on_hopper(c))
     return cutlass_cpu.smallest(kinds)
 
 

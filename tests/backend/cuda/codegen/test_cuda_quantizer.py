@@ -24,13 +24,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from qsync_fx.backend.cuda import codegen, toolchain
-from qsync_fx.backend.cuda.kernel_build import compiler, library as abi, library as libraries
+from qsync_fx.backend.cuda.kernel_build import library as abi, library as libraries
 from qsync_fx.backend.cuda.kernel_build.library import QuantizeArguments
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.errors import ToolchainError
 from qsync_fx.formats import precision
 from qsync_fx.rounding import ROUNDINGS, rounding_mode
 from tests.support import tiers
+from tests.support.cuda.compiled.small_units import build
 
 TESTS = Path(__file__).parents[3]
 SOURCES = TESTS.parent / "cpp" / "cutlass"
@@ -305,7 +306,7 @@ def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
 
 @tiers.ALL
 def test_compiles_for_the_device(tmp_path: Path) -> None:
-    """No kernel spills or has a stack, which `compiler.build` refuses; and the library answers
+    """No kernel spills or has a stack, which `compiler.attempt` refuses; and the library answers
     where there is no device.
     """
     try:
@@ -314,7 +315,7 @@ def test_compiles_for_the_device(tmp_path: Path) -> None:
         pytest.skip(error.what)
     x_type, fmt = PAIRS[1]
     unit = codegen.quantizer("sm_90a", x_type, fmt)
-    loaded = libraries.load(compiler.build([unit], progress=False, folder=tmp_path)[unit], unit)
+    loaded = libraries.load(build([unit], progress=False, folder=tmp_path)[unit], unit)
     x, case = torch.ones(64, 64, dtype=DTYPES[x_type]), Case(fmt, "stochastic")
     given_ = arguments(x, case, q=64, scale=64, seed=64)
     assert loaded.can_implement(given_) is None

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda.kernel_build import compiler
-from qsync_fx.backend.cuda.kernel_build.compiler import WaitNotice
 from tests.support import tiers
 from tests.support.cuda.compiled.kernel_caches import (
     entry_of,
@@ -31,7 +30,7 @@ BUILDER = """\
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from tests.support.cuda.compiled.small_units import small_unit
+from tests.support.cuda.compiled.small_units import build, small_unit
 from qsync_fx.backend.cuda.kernel_build import compiler
 
 compile_units = compiler.compile_units
@@ -42,7 +41,7 @@ def found_none(*given):
     compile_units(*given)
 
 compiler.compile_units = found_none
-print(*compiler.build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n")
+print(*build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n")
 """
 
 WAITS_FOR_TWO = "for i in $(seq 3000); do [ $(ls '{}' | wc -l) -ge 2 ] && break; sleep 0.05; done"
@@ -75,31 +74,23 @@ def test_one_of_two_processes_compiles(
     assert nothing_is_left(home)
 
 
-def test_waiting_for_another_process_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_waiting_for_another_process_is_reported_once(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setenv("RANK", "3")
-    say = WaitNotice()
-
-    def said(at: float, *names: str) -> str:
-        clock[0] = at
-        say(names)
-        return capsys.readouterr().err
-
-    assert said(10.0, "raced", "raced_too") == said(14.0, "raced", "raced_too") == ""
-    words = said(15.0, "raced", "raced_too")
-    assert (
-        "qsync (rank 3): has been waiting 5 s for another process that compiles raced and 1 others"
-        in words
+    taken = [False] * 12
+    acquired = compiler._acquired
+    monkeypatch.setattr(
+        compiler, "_acquired", lambda *given: taken.pop() if taken else acquired(*given)
     )
-    assert "qsync kernels build" in words
-    assert said(70.0, "raced") == "" and "has been waiting 65 s" in said(75.0, "raced")
-    # A process that compiles itself in between begins to wait anew.
-    assert said(80.0) == said(81.0, "raced") == said(
-        85.0, "raced"
-    ) == "" and "has been waiting 5 s" in said(86.0, "raced")
+    monkeypatch.setattr(compiler, "_LONG", 0.1)
+    monkeypatch.setenv("RANK", "3")
+    watched(tmp_path, monkeypatch, before="exit 9")
+    compiler.attempt([small_unit("raced")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        "qsync (rank 3): has been waiting" in line and "another process that compiles raced" in line
+    )
+    assert "qsync kernels build" in line
 
 
 def test_progress_is_printed_after_a_second_by_rank_0(
@@ -142,28 +133,6 @@ def test_interrupt_leaves_no_files(
         assert time.monotonic() < until, "a compiler goes on running"
         time.sleep(0.05)
     assert entry_of(home).manifest.name == "small"
-
-
-def test_interrupt_at_compiler_start_leaves_no_files(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pids = tmp_path / "pids"
-    watched(tmp_path, monkeypatch, before=f"echo $$ >> '{pids}'; sleep 300")
-    start = compiler.start
-
-    def interrupted(*args: object) -> subprocess.Popen[bytes]:
-        process = start(*args)  # type: ignore[arg-type]
-        while not pids.exists() or not pids.read_text().strip():
-            time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
-        return process
-
-    monkeypatch.setattr(compiler, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compiler.build([small_unit("interrupted")], progress=False)
-    assert not alive(int(pids.read_text()))
-    assert nothing_is_left(home)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def alive(pid: int) -> bool:

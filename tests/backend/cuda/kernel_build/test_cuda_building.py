@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, sass
+from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.backend.cuda.kernel_build.library import Resources
 from qsync_fx.errors import OptionError
 
@@ -34,26 +34,26 @@ ptxas info    : Used 12 registers, 364 bytes cmem[0]
 
 def test_resources_are_the_maximum_over_kernels() -> None:
     report = REPORT.format(stack=0, spills=0, loads=0)
-    assert sass.resources(report) == Resources(
+    assert compiler.resources(report) == Resources(
         registers=254, shared_memory=16384, stack=0, spills=0
     )
-    assert sass.complaint(report) == ""
-    assert sass.resources("") == Resources(0, 0, 0, 0)
+    assert compiler.complaint(report) == ""
+    assert compiler.resources("") == Resources(0, 0, 0, 0)
 
 
 def test_unusable_kernels_are_refused() -> None:
     assert (
-        sass.complaint(REPORT.format(stack=0, spills=0, loads=24))
+        compiler.complaint(REPORT.format(stack=0, spills=0, loads=24))
         == "it spills 24 bytes of registers to memory (it uses 254)"
     )
-    assert "40 bytes of stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
+    assert "40 bytes of stack" in compiler.complaint(REPORT.format(stack=40, spills=0, loads=0))
     serialized = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
         "serialized due to "
         "wgmma pipeline crossing function boundary at a function call in the function 'kernel'\n"
     )
-    assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))
-    assert sass.complaint("ptxas info    : 0 bytes gmem\n") == "it contains no kernel"
+    assert "(C7510)" in compiler.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))
+    assert compiler.complaint("ptxas info    : 0 bytes gmem\n") == "it contains no kernel"
 
 
 # How many compilers at once.

@@ -20,14 +20,14 @@ from qsync_fx.backend.cuda.kernel_build.kernel_cache import content_key
 from qsync_fx.backend.cuda.kernel_build.library import GemmArguments
 from qsync_fx.errors import KernelError, ToolchainError
 from tests.support.cuda.compiled.kernel_caches import UNIT, entry_of, nothing_is_left, tools_or_skip
-from tests.support.cuda.compiled.small_units import SPILLS, small_unit
+from tests.support.cuda.compiled.small_units import SPILLS, build, small_unit
 
 pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 TOOLS = tools_or_skip()
 
 
 def test_built_kernels_are_cached(home: Path, calls: Callable[[], int]) -> None:
-    path = compiler.build([UNIT, UNIT])[UNIT]
+    path = build([UNIT, UNIT])[UNIT]
     assert path == entry_of(home).library
     assert path.is_file()
     assert calls() == 0
@@ -35,7 +35,7 @@ def test_built_kernels_are_cached(home: Path, calls: Callable[[], int]) -> None:
 
 
 def test_a_library_answers(home: Path) -> None:
-    path = compiler.build([UNIT])[UNIT]
+    path = build([UNIT])[UNIT]
     loaded = library.load(path, UNIT)
     assert loaded is library.load(path, UNIT)
     assert loaded.can_implement(GemmArguments(n=8)) is None
@@ -62,7 +62,7 @@ __attribute__((constructor)) static void loaded() {{
 """
     unit = small_unit("tells")
     unit = dataclasses.replace(unit, source=unit.source + tells)
-    path = compiler.build([unit])[unit]
+    path = build([unit])[unit]
     looked = [int(line) for line in ran.read_text().split()]
     assert len(looked) == 1
     assert os.getpid() not in looked
@@ -120,7 +120,7 @@ def test_manifest_content(home: Path) -> None:
 
 
 def test_library_of_another_unit_is_not_loaded(home: Path, tmp_path: Path) -> None:
-    path = compiler.build([UNIT])[UNIT]
+    path = build([UNIT])[UNIT]
     with pytest.raises(KernelError, match="its name is 'small', not 'other'"):
         library.load(path, small_unit("other"))
     (tmp_path / "text.so").write_text("no library")
@@ -138,7 +138,7 @@ def test_library_of_another_unit_is_not_loaded(home: Path, tmp_path: Path) -> No
 def test_library_of_another_version_is_not_loaded(home: Path) -> None:
     unit = small_unit(abi="QSYNC_ABI_VERSION + 1")
     with pytest.raises(KernelError, match="ABI version is 2, not 1"):
-        library.load(compiler.build([unit])[unit], unit)
+        library.load(build([unit])[unit], unit)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +168,22 @@ def test_flags_in_the_environment_are_in_the_key(
     home: Path, calls: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
-    compiler.build([UNIT])
+    build([UNIT])
     assert calls() == 1
 
 
-def test_digest_of_headers_is_cached_and_updated(tmp_path: Path) -> None:
+def test_digest_of_headers_follows_their_contents(tmp_path: Path) -> None:
     from qsync_fx.backend.cuda.kernel_build.kernel_cache import headers_digest
 
     folder = tmp_path / "include"
     folder.mkdir()
     (folder / "a.h").write_text("one")
     headers = toolchain.Headers((folder,), (4, 2, 0))
-    first = headers_digest(headers, tmp_path)
-    assert headers_digest(headers, tmp_path) == headers_digest(headers) == first
-    (remembered,) = tmp_path.glob("headers-*")
-    remembered.write_text("f" * 64)
-    assert headers_digest(headers, tmp_path) == "f" * 64
-    remembered.write_text("something else")
-    assert headers_digest(headers, tmp_path) == first
+    first = headers_digest(headers)
+    os.utime(folder / "a.h", (0, 0))
+    assert headers_digest(headers) == first
     (folder / "a.h").write_text("three")
-    assert headers_digest(headers, tmp_path) not in (first, "f" * 64)
+    assert headers_digest(headers) != first
 
 
 # Failing.
@@ -200,7 +196,6 @@ def test_a_source_that_does_not_compile(home: Path) -> None:
     error = result.failures[bad]
     assert isinstance(error, ToolchainError)
     assert 'identifier "nowhere_defined" is undefined' in str(error)
-    assert 'identifier "nowhere_defined" is undefined' in error.output
     assert nothing_is_left(home)
     # The command that the error shows can be run, and says the same.
     assert error.where is not None
@@ -208,7 +203,7 @@ def test_a_source_that_does_not_compile(home: Path) -> None:
     assert again.returncode != 0
     assert "nowhere_defined" in again.stderr + again.stdout
     with pytest.raises(ToolchainError, match="nowhere_defined"):
-        compiler.build([bad, good], progress=False)
+        build([bad, good], progress=False)
 
 
 def test_kernel_with_register_spills_is_refused_and_recorded(
@@ -217,14 +212,13 @@ def test_kernel_with_register_spills_is_refused_and_recorded(
     unit = small_unit("slow", body=SPILLS)
     for _ in range(2):
         with pytest.raises(KernelError, match="must not be used: it uses 1200 bytes of stack"):
-            compiler.build([unit], progress=False)
+            build([unit], progress=False)
     assert calls() == 1
 
 
 def test_kernel_without_its_instruction_is_refused(home: Path) -> None:
-    from qsync_fx.backend.cuda.kernel_build import sass
 
-    if sass.disassembler() is None:
+    if compiler.disassembler() is None:
         pytest.skip("no cuobjdump and nvdisasm")
     units = [small_unit(opcode="FFMA"), small_unit("other", opcode="IMMA")]
     result = compiler.attempt(units, progress=False)
@@ -234,7 +228,7 @@ def test_kernel_without_its_instruction_is_refused(home: Path) -> None:
 
 def test_a_name_that_leads_elsewhere(home: Path) -> None:
     with pytest.raises(KernelError, match="not a valid file name"):
-        compiler.build([dataclasses.replace(UNIT, name="../../x")])
+        build([dataclasses.replace(UNIT, name="../../x")])
     assert nothing_is_left(home)
 
 
@@ -248,9 +242,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_cached_kernels_are_used_without_a_compiler(home: Path) -> None:
-    assert compiler.build([UNIT])[UNIT] == entry_of(home).library
+    assert build([UNIT])[UNIT] == entry_of(home).library
     with pytest.raises(ToolchainError, match="QSYNC_NVCC=/nowhere/nvcc"):
-        compiler.build([UNIT, small_unit("other")])
+        build([UNIT, small_unit("other")])
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -262,21 +256,21 @@ def test_ahead_of_time_kernels_are_used_without_a_compiler(
     monkeypatch.setenv(
         "QSYNC_KERNELS_PATH", f"{tmp_path / 'empty'}{os.pathsep}{tmp_path / 'brought here'}"
     )
-    path = compiler.build([UNIT])[UNIT]
+    path = build([UNIT])[UNIT]
     assert path.is_relative_to(tmp_path / "brought here")
     assert library.load(path, UNIT).shared_memory() == 4096
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ToolchainError):
-        compiler.build([UNIT])
+        build([UNIT])
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(tmp_path / "missing"))
     with pytest.raises(KernelError, match=r"does not exist[\s\S]*QSYNC_KERNELS_PATH"):
-        compiler.build([UNIT])
+        build([UNIT])
 
 
 def test_separate_cache_folder(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
     """What `qsync kernels build --output` does: the folder holds all of it, whatever the
     cache has.
     """
-    path = compiler.build([UNIT], folder=tmp_path / "to carry")[UNIT]
+    path = build([UNIT], folder=tmp_path / "to carry")[UNIT]
     assert path.is_relative_to(tmp_path / "to carry")
     assert calls() == 1

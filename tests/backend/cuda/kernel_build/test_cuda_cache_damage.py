@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, library
 from qsync_fx.backend.cuda.kernel_build.library import Manifest, Resources
+from qsync_fx.errors import KernelError
 from tests.support.cuda.compiled.kernel_caches import UNIT, entry_of, nothing_is_left, tools_or_skip
+from tests.support.cuda.compiled.small_units import build
 
 pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 tools_or_skip()
@@ -94,7 +96,7 @@ def test_damaged_entry_is_ignored(how: str, home: Path) -> None:
 
 def test_damaged_entry_is_rebuilt(home: Path, calls: Callable[[], int]) -> None:
     DAMAGE["truncated library"](entry_of_damaged := entry_of(home))
-    path = compiler.build([UNIT])[UNIT]
+    path = build([UNIT])[UNIT]
     assert calls() == 1
     assert path == entry_of_damaged.library
     assert entry_of(home).library == path
@@ -107,9 +109,9 @@ def test_damaged_entry_is_rebuilt(home: Path, calls: Callable[[], int]) -> None:
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists
     ).map(json.dumps)
 )
-def test_any_text_is_a_manifest_or_a_value_error(anything: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 each says something else
-        library.parse(anything)
+def test_any_text_is_a_manifest_or_an_error(anything: str) -> None:
+    with pytest.raises(KernelError):
+        library.MANIFEST.decode(anything)
 
 
 VALID = Manifest(
@@ -132,12 +134,12 @@ VALID = Manifest(
     st.sampled_from([*Manifest.__dataclass_fields__, "format"]),
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
 )
-def test_a_manifest_with_another_value_is_valid_or_a_value_error(name: str, value: object) -> None:
-    fields = json.loads(VALID.text())
-    assert library.parse(VALID.text()) == VALID
+def test_a_manifest_with_another_value_is_valid_or_an_error(name: str, value: object) -> None:
+    fields = json.loads(library.MANIFEST.encode(VALID))
+    assert library.MANIFEST.decode(library.MANIFEST.encode(VALID)) == VALID
     try:
-        parsed = library.parse(json.dumps(fields | {name: value}))
-    except ValueError:
+        parsed = library.MANIFEST.decode(json.dumps(fields | {name: value}))
+    except KernelError:
         return
-    assert library.parse(parsed.text()) == parsed
+    assert library.MANIFEST.decode(library.MANIFEST.encode(parsed)) == parsed
     assert (name == "format" and value == 1) or getattr(parsed, name) == value

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
+from qsync_fx.backend.cuda.kernel_build import kernel_cache
 from qsync_fx.errors import KernelError
 from tests.support.cuda.compiled.kernel_caches import UNIT, tools_or_skip
-from tests.support.cuda.compiled.small_units import small_unit
+from tests.support.cuda.compiled.small_units import build, small_unit
 
 pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 tools_or_skip()
@@ -21,27 +21,27 @@ def test_world_writable_folder_is_refused(
 ) -> None:
     (home / "kernels").chmod(0o777)
     with pytest.raises(KernelError, match="every user can write"):
-        compiler.build([small_unit("other")])
+        build([small_unit("other")])
     with pytest.raises(KernelError, match="every user can write"):
-        compiler.build([UNIT])
+        build([UNIT])
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(home / "kernels"))
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "elsewhere"))
     with pytest.raises(KernelError, match="every user can write"):
-        compiler.build([UNIT])
+        build([UNIT])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(home: Path) -> None:
     os.chown(home / "kernels", 12345, -1)
     with pytest.raises(KernelError, match="belongs to another user"):
-        compiler.build([UNIT])
+        build([UNIT])
 
 
 def test_a_folder_that_cannot_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").touch()
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(home / "file"))
     with pytest.raises(KernelError, match=r"cannot be stored[\s\S]*QSYNC_CACHE_DIR"):
-        compiler.build([UNIT])
+        build([UNIT])
 
 
 def test_the_folder_is_for_the_user_alone(tmp_path: Path) -> None:

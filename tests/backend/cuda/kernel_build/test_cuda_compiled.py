@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.kernel_build import sass
+from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
@@ -33,7 +33,7 @@ def test_a_sample_of_kernels(arch: Arch) -> None:
         toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(error.what)
-    if sass.disassembler() is None:
+    if compiler.disassembler() is None:
         pytest.skip("nothing here can look for instructions")
     chosen = cuda_compile_all.sampled(cuda_compile_all.units(arch), COUNT)
     rows = cuda_compile_all.rows_of(chosen, each=False)

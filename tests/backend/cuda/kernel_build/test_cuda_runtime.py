@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.kernel_build import compiler, library
+from qsync_fx.backend.cuda.kernel_build import library
 from qsync_fx.errors import KernelError
 from tests.support.cuda.compiled.kernel_caches import tools_or_skip
-from tests.support.cuda.compiled.small_units import small_unit
+from tests.support.cuda.compiled.small_units import build, small_unit
 
 pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 TOOLS = tools_or_skip()
@@ -58,7 +58,8 @@ def test_runtime_is_found_outside_the_system_path(
 
 
 def test_the_runtime_of_this_toolkit_is_found() -> None:
-    assert [path.name for path in library._runtimes(f"libcudart.so.{TOOLS.nvcc.version[0]}")]
+    name = f"libcudart.so.{TOOLS.nvcc.version[0]}"
+    assert [folder for folder in library._runtime_folders() if (folder / name).is_file()]
 
 
 def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
@@ -75,5 +76,5 @@ def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
         lambda compiler: (tmp_path / "lib",),
     )
     unit = small_unit("linked")
-    path = compiler.build([unit])[unit]
+    path = build([unit])[unit]
     assert library.load(path, unit).shared_memory() == 4096

@@ -18,11 +18,11 @@ import pytest
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, Arch, KernelConfig
 from qsync_fx.backend.cuda.selection import candidates
 from tests.support import tiers
 from tests.support.cuda.compiled import kernel_caches
+from tests.support.cuda.compiled.small_units import build
 from tests.support.cuda.on_cpu import cutlass_cpu
 from tests.support.cuda.stand_ins import stand_in
 from tests.support.cuda.stand_ins.stand_in import Call
@@ -77,8 +77,8 @@ def copied(rows: int, columns: int) -> dict[str, int]:
 
 def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
     quantizer, copier = (
-        kernel_registry.quantizer(arch, "fp32", "int8"),
-        kernel_registry.copier(arch),
+        codegen.quantizer(arch, "fp32", "int8"),
+        codegen.copier(arch),
     )
     sizes = ((1, 1), (33, 70), (4096, 4096), (2, 2**24))
     return [(quantizer, quantized(*size, group)) for size in sizes for group in (0, 1, 2)] + [
@@ -110,13 +110,13 @@ def one_of_each(arch: Arch) -> list[KernelConfig]:
     """
     every = candidates.all_configs(arch)
     if arch == "sm_90a":
-        products = [config for config in every if codegen.gemm_on_hopper(config)]
+        products = [config for config in every if codegen.on_hopper(config)]
         return [
             *products,
             *(
                 config
                 for config in every
-                if codegen.conv_on_hopper(config) and config.operation == "fprop"
+                if codegen.on_hopper(config) and config.operation == "fprop"
             ),
         ]
     narrow = [config for config in every if config.a in ("int8", "bf16", "fp16")]
@@ -168,13 +168,13 @@ def _convs(config: KernelConfig) -> list[dict[str, int]]:
 
 @functools.cache
 def library(unit: TranslationUnit) -> Path:
-    return compiler.build([unit], progress=False)[unit]
+    return build([unit], progress=False)[unit]
 
 
 def check(
     runtime: Path, given: list[tuple[TranslationUnit, dict[str, int]]]
 ) -> list[dict[str, Any]]:
-    compiler.build(list({unit: None for unit, _ in given}), progress=False)
+    build(list({unit: None for unit, _ in given}), progress=False)
     calls = [
         Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields)
         for unit, fields in given
@@ -210,7 +210,7 @@ def test_every_kind_of_kernel(runtime: Path, arch: Arch) -> None:
 
 
 def judge(runtime: Path, arch: Arch, whole: bool) -> None:
-    given = [(kernel_registry.unit_of(config), fields) for config, fields in products(arch, whole)]
+    given = [(codegen.unit_of(config), fields) for config, fields in products(arch, whole)]
     answers = check(runtime, [*(plain(arch) if whole else ()), *given])
     lines = [line for answer in answers for line in answer["lines"]]
     assert any(line.startswith("map") for line in lines) is (arch == "sm_90a"), (

@@ -117,9 +117,9 @@ def test_tool_named_by_the_user_is_not_skipped(
 ) -> None:
     nvcc(bare / "path/nvcc")
     monkeypatch.setenv(name, str(bare / "nowhere"))
-    complains("this is not a working nvcc", f"{name}={bare}/nowhere")
+    complains("this is not a working compiler", f"{name}={bare}/nowhere")
     monkeypatch.setenv(name, str(nvcc(bare / "old/nvcc", "12.3.0")))
-    complains("nvcc is 12.3.0", f"correct {name}")
+    complains("this compiler is 12.3.0", f"correct {name}")
 
 
 def test_unsupported_host_compiler_falls_back_to_a_supported_one(
@@ -164,7 +164,7 @@ def test_cutlass_too_old_or_none(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ToolchainError, match=r"CUTLASS 3\.5\.1 is too old"):
         toolchain.cutlass()
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(bare))
-    with pytest.raises(ToolchainError, match="does not contain CUTLASS"):
+    with pytest.raises(ToolchainError, match="headers were not found"):
         toolchain.cutlass()
 
 

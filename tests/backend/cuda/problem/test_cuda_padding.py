@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, padding
-from qsync_fx.backend.cuda.problem.problem_from_tensors import leading, major
+from qsync_fx.backend.cuda.problem.problem import leading, major
 from tests.support.cuda.large_products import BF16, INT8
 
 

@@ -13,13 +13,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import NUMBERS, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.problem import GemmProblem, padding
 from qsync_fx.backend.cuda.runtime import launch_utils, layout_convert
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection import candidates
+from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.cuda.selection.select import decide
 from qsync_fx.backend.operators.convert import TYPES, convert
 from qsync_fx.errors import KernelError, PrecisionError
@@ -136,14 +137,12 @@ def test_conversions_of_models_are_compiled_ahead_of_time() -> None:
         4096, 4096, 4095, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor"
     )
     assert decide(large, "sm_90a").taken != large
-    assert kernel_registry.copier("sm_90a") in candidates.of_problems(
-        [large], "sm_90a", every_candidate=False
-    )
-    assert not candidates.of_problems([], "sm_90a", every_candidate=False)
+    assert codegen.copier("sm_90a") in select.of_problems([large], "sm_90a", every_candidate=False)
+    assert not select.of_problems([], "sm_90a", every_candidate=False)
     assert {
-        kernel_registry.copier("sm_80"),
-        *(kernel_registry.converter("sm_80", x) for x in NUMBERS),
-    } <= set(candidates.of_all("sm_80"))
+        codegen.copier("sm_80"),
+        *(codegen.converter("sm_80", x) for x in NUMBERS),
+    } <= set(select.of_all("sm_80"))
 
 
 # The operator.

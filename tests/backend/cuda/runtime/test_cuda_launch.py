@@ -21,8 +21,9 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
+from qsync_fx.backend.cuda import codegen, toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_build.library import Library, load
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
@@ -33,17 +34,17 @@ from qsync_fx.backend.cuda.problem import (
     padding,
     reference_result,
 )
-from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+from qsync_fx.backend.cuda.problem.problem import (
     ConvProduct,
     GemmProduct,
     conv_problem,
     gemm_problem,
 )
 from qsync_fx.backend.cuda.runtime import launch, launch_utils
-from qsync_fx.backend.cuda.runtime.device_state import assumed, decision, stored, unobtainable
-from qsync_fx.errors import KernelError, PlanWarning
+from qsync_fx.backend.cuda.runtime.device_state import assumed, decision, stored
+from qsync_fx.errors import KernelError, PlanWarning, ToolchainError
 from tests.support import tiers
-from tests.support.cuda.compiled.small_units import small_unit
+from tests.support.cuda.compiled.small_units import build, small_unit
 from tests.support.cuda.large_products import INT8
 
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def test_matrices_reach_a_kernel_as_they_are(
     taken = data.draw(st.sampled_from(ready))
     assert isinstance(taken, GemmProblem)
     library = host(fmt, taken.a_major, taken.b_major)
-    found = launch.run_gemm(library, config(taken), taken, x)
+    found = launch.call_site(library, config(taken), problem, taken, x)(x)
     assert found.is_contiguous() and torch.equal(found, reference_result.gemm(x))
 
 
@@ -205,7 +206,7 @@ def test_images_reach_a_kernel_as_they_are(
     assert conv_problem(x) == p
     taken = padding.filled(p)
     assert isinstance(taken, ConvProblem)
-    found = launch.run_conv(host(p.a, p.operation), config(p), p, taken, x)
+    found = launch.call_site(host(p.a, p.operation), config(p), p, taken, x)(x)
     want = reference_result.conv2d_product(x)
     assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
 
@@ -215,7 +216,7 @@ def test_unsupported_operands_are_reported(host: Callable[..., Library]) -> None
     x = GemmProduct(a, b, None, None, None)
     problem = gemm_problem(x)
     with pytest.raises(Exception, match="misaligned"):
-        launch.run_gemm(host("int8", "row", "row"), config(problem), problem, x)
+        launch.call_site(host("int8", "row", "row"), config(problem), problem, problem, x)(x)
 
 
 # From an operator's arguments to a result, by whichever way.
@@ -263,22 +264,25 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @tiers.ALL
-@pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host"
 )
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
-    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU,
+    """The real product up to the device: decided, compiled, loaded, asked; and without a GPU,
     computed by torch with the reason.
     """
+    try:
+        toolchain.toolchain()
+    except ToolchainError as error:
+        pytest.skip(error.what)
     launch_utils.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
         problem = gemm_problem(GemmProduct(a, b, None, None, None, torch.bfloat16))
         found = decision(problem, CPU)
         assert found.config is not None
-        unit = kernel_registry.unit_of(found.config)
+        unit = codegen.unit_of(found.config)
         assert kernel_registry.library(unit, wait=False) is None
         with warnings.catch_warnings(action="ignore", category=PlanWarning):
             y = through(a, b, out=torch.bfloat16)
@@ -294,15 +298,17 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
 
 
 @pytest.mark.usefixtures("own_kernels")
-@pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
 def test_compiled_kernels_are_available_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
+    try:
+        toolchain.toolchain()
+    except ToolchainError as error:
+        pytest.skip(error.what)
     unit = small_unit("a_kernel")
-    compiler.build([unit], progress=False)
+    build([unit], progress=False)
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "none"))
     assert kernel_registry.stored(unit) and not kernel_registry.stored(small_unit("a third"))
-    assert unobtainable(unit.arch) == "" and "not a working nvcc" in unobtainable("sm_75")
     assert stored(INT8, "sm_80") == ()

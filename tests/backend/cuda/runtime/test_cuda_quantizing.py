@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_build.library import Library, load
 from qsync_fx.backend.cuda.runtime import launch_utils, quantize_launch
@@ -42,7 +42,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lib
 
     @functools.cache
     def compiled(source: str, fmt: str) -> Library:
-        unit = kernel_registry.quantizer("sm_80", source, fmt)
+        unit = codegen.quantizer("sm_80", source, fmt)
         (folder / f"{unit.name}.cpp").write_text(unit.source)
         host = Path(__file__).parents[3] / "support" / "cuda" / "on_cpu" / "cuda_on_cpu.h"
         flags = [
@@ -108,9 +108,9 @@ def test_kernel_and_reference_get_equal_tensors(
         # order.
         assert len([dim for dim in keep if shape[dim] > 1]) > 0
         return
-    scale = quantize_launch.run(
-        on_cpu(NAMES[types[1]], row.name), x, q, SEED, 7, row, mode, keep, groups
-    )
+    library = on_cpu(NAMES[types[1]], row.name)
+    site = quantize_launch.QuantizerSite(library, x, q, row, mode, keep, groups)
+    scale = site.fill(x, q, None, SEED, 7)
     want, scales = reference.quantize(
         x, SEED, 7, row, mode if mode != "stochastic" else "nearest", keep
     )
@@ -199,9 +199,9 @@ def test_a_matrix_and_its_transpose(
         torch.empty(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows))
     )
     groups = quantize_launch.Groups(rows, columns, 0)
-    scale = quantize_launch.run(
-        on_cpu("bf16", "int8"), x, q, SEED, 3, row, "nearest", (), groups, turned
-    )
+    library = on_cpu("bf16", "int8")
+    site = quantize_launch.QuantizerSite(library, x, q, row, "nearest", (), groups)
+    scale = site.fill(x, q, turned, SEED, 3)
     want, scales = reference.quantize(x, SEED, 3, row, "nearest", ())
     assert torch.equal(q, want) and torch.equal(turned, want.t()) and torch.equal(scale, scales)
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 from test_cuda_launch import CPU, whole
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.compiler import Built
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
-from qsync_fx.backend.cuda.runtime import call_cache, launch, launch_utils, quantize_launch
+from qsync_fx.backend.cuda.problem.problem import GemmProduct
+from qsync_fx.backend.cuda.runtime import launch, launch_utils, quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import MOST_REFUSED, assumed, decision
 from qsync_fx.backend.numerics import reference
 from qsync_fx.backend.operators.gemm import gemm
@@ -79,7 +80,7 @@ def test_refused_kernels_fall_back_to_candidates_then_torch(
         errors[found.name] = RefusedKernelError(
             "the kernel must not be used: it spills 8 bytes", where=found.name
         )
-        kernel_registry.prepare([kernel_registry.unit_of(found)])
+        kernel_registry.prepare([codegen.unit_of(found)])
     assert len(tried) == len(set(tried)) == MOST_REFUSED
     assert "it spills 8 bytes" in decision(INT8, CPU).reason
 
@@ -97,7 +98,7 @@ def test_compile_errors_fall_back_but_memory_errors_raise(
     for error, gives_way in ((killed, False), (broken, True)):
         kernel_registry._had.clear()
         builds(monkeypatch, {first.name: error})
-        kernel_registry.prepare([kernel_registry.unit_of(first)])
+        kernel_registry.prepare([codegen.unit_of(first)])
         assert (config() != first) is gives_way
 
 
@@ -138,7 +139,7 @@ def loaded(*statuses: int) -> Handle:
         launch.decision(launch.gemm_problem(PRODUCT), CPU),
     )
     assert found.config is not None
-    unit = kernel_registry.unit_of(found.config)
+    unit = codegen.unit_of(found.config)
     kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
     return handle
 
@@ -224,7 +225,7 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
 
 def quantizer(*statuses: int) -> Handle:
     """Has the quantizer loaded, as one that gives these statuses when it is started."""
-    handle, unit = Handle(*statuses), kernel_registry.quantizer("sm_80", "fp32", "int8")
+    handle, unit = Handle(*statuses), codegen.quantizer("sm_80", "fp32", "int8")
     kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
     return handle
 
@@ -237,15 +238,15 @@ def test_quantizer_call_is_cached_per_layout() -> None:
     handle, x = quantizer(), torch.randn(6, 8)
     for _ in range(3):
         quantize(x)
-    assert handle.runs == 3 and len(call_cache.cached_quantizer_call) == 1
+    assert handle.runs == 3 and len(quantize_launch.cached_quantizer_call) == 1
     q, scale = quantize(x.t())
     assert (
-        len(call_cache.cached_quantizer_call) == 2
+        len(quantize_launch.cached_quantizer_call) == 2
         and q.stride() == x.t().stride()
         and scale.shape == ()
     )
     quantize_launch.quantize(x, SEED, 3, precision("int8"), "nearest", [0])
-    assert len(call_cache.cached_quantizer_call) == 3 and handle.runs == 5
+    assert len(quantize_launch.cached_quantizer_call) == 3 and handle.runs == 5
 
 
 def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(

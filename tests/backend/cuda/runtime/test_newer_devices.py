@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qsync_fx.backend.cuda import kernel_config, toolchain
+from qsync_fx.backend.cuda import codegen, kernel_config, toolchain
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import included
 from qsync_fx.backend.cuda.runtime import device_state as devices, quantize_launch
@@ -50,7 +50,7 @@ def test_kernels_for_newer_devices_contain_ptx() -> None:
     def target(arch: Any) -> str:
         return next(
             word
-            for word in compiler.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools)
+            for word in compiler.command(codegen.quantizer(arch, "fp32", "int8"), tools)
             if "-gencode" in word
         )
 
@@ -67,9 +67,9 @@ def test_kernels_for_newer_devices_contain_ptx() -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        kernel_registry.quantizer("sm_80", "fp32", "int8"),
-        kernel_registry.copier("sm_80"),
-        *kernel_registry.converters("sm_75"),
+        codegen.quantizer("sm_80", "fp32", "int8"),
+        codegen.copier("sm_80"),
+        *codegen.converters("sm_75"),
     ],
 )
 def test_quantizers_and_copies_need_no_cutlass(unit: Any) -> None:
@@ -202,7 +202,7 @@ def test_disabled_kernels_report_no_missing_tool(machine: Machine) -> None:
     ("named", "arch", "compiles", "why"),
     [
         ({}, "sm_80", True, ""),
-        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is not a working nvcc"),
+        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is not a working compiler"),
         ({"QSYNC_CUTLASS_PATH": "/nowhere"}, "sm_80", True, "CUTLASS"),
         ({"QSYNC_KERNELS": "off"}, None, True, "disabled by QSYNC_KERNELS"),
     ],

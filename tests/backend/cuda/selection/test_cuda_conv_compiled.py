@@ -14,14 +14,15 @@ from hypothesis import given, settings, strategies as st
 from test_cuda_conv import problems
 
 from qsync_fx.backend.cuda import codegen, toolchain
-from qsync_fx.backend.cuda.kernel_build import compiler, library as libraries
+from qsync_fx.backend.cuda.kernel_build import library as libraries
 from qsync_fx.backend.cuda.kernel_build.library import ConvArguments
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.selection import select
-from qsync_fx.backend.cuda.selection.candidate_tables import conv_candidates
+from qsync_fx.backend.cuda.selection import constraints
+from qsync_fx.backend.cuda.selection.candidates import candidates
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
+from tests.support.cuda.compiled.small_units import build
 
 
 def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
@@ -74,13 +75,11 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libr
         "tensor",
     )
     config = next(
-        c
-        for c in conv_candidates(problem, "sm_80")
-        if c.tile == (64, 64, 32) and c.order == "split_k"
+        c for c in candidates(problem, "sm_80") if c.tile == (64, 64, 32) and c.order == "split_k"
     )
     unit = codegen.conv_source(config)
     folder = tmp_path_factory.mktemp("conv")
-    return config, libraries.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
+    return config, libraries.load(build([unit], progress=False, folder=folder)[unit], unit)
 
 
 @settings(max_examples=200)
@@ -98,7 +97,7 @@ def test_kernel_accepts_all_valid_problems(
     }
     problem = data.draw(problems(data.draw(st.sampled_from([1, 4, 8])), fmt="bf16", **fixed))
     refused = library.can_implement(arguments(problem))
-    if select.serves(config, problem) is None:
+    if constraints.serves(config, problem) is None:
         assert refused is None
     elif problem.c % 8 or problem.k % 8 or min(problem.p, problem.q) < 1:
         assert refused is not None

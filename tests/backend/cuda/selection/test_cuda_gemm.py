@@ -15,10 +15,8 @@ from qsync_fx.backend.cuda import codegen, kernel_config
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
 from qsync_fx.backend.cuda.selection import (
-    candidates,
     candidates as tried,
     constraints,
-    select,
 )
 from qsync_fx.errors import OptionError
 
@@ -66,8 +64,8 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(
     assert found == kernels(problem, arch)
     assert len(set(found)) == len(found) == len({config.name for config in found})
     for config in found:
-        assert candidates.problems(config) == []
-        assert select.serves(config, problem) is None
+        assert constraints.problems(config) == []
+        assert constraints.serves(config, problem) is None
         assert config.arch == arch
 
 
@@ -99,95 +97,79 @@ def test_tiles_suit_the_size() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "rule"),
     [
-        (AMPERE, {"arch": "sm_90"}, "arch"),
-        (AMPERE, {"operation": "conv"}, "operation"),
-        (AMPERE, {"tile": (128, 128)}, "shapes"),
-        (AMPERE, {"tile": [128, 128, 64]}, "shapes"),
-        (AMPERE, {"warp": (64, 0, 64)}, "shapes"),
-        (AMPERE, {"warp": ()}, "shapes"),
-        (AMPERE, {"b": "bf16"}, "operands"),
-        (AMPERE, {"a": "int4"}, "operands"),
-        (AMPERE, {"out": "int8"}, "output"),
-        (AMPERE, {"a_major": "diagonal"}, "layouts"),
-        (AMPERE, {"a_scale": "tensor"}, "scales"),
-        (AMPERE, {"a_scale": "none"}, "scales"),
-        (AMPERE, {"schedule": "persistent"}, "schedule"),
-        (AMPERE, {"swizzle": 3}, "swizzle"),
-        (AMPERE, {"alignment": 3}, "alignment"),
-        (AMPERE, {"stages": -1}, "stages"),
-        (TURING, {"a": "bf16", "b": "bf16"}, "since"),
-        (AMPERE, {"unit": "simt"}, "unit"),
-        (AMPERE, {"a_major": "column"}, "K-major"),
-        (HOPPER, {"b_major": "row"}, "K-major"),
-        (AMPERE, {"schedule": "multistage_fast"}, "fast"),
-        (AMPERE, {"out": "fp32"}, "wide"),
-        (AMPERE, {"warp": None}, "names"),
-        (AMPERE, {"cluster": (1, 1, 1)}, "names"),
-        (AMPERE, {"warp": (96, 64, 64)}, "warp divides tile"),
-        (AMPERE, {"warp": (64, 64, 32)}, "warp divides tile"),
-        (AMPERE, {"instruction": (16, 8, 16)}, "instruction"),
-        (AMPERE, {"tile": (128, 128, 32), "warp": (64, 64, 32)}, "iterations"),
-        (AMPERE, {"tile": (128, 128, 256), "warp": (64, 64, 256)}, "rows of memory"),
-        (SIMT, {"tile": (128, 128, 16), "warp": (32, 64, 16)}, "simt tile"),
-        (SIMT, {"alignment": 4}, "simt tile"),
-        (AMPERE, {"warp": (16, 16, 64)}, "warps"),
-        (AMPERE, {"tile": (32, 128, 64), "warp": (16, 16, 64)}, "loads"),
-        (AMPERE, {"warp": (128, 128, 64)}, "registers"),
-        (AMPERE, {"order": "persistent"}, "order"),
-        (STREAM_K, {"swizzle": 4}, "order"),
-        (AMPERE, {"schedule": "pipelined"}, "pipeline"),
-        (TURING, {"schedule": "multistage"}, "pipeline"),
-        (TURING, {"stages": 3}, "stages of the pipeline"),
-        (AMPERE, {"stages": 2}, "stages of the pipeline"),
-        (SIMT, {"a": "bf16", "b": "bf16", "alignment": 1}, "asynchronous copies"),
-        (AMPERE, {"alignment": 8}, "aligned bytes"),
-        (AMPERE, {"arch": "sm_86", "stages": 8}, "shared memory"),
-        (AMPERE, {"a": "fp8", "b": "fp8", "arch": "sm_90a"}, "fp8 by wgmma"),
-        (HOPPER, {"arch": "sm_89"}, "hopper"),
-        (HOPPER, {"warp": (64, 64, 128)}, "wgmma"),
-        (HOPPER, {"cluster": (4, 4, 1)}, "cluster"),
-        (HOPPER, {"cluster": None}, "cluster"),
-        (HOPPER, {"tile": (64, 256, 128)}, "tile m"),
-        (HOPPER, {"tile": (128, 512, 128)}, "tile n"),
-        (HOPPER, {"tile": (128, 256, 64)}, "tile k"),
-        (HOPPER, {"out_alignment": 4}, "TMA"),
-        (HOPPER, {"tile": (256, 256, 128)}, "registers"),
-        (HOPPER, {"a": "fp8", "b": "fp8"}, "registers"),
-        (TF32, {"a_major": "column"}, "tf32 across k"),
-        (TF32, {"b_major": "row"}, "tf32 across k"),
-        (HOPPER, {"order": "identity"}, "order"),
-        (HOPPER, {"schedule": "pingpong", "tile": (64, 256, 128), "order": "stream_k"}, "order"),
-        (HOPPER, {"stages": 5}, "shared memory"),
-        (HOPPER, {"stages": 1}, "stages of the pipeline"),
+        (AMPERE, {"arch": "sm_90"}, "the architecture must be one of"),
+        (AMPERE, {"operation": "conv"}, "the operation must be"),
+        (AMPERE, {"tile": (128, 128)}, "three sizes"),
+        (AMPERE, {"tile": [128, 128, 64]}, "three sizes"),
+        (AMPERE, {"warp": (64, 0, 64)}, "three sizes"),
+        (AMPERE, {"warp": ()}, "three sizes"),
+        (AMPERE, {"b": "bf16"}, "there are kernels for"),
+        (AMPERE, {"a": "int4"}, "there are kernels for"),
+        (AMPERE, {"out": "int8"}, "the output must be"),
+        (AMPERE, {"a_major": "diagonal"}, "row-major or column-major"),
+        (AMPERE, {"a_scale": "tensor"}, "a kernel reads no scales"),
+        (AMPERE, {"a_scale": "none"}, "a kernel reads no scales"),
+        (AMPERE, {"schedule": "persistent"}, "the schedule must be"),
+        (AMPERE, {"swizzle": 3}, "the swizzle must be"),
+        (AMPERE, {"alignment": 3}, "alignments must be powers"),
+        (AMPERE, {"stages": -1}, "at most 16 stages"),
+        (TURING, {"a": "bf16", "b": "bf16"}, "must have tensor cores"),
+        (AMPERE, {"unit": "simt"}, "fp32 needs the unit"),
+        (AMPERE, {"a_major": "column"}, "contiguous along k: a row-major"),
+        (HOPPER, {"b_major": "row"}, "contiguous along k: a row-major"),
+        (AMPERE, {"schedule": "multistage_fast"}, "fast accumulation"),
+        (AMPERE, {"out": "fp32"}, "at most 16 bytes"),
+        (AMPERE, {"warp": None}, "needs warp and instruction"),
+        (AMPERE, {"cluster": (1, 1, 1)}, "needs warp and instruction"),
+        (AMPERE, {"warp": (96, 64, 64)}, "must divide the tile"),
+        (AMPERE, {"warp": (64, 64, 32)}, "must divide the tile"),
+        (AMPERE, {"instruction": (16, 8, 16)}, "the instruction must be"),
+        (AMPERE, {"tile": (128, 128, 32), "warp": (64, 64, 32)}, "a multiple of the instruction"),
+        (AMPERE, {"tile": (128, 128, 256), "warp": (64, 64, 256)}, "64 or 128 bytes along k"),
+        (SIMT, {"tile": (128, 128, 16), "warp": (32, 64, 16)}, "simt tiles must"),
+        (SIMT, {"alignment": 4}, "simt tiles must"),
+        (AMPERE, {"warp": (16, 16, 64)}, "1 to 16 warps"),
+        (AMPERE, {"tile": (32, 128, 64), "warp": (16, 16, 64)}, "divide evenly among threads"),
+        (AMPERE, {"warp": (128, 128, 64)}, "must fit into registers"),
+        (AMPERE, {"order": "persistent"}, "the tile order must be"),
+        (STREAM_K, {"swizzle": 4}, "the tile order must be"),
+        (AMPERE, {"schedule": "pipelined"}, "needs the schedule pipelined"),
+        (TURING, {"schedule": "multistage"}, "needs the schedule pipelined"),
+        (TURING, {"stages": 3}, "needs two stages"),
+        (AMPERE, {"stages": 2}, "needs two stages"),
+        (SIMT, {"a": "bf16", "b": "bf16", "alignment": 1}, "at least 4 bytes"),
+        (AMPERE, {"alignment": 8}, "aligned to 16 bytes"),
+        (AMPERE, {"arch": "sm_86", "stages": 8}, "fit into shared memory"),
+        (AMPERE, {"a": "fp8", "b": "fp8", "arch": "sm_90a"}, "FP8 on sm_90a needs"),
+        (HOPPER, {"arch": "sm_89"}, "a schedule of sm_90a"),
+        (HOPPER, {"warp": (64, 64, 128)}, "no warp and instruction"),
+        (HOPPER, {"cluster": (4, 4, 1)}, "a cluster must have"),
+        (HOPPER, {"cluster": None}, "a cluster must have"),
+        (HOPPER, {"tile": (64, 256, 128)}, "m of the tile must be"),
+        (HOPPER, {"tile": (128, 512, 128)}, "n of the tile must be"),
+        (HOPPER, {"tile": (128, 256, 64)}, "128 bytes along k"),
+        (HOPPER, {"out_alignment": 4}, "TMA copies"),
+        (HOPPER, {"tile": (256, 256, 128)}, "must fit into registers"),
+        (HOPPER, {"a": "fp8", "b": "fp8"}, "must fit into registers"),
+        (TF32, {"a_major": "column"}, "needs TF32 contiguous"),
+        (TF32, {"b_major": "row"}, "needs TF32 contiguous"),
+        (HOPPER, {"order": "identity"}, "the tile order must be"),
+        (
+            HOPPER,
+            {"schedule": "pingpong", "tile": (64, 256, 128), "order": "stream_k"},
+            "the tile order must be",
+        ),
+        (HOPPER, {"stages": 5}, "fit into shared memory"),
+        (HOPPER, {"stages": 1}, "at least two stages"),
     ],
     ids=str,
 )
-def test_a_broken_configuration_is_named(
+def test_broken_rules_are_returned(
     config: KernelConfig, changes: dict[str, object], rule: str
 ) -> None:
-    assert candidates.problems(config) == []
+    assert constraints.problems(config) == []
     broken = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-    assert rule in {found.name for found in constraints.GEMM.broken(broken)}
-    assert len(candidates.problems(broken)) == len(constraints.GEMM.broken(broken))
-
-
-def test_every_rule_can_be_broken() -> None:
-    """What the cases above break is every rule there is."""
-    (cases,) = [
-        mark.args[1]
-        for mark in test_a_broken_configuration_is_named.pytestmark
-        if mark.name == "parametrize"
-    ]  # type: ignore[attr-defined]
-    assert {
-        rule.name
-        for table in (
-            constraints.GEMM.plain,
-            constraints.GEMM.both,
-            constraints.GEMM.cutlass_2,
-            constraints.GEMM.cutlass_3,
-        )
-        for rule in table
-    } - {rule for _, _, rule in cases} == set()
+    assert any(rule in sentence for sentence in constraints.problems(broken))
 
 
 ANY_SHAPE = st.one_of(
@@ -227,7 +209,7 @@ def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str
     source.
     """
     changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-    if not candidates.problems(changed):
+    if not constraints.problems(changed):
         assert changed.name in codegen.gemm_source(changed).source
 
 
@@ -250,14 +232,14 @@ def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str
     ],
 )
 def test_why_a_kernel_does_not_serve(changes: dict[str, object], reason: str | None) -> None:
-    assert select.serves(AMPERE, dataclasses.replace(INT8, **changes)) == reason  # type: ignore[arg-type]
+    assert constraints.serves(AMPERE, dataclasses.replace(INT8, **changes)) == reason  # type: ignore[arg-type]
 
 
 def test_kernels_without_scales_or_bias_do_not_serve_problems_with_them() -> None:
     plain = dataclasses.replace(AMPERE, a_scale="none", b_scale="none", bias=False)
-    assert select.serves(plain, INT8) == "it reads no scales"
+    assert constraints.serves(plain, INT8) == "it reads no scales"
     assert (
-        select.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none"))
+        constraints.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none"))
         == "it adds no bias"
     )
 

@@ -18,12 +18,13 @@ import pytest
 from test_cuda_gemm import AMPERE, HOPPER, INT8, STREAM_K, kernels
 
 from qsync_fx.backend.cuda import codegen, kernel_config, toolchain
-from qsync_fx.backend.cuda.kernel_build import compiler, library
+from qsync_fx.backend.cuda.kernel_build import library
 from qsync_fx.backend.cuda.kernel_build.library import GemmArguments
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
 from tests.support.cuda.compiled import cuda_batches
+from tests.support.cuda.compiled.small_units import build
 
 FIELDS = {
     "tile": (256, 128, 64),
@@ -120,7 +121,7 @@ def compiled(config: KernelConfig) -> library.Library:
     `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction.
     """
     unit = codegen.gemm_source(config)
-    return library.load(compiler.build([unit], progress=False)[unit], unit)
+    return library.load(build([unit], progress=False)[unit], unit)
 
 
 def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> GemmArguments:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +20,19 @@ from qsync_fx.backend.cuda.tuning import (
     counterpart,
     name_of,
     problem_as_json,
-    problem_from,
     tune,
     tune_all,
 )
 from qsync_fx.errors import QSyncError
-from tests.support.cuda.tuning_samples import BF16, CONV, INT8, configs, recording, timer
+from tests.support.cuda.tuning_samples import (
+    BF16,
+    CONV,
+    INT8,
+    configs,
+    problem_from,
+    recording,
+    timer,
+)
 
 
 def test_a_kernel_has_to_be_clearly_faster_than_torch() -> None:
@@ -202,11 +208,11 @@ def gemms() -> st.SearchStrategy[GemmProblem]:
 
 @given(gemms())
 def test_problems_survive_json(problem: GemmProblem) -> None:
-    assert problem_from(json.loads(json.dumps(problem_as_json(problem))), "here") == problem
-    assert problem_from(json.loads(json.dumps(problem_as_json(CONV))), "here") == CONV
+    assert problem_from(problem_as_json(problem)) == problem
+    assert problem_from(problem_as_json(CONV)) == CONV
 
 
 def test_windows_that_leave_no_pixel_are_no_problem() -> None:
     data = problem_as_json(replace(CONV, r=64))
     with pytest.raises(QSyncError, match="r, s"):
-        problem_from(data, "here")
+        problem_from(data)

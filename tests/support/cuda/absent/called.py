@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+from qsync_fx.backend.cuda.problem.problem import (
     ConvProduct,
     GemmProduct,
     conv_problem,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, sass
+from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.progress import Advance
 
 TOGETHER = {True: 8, False: 16}
@@ -97,11 +97,11 @@ def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
             command(batch[0], source, code), capture_output=True, text=True, check=False
         )
         report = done.stdout + done.stderr
-        if done.returncode or sass.complaint(report):
+        if done.returncode or compiler.complaint(report):
             return None
-        found = instruction(sass.listing(code), batch[0].opcode, len(batch))
+        found = instruction(compiler.listing(code), batch[0].opcode, len(batch))
     return (
-        Passed(len(batch), found, sass.resources(report).registers, time.monotonic() - since)
+        Passed(len(batch), found, compiler.resources(report).registers, time.monotonic() - since)
         if found
         else None
     )
@@ -109,7 +109,7 @@ def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
 
 def instruction(listing: str, opcode: str, count: int) -> str:
     """Returns an instruction that begins with `opcode`, if so many functions have one; else ""."""
-    functions = map(sass.named, listing.split("Function : ")[1:])
+    functions = map(compiler.instructions, listing.split("Function : ")[1:])
     found = [next((name for name in names if name.startswith(opcode)), "") for names in functions]
     return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
 

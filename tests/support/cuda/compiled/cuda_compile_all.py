@@ -10,7 +10,7 @@ kernels are compiled in one file, for the device alone, and thrown away (`cuda_b
 compiles each by itself,
 into the cache, as users get it: that takes five times as long, but what is in the cache is not
 compiled again. The status is 1 where a kernel does not compile, does not pass the checks of
-`qsync_fx.backend.cuda.kernel_build.sass`, or has not the instruction that it should have; and
+`qsync_fx.backend.cuda.kernel_build.compiler`, or has not the instruction that it should have; and
 where nothing can look for instructions.
 """
 
@@ -31,7 +31,7 @@ from rich.text import Text
 
 from qsync_fx.backend.cuda import codegen, toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, kernel_registry, sass
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.errors import QSyncError
@@ -50,12 +50,12 @@ def units(arch: Arch) -> list[TranslationUnit]:
         for x in codegen.X_TYPES
         for fmt in codegen.QUANTIZER_FORMATS
     ]
-    products = map(kernel_registry.unit_of, candidates.all_configs(arch))
+    products = map(codegen.unit_of, candidates.all_configs(arch))
     return [
         *products,
         *quantizers,
-        kernel_registry.copier(arch),
-        *kernel_registry.converters(arch),
+        codegen.copier(arch),
+        *codegen.converters(arch),
     ]
 
 
@@ -187,7 +187,7 @@ def main() -> int:
         "--json", metavar="PATH", type=Path, help="what the table says, and a row for each kernel"
     )
     arguments = parser.parse_args()
-    if sass.disassembler() is None:
+    if compiler.disassembler() is None:
         print(
             "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs "
             "them",

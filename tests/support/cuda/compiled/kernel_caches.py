@@ -15,10 +15,10 @@ import pytest
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
+from qsync_fx.backend.cuda.kernel_build import kernel_cache
 from qsync_fx.backend.cuda.toolchain import Toolchain
 from qsync_fx.errors import ToolchainError
-from tests.support.cuda.compiled.small_units import small_unit
+from tests.support.cuda.compiled.small_units import build, small_unit
 
 UNIT = small_unit()
 
@@ -56,7 +56,7 @@ def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("QSYNC_KERNELS_PATH", raising=False)
         patch.setenv("QSYNC_CACHE_DIR", str(home))
-        compiler.build(list(units), progress=False)
+        build(list(units), progress=False)
     return home
 
 

@@ -6,9 +6,12 @@ Invariant: they have the whole C interface and a kernel, so that everything arou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from qsync_fx.backend.cuda.codegen import TranslationUnit
+from qsync_fx.backend.cuda.kernel_build import compiler
 
 _SOURCE = """\
 #include <cuda_runtime.h>
@@ -62,3 +65,11 @@ def small_unit(
     return TranslationUnit(
         **({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes)
     )
+
+
+def build(units: Sequence[TranslationUnit], **options: Any) -> dict[TranslationUnit, Path]:
+    """Returns the library of each unit, of `compiler.attempt`; raises the first failure."""
+    built = compiler.attempt(units, **options)
+    for error in built.failures.values():
+        raise error
+    return built.libraries

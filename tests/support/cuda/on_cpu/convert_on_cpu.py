@@ -18,7 +18,6 @@ from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, Library, load
-from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.formats import FORMATS
 
 TESTS = Path(__file__).parent
@@ -117,7 +116,8 @@ def run(
     memory = torch.full((size + 256,), SENTINEL, dtype=torch.uint8)
     start = -memory.data_ptr() % 64 + 64 + offset
     arguments = ConvertArguments(
-        x=x.data_ptr(), y=memory.data_ptr() + start, scale=launch_utils.address(scale),
+        x=x.data_ptr(), y=memory.data_ptr() + start,
+        scale=None if scale is None else scale.data_ptr(),
         batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1),
         batch_stride=x.stride(0),
         y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],

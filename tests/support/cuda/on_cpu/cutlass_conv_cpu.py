@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from qsync_fx.backend.cuda.kernel_build.library import ConvArguments, Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.selection import select
+from qsync_fx.backend.cuda.selection import constraints
 from qsync_fx.formats import FORMATS
 from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
@@ -59,7 +59,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
         ),
         ConvProblem(config.operation, 2, 14, 9, unit, unit, 3, 3, (0, 3), (3, 1), (1, 1), *formats),
     ]
-    return [p for p in found if select.serves(config, p) is None]
+    return [p for p in found if constraints.serves(config, p) is None]
 
 
 def run(

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry
+from qsync_fx.backend.cuda import codegen, toolchain
+from qsync_fx.backend.cuda.kernel_build import kernel_cache
 from qsync_fx.backend.cuda.kernel_build.library import ConvArguments, GemmArguments, Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig, size_of
 from qsync_fx.formats import FORMATS
@@ -85,7 +85,7 @@ def library_of(config: KernelConfig, path: Path) -> Library:
     handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
     arguments = GemmArguments if config.operation == "gemm" else ConvArguments
     handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
-    return Library(kernel_registry.unit_of(config), path, handle)  # type: ignore[arg-type]
+    return Library(codegen.unit_of(config), path, handle)  # type: ignore[arg-type]
 
 
 def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
@@ -95,9 +95,7 @@ def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Pat
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
-        lines.append(
-            cuda_batches.structure(kernel_registry.unit_of(config), f"Config_{config.digest}")
-        )
+        lines.append(cuda_batches.structure(codegen.unit_of(config), f"Config_{config.digest}"))
         lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
@@ -252,7 +250,7 @@ def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.Monk
     monkeypatch.setattr(
         kit,
         "library",
-        {kernel_registry.unit_of(config): library for config, library in libraries.items()}.get,
+        {codegen.unit_of(config): library for config, library in libraries.items()}.get,
     )
     torch.manual_seed(0)
 
