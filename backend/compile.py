@@ -34,7 +34,7 @@ from qsync_fx.backend.inductor import (
 from qsync_fx.backend.numeric_guards import telling, widened
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.backend.operators.gemm.precompile_problems import prepare
+from qsync_fx.backend.operators.layer_kernels import prepare
 from qsync_fx.backend.weight_cache import Lifted, lift
 from qsync_fx.coverage.compilation_log import log_of
 from qsync_fx.coverage.first_step_check import settle_when_called_again, wait_for_a_step
