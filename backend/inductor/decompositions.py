@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
@@ -42,16 +42,10 @@ def serves(graph: PrecisionGraph) -> bool:
     return False
 
 
-def _embedding_fake(
-    gradient: Tensor, indices: Tensor, rows: int | SymInt, padding: int | SymInt, by_frequency: bool
-) -> Tensor:
-    return gradient.new_empty((rows, gradient.shape[-1]))
-
-
 @define(
     "embedding_gradient(Tensor gradient, Tensor indices, SymInt rows, SymInt padding, bool "
     "by_frequency) -> Tensor",
-    fake=_embedding_fake,
+    fake=lambda gradient, indices, rows, *_: gradient.new_empty((rows, gradient.shape[-1])),
 )
 def embedding_gradient(
     gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
@@ -82,16 +76,10 @@ def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
     return torch.empty(size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
 
 
-def _max_pool2d_fake(
-    gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object
-) -> Tensor:
-    return _like(gradient, size)
-
-
 @define(
     "max_pool2d_gradient(Tensor gradient, Tensor indices, SymInt[] size, SymInt[] kernel, "
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode) -> Tensor",
-    fake=_max_pool2d_fake,
+    fake=lambda gradient, indices, size, *_: _like(gradient, size),
 )
 def max_pool2d_gradient(
     gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object

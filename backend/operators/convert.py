@@ -96,38 +96,22 @@ def _convert_fake(
     return x.new_empty(list(shape), dtype=dtype)
 
 
-def _convert_kernel(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
-) -> Tensor:
-    from qsync_fx.backend.cuda.runtime import layout_convert
-
-    _convert_fake(x, dtype, scale, transposed, shape)
-    if x.numel():
-        result = layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1]))
-        if result is not None:
-            return result
-    return _convert_by_torch(x, dtype, scale, transposed, shape)
-
-
 @define(
     "convert(Tensor x, ScalarType dtype, Tensor? scale, bool transposed, SymInt[] shape) -> Tensor",
-    "CPU",
-    _convert_fake,
-    CUDA=_convert_kernel,
+    fake=_convert_fake,
     Autograd=torch.library.fallthrough_kernel,
 )
 def _convert(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
 ) -> Tensor:
-    _convert_fake(x, dtype, scale, transposed, shape)
-    return _convert_by_torch(x, dtype, scale, transposed, shape)
-
-
-def _convert_by_torch(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
-) -> Tensor:
     from qsync_fx.backend.cuda.problem.padding import laid_out
+    from qsync_fx.backend.cuda.runtime import layout_convert
 
+    _convert_fake(x, dtype, scale, transposed, shape)
+    if x.is_cuda and x.numel():
+        result = layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1]))
+        if result is not None:
+            return result
     if transposed:
         x = x.t()
     if scale is not None:
@@ -147,11 +131,10 @@ def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
     return _carry(q, dtype)
 
 
-def _carry_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
-
-
-@define("carry(Tensor q, ScalarType dtype) -> Tensor", fake=_carry_fake)
+@define(
+    "carry(Tensor q, ScalarType dtype) -> Tensor",
+    fake=lambda q, dtype: torch.empty_like(q, dtype=dtype),
+)
 def _carry(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.to(dtype, copy=True)
 

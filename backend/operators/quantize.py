@@ -106,11 +106,10 @@ def quantize(
     return native.quantize(x, seed, stream, row, rounding_mode(rounding), keep)
 
 
-def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
-
-
-@define("dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor", fake=_dequantize_fake)
+@define(
+    "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
+    fake=lambda q, scale, dtype: torch.empty_like(q, dtype=dtype),
+)
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `q * scale` as `dtype`, computed in FP32; `scale` broadcasts against `q`.
 
@@ -229,13 +228,9 @@ def _straight_through(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None,
 differentiate("round", _straight_through, _remember)
 
 
-def _draw_fake(device: torch.device) -> Tensor:
-    return torch.empty([1], dtype=torch.int64, device=device)
-
-
 @define(
     "draw(Device device) -> Tensor",
-    fake=_draw_fake,
+    fake=lambda device: torch.empty([1], dtype=torch.int64, device=device),
     # The second tag excludes it from the CUDA graphs of torch.compile.
     tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
 )
