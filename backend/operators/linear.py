@@ -278,23 +278,22 @@ class _Linear(torch.autograd.Function):
             and dispatcher.reads_transpose(rows, xq, x_scale, rule.dtypes[Role.WEIGHT], row)
         ):
             shared, fmt = rule.stream + stream_layout.SHARED, row.gradient.name
-            g, g_transposed, scale = quantize_transposed(rows, seed, shared, fmt, rule.rounding)
-            rounded: dict[Role, Scaled] = dict.fromkeys(Role, (g, scale))
+            q, g_transposed, q_scale = quantize_transposed(rows, seed, shared, fmt, rule.rounding)
+            rounded: dict[Role, Scaled] = dict.fromkeys(Role, (q, q_scale))
         else:
             rounded = rule.incoming(rows, w_fold, x_fold, [0] * stacked)
         if need_x:
             dtype = rule.summed(rule.dtypes[Role.ACTIVATION])
-            operands: Any = *rounded[Role.ACTIVATION], wq, w_scale
-            to_x = input_gradient(*operands, row, dtype, dispatcher, narrow)
+            g, scale = rounded[Role.ACTIVATION]
+            to_x = input_gradient(g, scale, wq, w_scale, row, dtype, dispatcher, narrow)
             grad_x = rule.result(to_x, Role.ACTIVATION).view(ctx.shape)
             if ctx.x_by_columns:
                 grad_x = in_order(grad_x, (1, 0))
         if need_weight:
             dtype = rule.summed(rule.dtypes[Role.WEIGHT])
-            operands = *rounded[Role.WEIGHT], xq, x_scale
-            to_weight = weight_gradient(
-                *operands, row, dtype, dispatcher, narrow, g_transposed, ctx.by_columns
-            )
+            g, scale = rounded[Role.WEIGHT]
+            settings = row, dtype, dispatcher, narrow, g_transposed, ctx.by_columns
+            to_weight = weight_gradient(g, scale, xq, x_scale, *settings)
             grad_weight = rule.result(to_weight, Role.WEIGHT)
         if need_bias:
             grad_bias = rule.bias(rows.sum(-2, keepdim=stacked, dtype=torch.float32))
