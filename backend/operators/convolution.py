@@ -258,7 +258,7 @@ class _Convolution(torch.autograd.Function):
         )
 
         def by_torch(roles: Sequence[Role]) -> Tensor | None:
-            """Add the results of roles that read the same gradient; return the gradient of the bias."""
+            """Add the results of roles that read one gradient; return the gradient of the bias."""
             rounded_g, left = carried(*rounded[roles[0]], dtype, again=True)
             x, x_factor = carried(batch, x_scale, dtype, again=True)
             w, w_factor = carried(wq, w_scale, dtype, again=True)

@@ -352,6 +352,6 @@ class _Widen(torch.autograd.Function):
     "CompositeImplicitAutograd",
 )
 def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    """Return `x` as `dtype`, exactly; its gradient is rounded stochastically to the dtype of `x`."""
+    """Return `x` as `dtype`, exactly; round its gradient stochastically to the dtype of `x`."""
     result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
     return result
