@@ -6,9 +6,9 @@ compiled code has the signature and the result types of Dynamo's graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,19 +22,14 @@ from qsync_fx.backend import numeric_guards, operators
 from qsync_fx.backend.dynamo_hooks import (
     compile_anew_where_split,
     record,
+    report_skipped,
     tell_of_shared_code,
-    told,
 )
-from qsync_fx.backend.inductor import (
-    decompositions,
-    inductor_config,
-    layouts,
-    recompute_policy,
-)
+from qsync_fx.backend.inductor import decompositions, inductor_config, layouts, recompute_policy
 from qsync_fx.backend.numeric_guards import telling, widened
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.backend.operators.gemm.precompile_problems import prepare
+from qsync_fx.backend.operators.layer_kernels import prepare
 from qsync_fx.backend.weight_cache import Lifted, lift
 from qsync_fx.coverage.compilation_log import log_of
 from qsync_fx.coverage.first_step_check import settle_when_called_again, wait_for_a_step
@@ -119,56 +114,48 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     return CompilationSession(module, inputs, options).run()
 
 
-@dataclass
 class CompilationSession:
     """Compilation of one Dynamo graph, by the steps of `run`, while Dynamo compiles a frame.
 
     Most steps have effects outside the graph, so their order is a contract:
 
-    1. `restrict_reuse` comes first: if the code of one module cannot follow its plan, it must raise
-       before anything is recorded. It drops cached plans that `run_passes` must not use, and sets
-       `module_only`, which `record_operators` and `report_reuse` read.
-    2. `check_device` raises, so it also precedes all records.
-    3. `run_passes` makes the lowered graph, which all later steps read. It reads the operators of
-       the model's earlier graphs from the log, so it precedes `record_operators`.
-    4. `record_operators` writes the graph to the log of the options. The check of the first
-       training step, which `watch_training` registers, and later graphs of the model read the log.
-    5. `watch_training` and `report_reuse` install guards and hooks, and warn. `report_reuse` raises
-       with the option "strict", before any time is spent on kernels.
-    6. `prepare_kernels` compiles the kernels. Tracing in `compile_module` selects among those that
-       did compile, under a cache key that identifies them. The quantizers of weights are among
-       them, so this step precedes the lift of weight quantization in `compile_module`.
-    7. `compile_module` runs the inner compiler. `check_runs` wraps its result.
-
-    Attributes:
-        module, inputs, options: as a backend receives them.
-        current: position of the graph in the user's model.
-        device: device of the graph.
-        module_only: whether the code is guarded against reuse for other modules.
+    1. `restrict_reuse` decides which cached plans `rewrite` may use, and whether the code is for
+       one module only. It and `check_target` raise for plans and devices that cannot be followed,
+       so they precede the record of operators.
+    2. `rewrite` makes the lowered graph, which all later steps read. It reads the operators of the
+       model's earlier graphs from the log, so it precedes `record`.
+    3. `record` writes the graph to the log of the options, and installs guards and hooks. The check
+       of the first training step and later graphs of the model read the log.
+    4. `report_reuse` warns, or raises with the option "strict", before time is spent on kernels.
+    5. `prepare` compiles the kernels. Tracing in `compile_module` selects among those that did
+       compile, under a cache key that identifies them. The quantizers of weights are among them, so
+       this step precedes the lift of weight quantization in `compile_module`.
+    6. `compile_module` runs the inner compiler. `check_runs` wraps its result.
     """
 
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-    options: Options
-    current: SourcePlace = field(init=False)
-    device: torch.device = field(init=False)
-    module_only: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.current = place(self.options)
-        self.device = _device(self.module, self.inputs)
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
+        self.module, self.inputs, self.options = module, inputs, options
+        self.current, self.device = place(options), _device(module, inputs)
+        self.module_only = False
 
     def run(self) -> Compiled:
         """Return the compiled code; the class describes the order of the steps."""
+        options = self.options
         cached_plans = self.restrict_reuse()
-        self.check_device()
-        graph = self.run_passes(cached_plans)
-        self.record_operators(graph)
-        self.watch_training(graph)
+        if options.target is not None:
+            check_target(options.target, self.device)
+        graph = rewrite(
+            self.module,
+            self.inputs,
+            options,
+            observed=_earlier_operators(self.current, options),
+            unasked=cached_plans,
+        )
+        self.record(graph)
         self.report_reuse(graph)
         fast_dropout = decompositions.serves(graph)
-        cache_key = self.prepare_kernels(graph, fast_dropout)
-        compiled = self.compile_module(graph, fast_dropout, cache_key)
+        kernels = prepare(graph)
+        compiled = self.compile_module(graph, fast_dropout, kernels)
         return self.check_runs(compiled, graph)
 
     def restrict_reuse(self) -> ApplyCachedPlan | None:
@@ -178,80 +165,53 @@ class CompilationSession:
             the cached plans that the graph may use; None if there are none.
 
         Raises:
-            PlanError: each module needs code of its own, more than Dynamo's recompile limit.
+            PlanError: each module needs code of its own, more than Dynamo's recompile limit. For
+                cached plans it is a warning, and they are not used.
         """
         plan, cached_plans = self.options.plan, candidates(self.current, self.options, self.device)
-        if self.options.passes or (plan is not None and (plan.patterns or plan.operators)):
+        names_modules = plan is not None and (plan.patterns or plan.operators)
+        required = bool(self.options.passes or names_modules)
+        if not required and cached_plans is None:
+            return None
+        try:
             self.module_only = compile_for_this_module_only(self.current)
-        elif cached_plans is not None:
-            try:
-                self.module_only = compile_for_this_module_only(self.current)
-            except PlanError as error:
-                warn_of_stale_profile(error.what, self.current, self.options)
-                return None
+        except PlanError as error:
+            if required:
+                raise
+            warn_of_stale_profile(error.what, self.current, self.options)
+            return None
         return cached_plans
 
-    def check_device(self) -> None:
-        """Raise `DeviceError` if the graph is for another device than the present one."""
-        if self.options.target is not None:
-            check_target(self.options.target, self.device)
-
-    def run_passes(self, cached_plans: ApplyCachedPlan | None) -> PrecisionGraph:
-        """Return the lowered graph."""
-        return rewrite(
-            self.module,
-            self.inputs,
-            self.options,
-            observed=_seen(self.current, self.options),
-            unasked=cached_plans,
-        )
-
-    def record_operators(self, graph: PrecisionGraph) -> None:
-        """Record the graph, and the default plan that it follows, in the log of the options."""
+    def record(self, graph: PrecisionGraph) -> None:
+        """Write the graph to the log, and watch its model's training."""
         note_default_plan(graph, self.current, self.options)
         record(graph, self.current, self.options, self.module, self.module_only)
-
-    def watch_training(self, graph: PrecisionGraph) -> None:
-        """Install the guard of DDP, and the optimizer hooks that check gradients and the plan."""
         compile_anew_where_split(self.inputs)
         numeric_guards.watch(graph, self.current.root)
         wait_for_a_step()
 
     def report_reuse(self, graph: PrecisionGraph) -> None:
-        """Report code that Dynamo will not compile again, or will share between modules.
-
-        Raises:
-            PlanError: modules that share the code have different plans, and the option "strict" is
-                set.
-        """
+        """Report code that Dynamo will not compile again, or will share between modules."""
         if not self.options.is_default and graph.operators("adjustable"):
             warn_at_the_limit(self.current)
         if not self.module_only:
             tell_of_shared_code(graph, self.current, graph.context.options)
 
-    def prepare_kernels(self, graph: PrecisionGraph, fast_dropout: bool) -> str:
-        """Compile the kernels of the graph; return the key of the decisions for torch's caches."""
-        parts = [prepare(graph)]
-        if fast_dropout:
-            parts.append("fast_dropout")
-        if self.options.activation_recompute:
-            parts.append("activation_recompute")
-        return " ".join(parts)
-
-    def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, cache_key: str) -> Compiled:
+    def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, kernels: str) -> Compiled:
         """Return the code of the inner compiler, called with the inputs of Dynamo's graph."""
         options, device = self.options, self.device
         recompute = options.activation_recompute
-        by_inductor = options.inner_backend == "inductor"
-        # Casts are explicit by now, in the backward pass too, so it must not be traced under the
-        # caller's autocast region.
-        with (
-            torch._functorch.config.patch(backward_pass_autocast="off"),
-            inductor_config.tracing(device, cache_key),
-            recompute_policy.settings() if recompute else nullcontext(),
-            told(graph),
-            cpu_kernels.laid_out_later() if by_inductor else nullcontext(),
-        ):
+        parts = kernels, "fast_dropout" * fast_dropout, "activation_recompute" * recompute
+        with contextlib.ExitStack() as settings:
+            # Casts are explicit by now, in the backward pass too, so it must not be traced under
+            # the caller's autocast region.
+            settings.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+            settings.enter_context(inductor_config.tracing(device, " ".join(filter(None, parts))))
+            if recompute:
+                settings.enter_context(recompute_policy.settings())
+            settings.enter_context(report_skipped(graph))
+            if options.inner_backend == "inductor":
+                settings.enter_context(cpu_kernels.laid_out_later())
             compiler = inner_compiler(
                 options.inner_backend,
                 device,
@@ -265,10 +225,10 @@ class CompilationSession:
     def check_runs(self, compiled: Compiled, graph: PrecisionGraph) -> Compiled:
         """Return compiled code that reports unsupported derivatives and plans that do not apply."""
         result, root = telling(compiled, graph, self.options.inner_backend), self.current.root
-        if root is None or not _starts_model(self.current):
+        trains = graph.context.training and root is not None and root.training
+        if root is None or trains or not _starts_model(self.current):
             return result
-        trains = graph.context.training and root.training
-        return result if trains else settle_when_called_again(result, root, self.options)
+        return settle_when_called_again(result, root, self.options)
 
 
 def _starts_model(current: SourcePlace) -> bool:
@@ -277,10 +237,7 @@ def _starts_model(current: SourcePlace) -> bool:
 
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Compile a backward pass of compiled autograd without passes.
-
-    The forward pass already determined its formats.
-    """
+    """Compile a backward pass of compiled autograd, whose formats the forward pass determined."""
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
         compiled = inner_compiler(
@@ -302,12 +259,9 @@ def inner_compiler(
     activation_recompute: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
-    prepared = widened if device.type == "cuda" else _as_it_is
-    if name == "eager":
-        return lambda module, inputs: prepared(module).forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    result: Any = lookup_backend(name)
+    settings: dict[str, Any] = {}
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx_inner
 
@@ -319,51 +273,56 @@ def inner_compiler(
                 device, fast_dropout, activation_recompute
             ),
         }
-        return lambda module, inputs: result(
-            module,
-            list(inputs),
-            **settings,
-            config_patches=patches | layouts.settings(device, module),
-        )
-    return lambda module, inputs: result(prepared(module), list(inputs))
 
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if name == "inductor":
+            settings["config_patches"] = patches | layouts.settings(device, module)
+        elif device.type == "cuda":
+            widened(module)
+        if name == "eager":
+            return module.forward
+        result: Any = lookup_backend(name)
+        return result(module, list(inputs), **settings)
 
-def _as_it_is(module: fx.GraphModule) -> fx.GraphModule:
-    return module
+    return compiled
 
 
 def context_for(
     module: fx.GraphModule, inputs: Sequence[Any], options: Options, observed: Iterable[OpId] = ()
 ) -> Context:
     """Return the context of the current compilation."""
-    current = place(options)
-    tracing = TracingContext.try_get()
+    current, tracing = place(options), TracingContext.try_get()
     device = _device(module, inputs)
     support(device, FP32)  # raises for an unsupported device
+    ambient: tuple[bool, torch.dtype] | None = None
+    modules: frozenset[str] | None = None
+    if torch.is_autocast_enabled(device.type):
+        ambient = True, torch.get_autocast_dtype(device.type)
+    if current.root is not None and not current.within:
+        # With a user-defined root path, the rest of the model is unknown.
+        modules = frozenset(path for path, _ in current.modules.values())
+    # DDP splits graphs without a reason, and Dynamo at graph breaks.
+    reason = getattr(module, "compile_subgraph_reason", None)
     return Context(
         device=device,
         options=options,
         plan=active_plan(options, device),
-        fake_mode=tracing.fake_mode if tracing is not None else None,
-        ambient=(True, torch.get_autocast_dtype(device.type))
-        if torch.is_autocast_enabled(device.type)
-        else None,
+        fake_mode=getattr(tracing, "fake_mode", None),
+        ambient=ambient,
         training=torch.is_grad_enabled(),
-        complete=_is_complete(module, current),
+        complete=_starts_model(current) and reason is not None and not reason.graph_break,
         seen=frozenset(observed),
         lowerings=operators.lowerings(),
-        # With a user-defined root path, the rest of the model is unknown.
-        modules=frozenset(path for path, _ in current.modules.values())
-        if current.root is not None and not current.within
-        else None,
+        modules=modules,
     )
 
 
-def _seen(current: SourcePlace, options: Options) -> Iterator[OpId]:
-    """Yield the operators of earlier graphs of the model."""
-    for frame in log_of(options).frames.values():
-        if current.root is not None and frame.root() is current.root:
-            yield from frame.operators
+def _earlier_operators(current: SourcePlace, options: Options) -> list[OpId]:
+    """Return the operators of earlier graphs of the model."""
+    if current.root is None:
+        return []
+    frames = log_of(options).frames.values()
+    return [op for frame in frames if frame.root() is current.root for op in frame.operators]
 
 
 def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
@@ -375,37 +334,26 @@ def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
 
 def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
     """Return fake tensors with the symbolic sizes that Dynamo assigned to the inputs."""
-    tracing = TracingContext.try_get()
+    tracing: Any = TracingContext.try_get()
     if mode is None or tracing is None:
         return list(inputs)
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        contexts: Any = tracing.tensor_to_context
-        symbolic = contexts.get(value)
+        symbolic = tracing.tensor_to_context.get(value)
+        source = getattr(symbolic, "tensor_source", None)
+        static = symbolic is None
         return mode.from_tensor(
-            value,
-            symbolic_context=symbolic,
-            source=symbolic.tensor_source if symbolic is not None else None,
-            static_shapes=symbolic is None,
+            value, symbolic_context=symbolic, source=source, static_shapes=static
         )
 
     return [fake(value) for value in inputs]
 
 
 def _unhooked() -> AbstractContextManager[object]:
-    """Return a context that shields tracing from saved-tensor hooks of the compiled code.
-
-    Checkpointing around it, for example, counts the saved tensors.
-    """
+    """Shield tracing from saved-tensor hooks of the compiled code, as checkpointing has them."""
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
-        return nullcontext()  # functorch, for example, forbids such hooks
+        return contextlib.nullcontext()  # functorch, for example, forbids such hooks
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _is_complete(module: fx.GraphModule, current: SourcePlace) -> bool:
-    """Return whether the graph is complete: no split by DDP, and no graph break around it."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    return _starts_model(current) and reason is not None and not reason.graph_break

@@ -1,4 +1,4 @@
-"""Hooks into Dynamo: torch.compile arguments, results per frame, DDP guards, compile failures.
+"""Hooks into Dynamo: registration, torch.compile arguments, results per frame, failures.
 
 Dynamo calls a backend only if there is a graph. Only Dynamo's callback knows that a model yields
 none (an active mode, a skipped class, an untraceable forward pass), so `install` replaces the class
@@ -20,13 +20,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
-from typing import Any, Final
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 import torch._dynamo.config
 from torch import fx, nn
 from torch._dynamo import trace_rules
+from torch._dynamo.backends import registry
 from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
 from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, SkipFrame
@@ -39,7 +40,6 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 
 from qsync_fx.coverage.compilation_log import (
     Frame,
-    Log,
     Outcome,
     Ran,
     below,
@@ -63,7 +63,46 @@ from qsync_fx.passes.tracing.dynamo_frames import (
 )
 from qsync_fx.plan.operator_id import OpId
 
-_SAYS: Final = "DistributedDataParallel does not split the graph here, or has already split it"
+Backend = Callable[..., Any]
+
+
+def register(backend: Backend, name: str) -> None:
+    """Register a backend with torch; called while the module of its entry point is imported.
+
+    torch loads a backend from its entry point when a program first names it, and registers it
+    without a lock: of several threads that do so simultaneously, all but one fail with "duplicate
+    name". Afterwards, registering the same function again under the same name has no effect.
+    """
+    # A thread that waits for this import has already read `register_backend`, so a replacement
+    # function would come too late for it: its code object is replaced.
+    registry.register_backend.__code__ = _registering_once.__code__
+    backend._tags = ()  # type: ignore[attr-defined]
+    # The function first: torch fails on a name that has neither a function nor an entry point.
+    registry._COMPILER_FNS.setdefault(name, backend)
+    registry._BACKENDS.setdefault(name, None)
+
+
+def register_once(backend: Backend | None, name: str | None, tags: Sequence[str]) -> Any:
+    """Call torch's `register_backend`, unless the name has this function already."""
+    if backend is not None and registry._COMPILER_FNS.get(name or backend.__name__) is backend:
+        return backend
+    return _register_backend(backend, name, tags)
+
+
+def _registering_once(compiler_fn: Any = None, name: Any = None, tags: Any = ()) -> Any:
+    """Call `register_once`: the new code of torch's `register_backend`, with torch's globals."""
+    from qsync_fx.backend.dynamo_hooks import register_once
+
+    return register_once(compiler_fn, name, tags)
+
+
+def _copied(function: Any) -> Any:
+    """Return a function with the code that `function` had before this module was imported."""
+    original = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+    return getattr(function, "__wrapped__", original)
+
+
+_register_backend = registry.register_backend.__wrapped__ = _copied(registry.register_backend)  # type: ignore[attr-defined]
 
 
 def compile_anew_where_split(inputs: Sequence[Any]) -> None:
@@ -71,33 +110,27 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
 
     DDP splits graphs at bucket boundaries, so that a bucket is reduced while the backward pass
     continues. Dynamo does not check for DDP once it has code for a function: a model that ran
-    before it was wrapped would reuse the code of one full graph, whose gradients become available
-    only at the end, without overlap. Code compiled inside DDP, and code whose gradients fit in one
-    bucket, remains valid everywhere. Must be called while Dynamo compiles.
+    before it was wrapped would reuse the code of one full graph, without overlap. Code compiled
+    inside DDP, and code whose gradients fit in one bucket, remains valid everywhere.
 
     Args:
-        inputs: inputs of the graph, parameters among them.
+        inputs: inputs of the graph that Dynamo compiles, parameters among them.
     """
-    gradients = sum(
-        item.nbytes for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad
-    )
-    if (
-        not gradients
-        or not torch.is_grad_enabled()
-        or DistributedDataParallel._active_ddp_module is not None
-    ):
+    parameters = [item for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad]
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    inside = DistributedDataParallel._active_ddp_module is not None
+    if not gradients or inside or not torch.is_grad_enabled():
         return
 
     def fits(_: object) -> bool:
         parallel = DistributedDataParallel._active_ddp_module
-        return (
-            parallel is None
-            or gradients <= parallel.bucket_bytes_cap
-            or get_optimize_ddp_mode() != "ddp_optimizer"
-        )
+        if parallel is None or gradients <= parallel.bucket_bytes_cap:
+            return True
+        return get_optimize_ddp_mode() != "ddp_optimizer"
 
     def outside_of_parallel(builder: Any, guard: Guard) -> None:
-        builder.guard_manager.root.add_lambda_guard(fits, [_SAYS], guard.user_stack)
+        says = "DistributedDataParallel does not split the graph here, or has already split it"
+        builder.guard_manager.root.add_lambda_guard(fits, [says], guard.user_stack)
 
     install_guard(Guard(GlobalStateSource(), outside_of_parallel))
 
@@ -111,9 +144,8 @@ def record(
 ) -> None:
     """Record the operators of `graph` and the modules that they belong to in the log of `options`.
 
-    A graph contains a module if one of its parameters is an input, or an operator has its path. So
-    modules whose parameters another module uses (tied weights, the projection of an attention
-    layer) count like called ones.
+    A graph contains a module if one of its parameters is an input, or an operator has its path:
+    modules whose parameters another module uses (tied weights) count like called ones.
 
     Args:
         module: Dynamo's graph module of `graph`.
@@ -122,8 +154,14 @@ def record(
     if current.code is None:
         return
     operators = [_ran(operator) for operator in graph.operators()]
-    tensors = _tensors(module)
-    for path, root in _roots(current):
+    # Parameters are inputs or attributes of Dynamo's graphs.
+    tensors = {id(parameter) for parameter in module.parameters()}
+    if (tx := translator()) is not None:
+        tensors |= {id(arg.example) for arg in tx.output.graphargs if arg.is_tensor}
+    roots = [(path, unwrapped(part)) for path, part in current.given]
+    if current.module is not None:
+        roots = [(current.path, current.module)]
+    for path, root in roots:
         live = {
             name
             for name, part in paths(root)
@@ -139,100 +177,69 @@ def record(
             frame.covered.update(live)
 
 
-def _roots(current: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
-    if current.module is not None:
-        yield current.path, current.module
-    else:
-        yield from ((path, unwrapped(module)) for path, module in current.given)
-
-
 def _ran(operator: Operator) -> Ran:
     note, reason = operator.note, operator.reason
     formats = note.planned, note.precision, note.output
     return Ran(note.id, note.kind, *formats, reason, operator.line)
 
 
-def _tensors(module: fx.GraphModule) -> set[int]:
-    """Return the ids of the tensors that the current compilation reads.
-
-    Parameters are inputs or attributes of Dynamo's graphs.
-    """
-    tx = translator()
-    inputs = (
-        [argument.example for argument in tx.output.graphargs if argument.is_tensor]
-        if tx is not None
-        else []
-    )
-    return {id(t) for t in (*inputs, *module.parameters()) if isinstance(t, torch.Tensor)}
-
-
 def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
     """Warn if a graph shares code with other modules, for which the plan decides differently.
 
-    Dynamo compiles a function that references its module for that module only. The code after a
-    graph break, and a helper, may not reference it; Dynamo then uses the code of one layer for all
-    layers of the same kind.
+    Code after a graph break, and a helper, may not reference their module; Dynamo then uses the
+    code of one layer for all layers of the same kind.
 
     Raises:
         PlanError: in this case, if the option "strict" is set.
     """
-    if options.plan is None or current.code is None or not current.nested or current.entered:
+    code, plan = current.code, graph.context.plan
+    if options.plan is None or code is None or not current.nested or current.entered:
         return
-    result = [
-        (op, other)
-        for op in graph.operators(Kind.ADJUSTABLE)
-        for other in _alike(op, current)
-        if _differs(graph, op, other)
-    ]
-    if not result:
+
+    def planned(op_id: OpId) -> str:
+        choice = plan.precision_for(op_id)
+        return str(choice.precision) if choice else "no precision"
+
+    for operator in graph.operators(Kind.ADJUSTABLE):
+        others = list(_alike(operator, current))
+        other = next((op_id for op_id in others if planned(op_id) != planned(operator.id)), None)
+        if other is not None:
+            break
+    else:
         return
-    operator, other = result[0]
-    choice = graph.context.plan.precision_for(other)
     error = PlanError(
-        f"Dynamo uses one compiled code for {len(list(_alike(operator, current))) + 1} equal "
-        f"modules. It runs {operator.id} in {operator.note.planned}, and therefore {other} too, "
-        f"for which the plan has {(choice.precision if choice else 'no precision')}",
-        where=f"{current.code.co_qualname}, "
-        f"{current.code.co_filename}:{current.code.co_firstlineno}; {operator.where}",
+        f"Dynamo uses one compiled code for {len(others) + 1} equal modules. It runs "
+        f"{operator.id} in {operator.note.planned}, and therefore {other} too, for which the plan "
+        f"has {planned(other)}",
+        where=f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}; {operator.where}",
         do="remove the graph break before it (TORCH_LOGS=graph_breaks shows it), use the module "
         "(self) after the break, too, so that each module has its own code, or plan one "
         "precision for all of them",
     )
     if options.strict:
         raise error
-    warnings.warn_explicit(
-        str(error), PlanWarning, current.code.co_filename, current.code.co_firstlineno
-    )
+    warnings.warn_explicit(str(error), PlanWarning, code.co_filename, code.co_firstlineno)
 
 
 def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
     """Yield the ids of an operator in other modules that may run its code."""
-    assert current.root is not None and current.module is not None
-    rest, shape = below(operator.id.module, current.path), shape_of(current.module)
+    compiled, root = current.module, current.root
+    assert root is not None and compiled is not None
+    rest = below(operator.id.module, current.path)
     if rest is None:
         return
-    for path, module in paths(current.root):
-        if (
-            module is not current.module
-            and type(module) is type(current.module)
-            and shape_of(module) == shape
-        ):
-            yield dataclasses.replace(
-                operator.id, module=joined(joined(current.within, path), rest)
-            )
-
-
-def _differs(graph: PrecisionGraph, operator: Operator, other: OpId) -> bool:
-    owned, wanted = (graph.context.plan.precision_for(op_id) for op_id in (operator.id, other))
-    return (owned and owned.precision) != (wanted and wanted.precision)
+    for path, module in paths(root):
+        equal = type(module) is type(compiled) and shape_of(module) == shape_of(compiled)
+        if equal and module is not compiled:
+            outer = joined(current.within, path)
+            yield dataclasses.replace(operator.id, module=joined(outer, rest))
 
 
 @contextlib.contextmanager
-def told(graph: PrecisionGraph) -> Iterator[None]:
+def report_skipped(graph: PrecisionGraph) -> Iterator[None]:
     """Compile `graph` in this context, and report if the inner compiler skips it.
 
-    Inductor skips BF16 graphs on GPUs before Ampere. Dynamo would then silently run the frame
-    without the plan.
+    Inductor skips BF16 graphs on GPUs before Ampere; Dynamo would then run the frame as written.
 
     Raises:
         DeviceError: the graph was skipped, and the user requested a plan or a precision. Otherwise
@@ -243,7 +250,7 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
     except (SkipFrame, BackendCompilerFailed) as error:
         # Without its cache, Inductor wraps the request to skip a frame as an error of its own
         # (torch 2.13).
-        requested = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        requested = getattr(error, "inner_exception", error)
         if not isinstance(requested, SkipFrame):
             raise
         context = graph.context
@@ -251,15 +258,16 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
             f"{context.options.inner_backend} does not compile this graph for "
             f"{context.device}: {requested}"
         )
-        if not context.automatic:
-            raise DeviceError(
-                f"{message}; the model would run as written, without the plan",
-                where=graph.where,
-                do="keep the model and its inputs in FP32 or FP16 there, and let the plan choose "
-                "narrower formats",
-            ) from error
-        warnings.warn(f"{message}; it runs uncompiled ({graph.where})", UserWarning, stacklevel=2)
-        raise requested from None
+        if context.automatic:
+            text = f"{message}; it runs uncompiled ({graph.where})"
+            warnings.warn(text, UserWarning, stacklevel=2)
+            raise requested from None
+        raise DeviceError(
+            f"{message}; the model would run as written, without the plan",
+            where=graph.where,
+            do="keep the model and its inputs in FP32 or FP16 there, and let the plan choose "
+            "narrower formats",
+        ) from error
 
 
 _thread = threading.local()
@@ -303,21 +311,11 @@ def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) 
 
 
 _REASONS = ("graph_break", "unimplemented")
-"""Dynamo's counters of reasons.
-
-A break that leaves a whole frame to Python is not counted as "graph_break".
-"""
-
-_RESUMES = "torch_dynamo_resume_in"
+"""Dynamo's counters of reasons; a break that leaves a whole frame to Python is "unimplemented"."""
 
 
 def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], Options]) -> None:
-    """Make the arguments of torch.compile available to `backend`.
-
-    Args:
-        backend: a backend function for torch.compile.
-        options_of: converts a user's keyword arguments for the backend; raises if they are invalid.
-    """
+    """Read the user's keyword arguments for `backend` at torch.compile, by `options_of`."""
     original = OptimizeContext.__call__
 
     @functools.wraps(original)
@@ -338,10 +336,9 @@ def observe(context: OptimizeContext, value: Any, options: Options) -> None:
     if type(context.callback) is CatchErrorsWrapper:
         callback: Any = context.callback
         callback.__class__ = ObservedGraphs
-        module = given_to_compile(value)
-        callback.qsync_given = (
-            weakref.ref(unwrapped(module)) if isinstance(module, nn.Module) else None
-        )
+        callback.qsync_given = None
+        if isinstance(module := given_to_compile(value), nn.Module):
+            callback.qsync_given = weakref.ref(unwrapped(module))
         callback.put_in_force(options)
 
 
@@ -382,7 +379,9 @@ class ObservedGraphs(CatchErrorsWrapper):
             k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)]
             for k in _REASONS
         }
-        entries = touched or _entries(log, frame, around)
+        entries = touched or [
+            log.frame(frame.f_code, module) for module in _called_for(frame, around)
+        ]
         _note(entries, result, new)
         settle_packed(entries, log)
         if result.guarded_code is None:
@@ -391,47 +390,44 @@ class ObservedGraphs(CatchErrorsWrapper):
         return result
 
 
-def _entries(log: Log, frame: Any, around: Calls) -> list[Frame]:
-    return [log.frame(frame.f_code, module) for module in _called_for(frame, around)]
-
-
 def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
-    skipped = result.guarded_code is None
-    # Before 2.13 torch reports no reason for a skipped frame.
-    reason = getattr(result, "skip_reason", None) or (
-        "torch dispatch mode" if is_in_torch_dispatch_mode() else None
-    )
-    texts = [*new["graph_break"], *(new["unimplemented"] if skipped else [])] or (
-        [reason] if skipped and reason else []
-    )
-    for entry in {id(entry): entry for entry in entries}.values():
-        entry.outcome = Outcome.SKIPPED if skipped else Outcome.BROKE if texts else Outcome.COMPILED
-        entry.texts = tuple(_distinct(texts))
+    skipped, texts = result.guarded_code is None, [*new["graph_break"]]
+    outcome = Outcome.BROKE if texts else Outcome.COMPILED
+    if skipped:
+        outcome = Outcome.SKIPPED
+        # Before 2.13 torch reports no reason for a skipped frame.
+        reason: Any = getattr(result, "skip_reason", None)
+        if not reason and is_in_torch_dispatch_mode():
+            reason = "torch dispatch mode"
+        texts = texts + new["unimplemented"] or [reason] * bool(reason)
+    # Dynamo counts a reason once by its first line and once in full.
+    distinct = [
+        text
+        for text in dict.fromkeys(texts)
+        if not any(other != text and other.startswith(text) for other in texts)
+    ]
+    for entry in entries:
+        entry.outcome, entry.texts = outcome, tuple(distinct)
 
 
 def _called_for(frame: Any, around: Calls) -> list[nn.Module]:
-    """Return the modules whose forward pass contains or may call a frame.
-
-    There are none for helper functions, which identify no module.
-    """
+    """Return the modules whose forward pass contains or may call a frame; [] for helpers."""
     code, local = frame.f_code, frame.f_locals
-    first = local.get(code.co_varnames[0]) if code.co_argcount else None
-    inside = around.inside or ([around.compiled] if isinstance(around.compiled, nn.Module) else [])
-    owned = around.entered(code) or _RESUMES in code.co_name
     if code.co_filename == nn.modules.module.__file__:
         return []  # Dynamo always leaves these to Python
-    if inside:
-        owned = owned or (
-            code.co_name == "forward"
-            and isinstance(first, nn.Module)
-            and unwrapped(first) is unwrapped(inside[0])
-        )
-        return [unwrapped(inside[0])] if owned else []
-    return (
-        [unwrapped(module) for _, module in modules_in_reach(code, local, frame.f_globals)]
-        if owned
-        else []
-    )
+    inside = list(around.inside)
+    if not inside and isinstance(around.compiled, nn.Module):
+        inside.append(around.compiled)
+    belongs = around.entered(code) or "torch_dynamo_resume_in" in code.co_name
+    if inside and not belongs and code.co_name == "forward" and code.co_argcount:
+        first = local.get(code.co_varnames[0])
+        belongs = isinstance(first, nn.Module) and unwrapped(first) is unwrapped(inside[0])
+    if not belongs:
+        return []
+    if not inside:
+        inside = [module for _, module in modules_in_reach(code, local, frame.f_globals)]
+        return [unwrapped(module) for module in inside]
+    return [unwrapped(inside[0])]
 
 
 def _holds_modules_of_torch(frame: Any) -> bool:
@@ -446,12 +442,3 @@ def _holds_modules_of_torch(frame: Any) -> bool:
         and not torch._dynamo.config.disable
         and DistributedDataParallel._get_active_ddp_module() is None  # type: ignore[no-untyped-call]
     )
-
-
-def _distinct(texts: list[str]) -> list[str]:
-    """Return distinct reasons: Dynamo counts a reason once by its first line and once in full."""
-    return [
-        text
-        for text in dict.fromkeys(texts)
-        if not any(other != text and other.startswith(text) for other in texts)
-    ]

@@ -8,15 +8,13 @@ effect. Errors of qsync_fx reach the user unchanged, not wrapped into torch's Ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
-from qsync_fx.backend.backend_registration import register
 from qsync_fx.backend.compile import compile_graph
-from qsync_fx.backend.dynamo_hooks import install, note
+from qsync_fx.backend.dynamo_hooks import install, note, register
 from qsync_fx.coverage.compilation_log import forget
 from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.options import Options
@@ -38,27 +36,18 @@ def qsync(
         raise
 
 
-MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {"reduce-overhead": {"cudagraphs": True}}
-)
-"""Options that represent a mode of torch.compile.
-
-Other modes make Inductor autotune its own kernels, which do not include kernels of qsync_fx.
-"""
-
-
 def options_of(arguments: Mapping[str, Any]) -> Options:
     """Return the options in the arguments that torch.compile passes to a backend."""
-    if (mode := arguments.get("mode")) is not None:
-        # torch itself rejects a mode together with options.
-        if mode not in MODES:
-            available = (f"{name} (options={dict(value)})" for name, value in MODES.items())
-            raise OptionError(
-                f"the backend qsync has no mode {shown(str(mode))}",
-                where="torch.compile, mode",
-                do=f"remove it, or use one of: {', '.join(available)}",
-            )
-        return Options.parse(MODES[mode])
+    # torch itself rejects a mode together with options.
+    if (mode := arguments.get("mode")) == "reduce-overhead":
+        return Options.parse({"cudagraphs": True})
+    if mode is not None:
+        # Other modes make Inductor autotune its own kernels, which are none of qsync_fx.
+        raise OptionError(
+            f"the backend qsync has no mode {shown(str(mode))}",
+            where="torch.compile, mode",
+            do="remove it, or use one of: reduce-overhead (options={'cudagraphs': True})",
+        )
     # Since 2.15 torch also passes the name of the compilation for logs.
     others = sorted(arguments.keys() - {"options", "name", "mode"})
     if others:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -28,47 +28,42 @@ from qsync_fx.graph.graph import PrecisionGraph
 Compiled = Callable[..., Any]
 
 
-def places(graph: PrecisionGraph) -> Mapping[int, str]:
-    """Return the location of each lowered operator in the user's model, by its stream."""
-    result = {}
-    for operator in graph.operators():
-        if isinstance(operator.node.target, torch._ops.OpOverload):
-            stream = arguments(operator.node).get("stream")
-            if isinstance(stream, int):
-                result[stream] = operator.where
-    return result
-
-
 def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
     """Return compiled code that raises errors of qsync_fx for unsupported second derivatives.
 
     Under the inner compiler "eager", torch differentiates twice, except for lowered operators,
-    whose error names their place in the model. AOTAutograd's backward pass has no derivative; its
-    error is reworded. If a torch version raises in another way than the tests pin, its own message
-    remains. The overhead is one Python call per graph.
+    whose error names their place in the model. AOTAutograd's error is reworded; if a torch version
+    raises in another way than the tests pin, its own message remains.
     """
     if inner == "eager":
-        return _run_placed(compiled, places(graph))
-    return _told(compiled, graph.where, inner) if graph.context.training else compiled
+        return _with_places(compiled, graph)
+    if graph.context.training:
+        return _reworded(compiled, graph.where, inner)
+    return compiled
 
 
-def _run_placed(run: Compiled, available: Mapping[int, str]) -> Compiled:
-    if not available:
-        return run
+def _with_places(compiled: Compiled, graph: PrecisionGraph) -> Compiled:
+    """Run `compiled` with the location of each lowered operator in the model, by its stream."""
+    places: dict[int, str] = {}
+    for operator in graph.operators():
+        if not isinstance(operator.node.target, torch._ops.OpOverload):
+            continue
+        stream = arguments(operator.node).get("stream")
+        if isinstance(stream, int):
+            places[stream] = operator.where
+    if not places:
+        return compiled
 
-    @functools.wraps(run)
-    def placed_run(*args: Any) -> Any:
-        with placed(available):
-            return run(*args)
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        with placed(places):
+            return compiled(*args)
 
-    return placed_run
+    return run
 
 
-def _told(compiled: Compiled, where: str, inner: str) -> Compiled:
-    """Return `compiled`, which patches its autograd node after the first run.
-
-    The node does not exist earlier.
-    """
+def _reworded(compiled: Compiled, where: str, inner: str) -> Compiled:
+    """Return `compiled`, which patches its autograd node after the first run creates it."""
     done = False
 
     @functools.wraps(compiled)
@@ -76,22 +71,18 @@ def _told(compiled: Compiled, where: str, inner: str) -> Compiled:
         nonlocal done
         result = compiled(*args)
         if not done and torch.is_grad_enabled():
-            done = _warn_second_order(result, where, inner)
+            nodes = filter(None, map(_compiled_node, tensors(result)))
+            if (node := next(nodes, None)) is not None:
+                done = True
+                _refuse_second_order(node, where, inner)
         return result
 
     return run
 
 
-def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
-    """Make the AOTAutograd node of the outputs report that it has no second derivative.
-
-    Returns:
-        Whether there is such a node.
-    """
-    node = next(filter(None, map(_compiled_node, tensors(outputs))), None)
-    original = getattr(node, "_double_backward", None)
-    if node is None or original is None:
-        return node is not None
+def _refuse_second_order(node: Any, where: str, inner: str) -> None:
+    """Make an AOTAutograd node report that it has no second derivative."""
+    original = node._double_backward
 
     def problem() -> QSyncError:
         return QSyncError(
@@ -107,7 +98,6 @@ def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
         return refuse(gradients, gradients, problem)
 
     node._double_backward = staticmethod(reported)
-    return True
 
 
 def _compiled_node(tensor: Tensor) -> Any:
@@ -128,22 +118,21 @@ _steps: Final[weakref.WeakKeyDictionary[Optimizer, int]] = weakref.WeakKeyDictio
 def watch(graph: PrecisionGraph, model: nn.Module | None) -> None:
     """Check the gradients of a model in optimizer steps, if it uses a format of small range.
 
-    The user may not know that a model computes in FP16, the compute dtype of INT8 and BF16 on GPUs
-    before Ampere. A GradScaler hides non-finite gradients from the optimizer, so such gradients
-    show its absence. The check synchronizes with the device, so it runs in steps 1, 2, 4, 8 and so
-    on. There is one warning per model.
+    A GradScaler hides non-finite gradients from the optimizer, so such gradients show its absence.
+    The check synchronizes with the device, so it runs in steps 1, 2, 4, 8 and so on. There is one
+    warning per model.
     """
     if model is None or not graph.context.training or model in _watched:
         return
-    result = {
+    formats = {
         f"{row} (whose range ends at {row.max:.0f})"
         for operator in graph.operators()
         for row in (operator.note.precision, operator.note.output)
         if row is not None and short(row)
     }
-    if result:
+    if formats:
         _install()
-        _watched[model] = " and ".join(sorted(result))
+        _watched[model] = " and ".join(sorted(formats))
 
 
 @functools.cache
@@ -158,35 +147,30 @@ def _before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A fused optimizer receives non-finite gradients from GradScaler, and `found_inf` to skip them.
     if step & (step - 1) or getattr(optimizer, "found_inf", None) is not None:
         return
-    owned = {
-        id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    }
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model, formats in list(_watched.items()):
-        gradients = [p.grad for p in model.parameters() if id(p) in owned and p.grad is not None]
+        gradients = [p.grad for p in model.parameters() if id(p) in stepped and p.grad is not None]
         if gradients and not _finite(gradients):
             del _watched[model]
-            _warn_overflow(model, formats, step)
+            warnings.warn(
+                f"gradients of {type(model).__name__} are not finite in step {step} of its "
+                f"optimizer, which applies them to the weights. Operators run in {formats}, and "
+                "the loss was not scaled: train with torch.amp.GradScaler, as under autocast, or "
+                "plan fp32 for the operators that overflow (qsync docs options)",
+                PlanWarning,
+                stacklevel=2,
+            )
 
 
-def _finite(gradients: list[torch.Tensor]) -> bool:
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+def _finite(gradients: list[Tensor]) -> bool:
+    largest: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        by_device.setdefault(gradient.device, []).append(
-            values.detach().abs().amax().float() if values.numel() else values.new_zeros(()).float()
-        )
-    return all(bool(torch.stack(largest).isfinite().all()) for largest in by_device.values())
-
-
-def _warn_overflow(model: nn.Module, formats: str, step: int) -> None:
-    warnings.warn(
-        f"gradients of {type(model).__name__} are not finite in step {step} of its optimizer, "
-        f"which applies them to the weights. Operators run in {formats}, and the loss was not "
-        "scaled: train with torch.amp.GradScaler, as under autocast, or plan fp32 for the "
-        "operators that overflow (qsync docs options)",
-        PlanWarning,
-        stacklevel=3,
-    )
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        values = gradient.detach()
+        if values.numel():
+            largest.setdefault(values.device, []).append(values.abs().amax().float())
+    return all(bool(torch.stack(of_device).isfinite().all()) for of_device in largest.values())
 
 
 aten = torch.ops.aten
@@ -208,20 +192,20 @@ def widened(module: fx.GraphModule) -> fx.GraphModule:
 
     Invariant: result dtypes are unchanged; values are FP32 arithmetic, rounded once.
     """
-    for item in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
-        result = [node for node in item.graph.nodes if node.target in _NORMS and _mixed(node)]
-        for node in result:
-            _widen(item.graph, node)
-        if result:
-            item.recompile()
+    for part in list(module.modules()):
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in _NORMS and _mixed(node):
+                    _widen(part.graph, node)
+            part.recompile()
     return module
 
 
 def _mixed(node: fx.Node) -> bool:
     x, *others = (_dtype(operand) for operand in node.all_input_nodes)
-    return x is not None and any(
-        other is not None and other.itemsize > x.itemsize for other in others
-    )
+    if x is None:
+        return False
+    return any(other is not None and other.itemsize > x.itemsize for other in others)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -230,18 +214,17 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _widen(graph: fx.Graph, node: fx.Node) -> None:
-    x: Any = node.args[0] if node.args else node.kwargs["input"]
+    x: Any = arguments(node)["input"]
     dtype = _dtype(x)
     with graph.inserting_before(node):
         wide = graph.call_function(aten.to.dtype, (x, torch.float32))
     node.replace_input_with(x, wide)
-    several = node.target in (aten.native_layer_norm.default, aten.native_group_norm.default)
-    # Only the first result of a native norm is the activation; mean and deviation are already FP32.
-    results = [user for user in node.users if user.args[1] == 0] if several else [node]
+    results = [node]
+    if node.target in (aten.native_layer_norm.default, aten.native_group_norm.default):
+        # Only the first result is the activation; mean and deviation are already FP32.
+        results = [user for user in node.users if user.args[1] == 0]
     for result in results:
         with graph.inserting_after(result):
             narrow = graph.call_function(aten.to.dtype, (result, dtype))
-        result.replace_all_uses_with(
-            narrow,
-            delete_user_cb=lambda user, narrow=narrow: user is not narrow,  # type: ignore[misc]
-        )
+        result.replace_all_uses_with(narrow)
+        narrow.update_arg(0, result)

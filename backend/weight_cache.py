@@ -49,8 +49,7 @@ class CopySpec(NamedTuple):
         return quantize(weight.detach(), seed, self.stream, self.fmt, self.rounding, self.keep)
 
 
-@dataclass
-class _Copy:
+class _Copy(NamedTuple):
     state: tuple[object, ...]
     memory: torch.UntypedStorage
     compared: Tensor
@@ -63,10 +62,9 @@ class _CachedCopies:
 
     A copy is reused only for the same tensor, if no optimizer has stepped, and torch's version
     counter and the address are unchanged. Optimizers with `fused=True` do not count their writes,
-    so steps are observed; any optimizer may update a source of the weight (its FSDP shard, or an
-    FP32 master copy). A copy retains the weight's memory, so the address is not reused. To detect
-    uncounted writes, sample values are compared at uses 1, 2, 4, 8 and so on; a changed weight is
-    reported and no longer cached.
+    so steps are observed; any optimizer may update a source of the weight. A copy retains the
+    weight's memory, so the address is not reused. To detect uncounted writes, sample values are
+    compared at uses 1, 2, 4, 8 and so on.
 
     Attributes:
         copies: by format, rounding, dimensions with scales, and CUDA stream; shared between graphs.
@@ -96,14 +94,11 @@ def copies(weights: Sequence[tuple[Tensor, CopySpec]], seed: Tensor) -> list[tup
     """Return values and scales of weights, from the cache or newly quantized with `seed`."""
     queue = _queue(seed.device)
     _watch_steps()
-    return [_copy(weight, made, seed, queue) for weight, made in weights]
+    return [_copy(weight, spec, seed, queue) for weight, spec in weights]
 
 
 def _queue(device: torch.device) -> int | None:
-    """Return the current CUDA stream, 0 without CUDA; None during graph capture.
-
-    A replay of the captured graph runs without Python, so it cannot use the cache.
-    """
+    """Return the current CUDA stream, 0 without CUDA; None during capture, which runs no Python."""
     if device.type != "cuda":
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -111,37 +106,31 @@ def _queue(device: torch.device) -> int | None:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
+def _copy(weight: Tensor, spec: CopySpec, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
     # An inference tensor has no version counter, and DDP runs compiled code once on fake tensors.
     if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
-        return made.of(weight, seed)
-    saved = _kept.get(weight)
-    if saved is None:
-        saved = _kept[weight] = _CachedCopies()
-    if not saved.trusted:
-        return made.of(weight, seed)
-    state = (
-        weight._version,
-        weight.data_ptr(),
-        weight.dtype,
-        weight.device,
-        weight.shape,
-        weight.stride(),
-    )
-    key = (made.fmt, made.rounding, made.keep, queue)
-    result = saved.copies.get(key)
+        return spec.of(weight, seed)
+    cached = _kept.get(weight)
+    if cached is None:
+        cached = _kept[weight] = _CachedCopies()
+    if not cached.trusted:
+        return spec.of(weight, seed)
+    layout = weight.dtype, weight.device, weight.shape, weight.stride()
+    state = weight._version, weight.data_ptr(), *layout
+    key = (spec.fmt, spec.rounding, spec.keep, queue)
+    result = cached.copies.get(key)
     if result is not None and result.state == state:
-        saved.used += 1
-        if saved.used & (saved.used - 1) or torch.equal(result.compared, _some(weight)):
+        cached.used += 1
+        if cached.used & (cached.used - 1) or torch.equal(result.compared, _some(weight)):
             return result.pair
-        saved.trusted = False
-        saved.copies.clear()
+        cached.trusted = False
+        cached.copies.clear()
         _warn_changed(weight)
-        return made.of(weight, seed)
+        return spec.of(weight, seed)
     # Drop copies of other values: no graph reads them any more.
-    saved.copies = {other: copy for other, copy in saved.copies.items() if copy.state == state}
-    pair = made.of(weight, seed)
-    saved.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
+    cached.copies = {other: copy for other, copy in cached.copies.items() if copy.state == state}
+    pair = spec.of(weight, seed)
+    cached.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
     return pair
 
 
@@ -180,7 +169,6 @@ class Lifted:
     """Weight quantization that was lifted out of a graph.
 
     Attributes:
-        device: device of the graph.
         draws: whether the random number of the pass is a graph input.
         weights: graph input index of each weight, and its quantization.
         inputs: additional graph inputs as fake tensors: the random number, then values and scale of
@@ -216,82 +204,75 @@ class Lifted:
 
 def lift(graph: PrecisionGraph) -> Lifted:
     """Lift the quantization of weights out of a lowered graph; warn about the remaining weights."""
-    result = list(_quantized_weights(graph))
-    used = [node for node, why in result if not why]
-    _warn_left_out(graph, [(node, why) for node, why in result if why], bool(result))
-    if not used:
+    weights = dict(_quantized_weights(graph))
+    _warn_left_out(graph, weights)
+    lifted = [node for node, why in weights.items() if not why]
+    if not lifted:
         return Lifted(graph.context.device)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    weights = tuple((inputs.index(owned["x"]), _made(owned)) for owned in map(arguments, used))
-    seed = arguments(used[0])["seed"]
-    draws = seed.target is torch.ops.qsync.draw.default
-    added = _Inputs(graph, inputs[-1])
-    if draws:
-        added.instead_of([seed], f"{seed.name}_drawn", graph.value(seed))
-    for node in used:
-        for index, (name, value) in enumerate(
-            zip(("values", "scale"), graph.value(node), strict=True)
-        ):
-            parts = [
-                user
-                for user in node.users
-                if user.target is py_operator.getitem and user.args[1] == index
-            ]
-            added.instead_of(parts, f"{node.name}_{name}", value)
-        graph.graph.erase_node(node)
-    graph.inputs = [*graph.inputs, *added.values]
-    graph.module.recompile()
-    return Lifted(graph.context.device, draws, weights, tuple(added.values))
+    last, values = inputs[-1], []
 
-
-@dataclass
-class _Inputs:
-    """Inputs that are appended to a graph."""
-
-    graph: PrecisionGraph
-    last: fx.Node
-    values: list[Any] = field(default_factory=list)
-
-    def instead_of(self, nodes: list[fx.Node], name: str, value: Any) -> None:
-        """Append an input that replaces nodes, which are erased."""
-        with self.graph.graph.inserting_after(self.last):
-            self.last = self.graph.graph.placeholder(name)
-        self.last.target = self.last.name  # an argument name may occur several times
-        self.last.meta["val"] = value
+    def replace(nodes: list[fx.Node], name: str, value: Any) -> None:
+        """Append a graph input that replaces nodes, which are erased."""
+        nonlocal last
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(name)
+        last.target = last.name  # an argument name may occur several times
+        last.meta["val"] = value
         # AOTAutograd reads the source in the model of each input.
-        self.last._dynamo_source = None
-        self.values.append(value)
+        last._dynamo_source = None
+        values.append(value)
         for node in nodes:
-            node.replace_all_uses_with(self.last)
-            self.graph.graph.erase_node(node)
+            node.replace_all_uses_with(last)
+            graph.graph.erase_node(node)
 
-
-def _made(owned: dict[str, Any]) -> CopySpec:
-    return CopySpec(owned["stream"], owned["fmt"], owned["rounding"], tuple(owned["keep"]))
+    calls = [arguments(node) for node in lifted]
+    specs = [
+        CopySpec(call["stream"], call["fmt"], call["rounding"], tuple(call["keep"]))
+        for call in calls
+    ]
+    indices = [inputs.index(call["x"]) for call in calls]
+    seed = calls[0]["seed"]
+    draws = seed.target is torch.ops.qsync.draw.default
+    if draws:
+        replace([seed], f"{seed.name}_drawn", graph.value(seed))
+    for node in lifted:
+        results = zip(("values", "scale"), graph.value(node), strict=True)
+        for index, (name, value) in enumerate(results):
+            getitem = py_operator.getitem, (node, index)
+            parts = [user for user in node.users if (user.target, user.args) == getitem]
+            replace(parts, f"{node.name}_{name}", value)
+        graph.graph.erase_node(node)
+    graph.inputs = [*graph.inputs, *values]
+    graph.module.recompile()
+    pairs = tuple(zip(indices, specs, strict=True))
+    return Lifted(graph.context.device, draws, pairs, tuple(values))
 
 
 def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
     """Yield the casts of weights to scaled formats, and why one cannot be lifted; "" if it can."""
     origins, memory = Origins(graph), AliasSets(graph)
+    target = torch.ops.qsync.quantize.default
     for part in graph.walk():
-        for node in part.graph.find_nodes(
-            op="call_function", target=torch.ops.qsync.quantize.default
-        ):
-            if origins.of(node.args[0]) is Origin.PARAMETER:
-                inside = "it is inside a checkpointed region and is recomputed with it"
-                yield node, inside if part is not graph else _obstacle(graph, node, memory)
+        for node in part.graph.find_nodes(op="call_function", target=target):
+            if origins.of(node.args[0]) is not Origin.PARAMETER:
+                continue
+            if part is graph:
+                yield node, _obstacle(graph, node, memory)
+            else:
+                yield node, "it is inside a checkpointed region and is recomputed with it"
 
 
 def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
-    owned = arguments(node)
-    weight, value = owned["x"], graph.value(owned["x"])
+    call = arguments(node)
+    weight, value = call["x"], graph.value(call["x"])
     if weight.op != "placeholder":
         return "it is computed from a parameter, or is a constant of the graph"
     if memory.of(weight) & memory.written:
         return "the model itself writes to it"
     if any(type(size) is not int for size in (*value.shape, *value.stride())):
         return "its size is symbolic"
-    if value.device.type == "cuda" and quantize_launch.fused(value, precision(owned["fmt"])):
+    if value.device.type == "cuda" and quantize_launch.fused(value, precision(call["fmt"])):
         return (
             "no kernel quantizes it on this device, so a compiler fuses its quantization with "
             "other operators"
@@ -299,22 +280,24 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
     return ""
 
 
-def _warn_left_out(
-    graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool
-) -> None:
-    if not any_weights and graph.operators("adjustable"):
+def _warn_left_out(graph: PrecisionGraph, weights: dict[fx.Node, str]) -> None:
+    left = [node for node, why in weights.items() if why]
+    if left:
+        reasons = sorted(
+            {f"{node_metadata.cast_source(node).name}: {weights[node]}" for node in left}
+        )
+        if len(reasons) > 3:
+            reasons[3:] = ["and so on"]
         warnings.warn(
-            f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its '
-            "weights is quantized. The option applies to int8 and fp8",
+            f'with the option "cache_quantized_weights", {len(left)} weights of {graph.where} '
+            f"are still quantized in each pass: {'; '.join(reasons)}",
             PlanWarning,
             stacklevel=2,
         )
-    if left:
-        of = sorted({f"{node_metadata.cast_source(node).name}: {why}" for node, why in left})
+    elif not weights and graph.operators("adjustable"):
         warnings.warn(
-            f'with the option "cache_quantized_weights", {len(left)} weights of {graph.where} '
-            "are still quantized in each pass: "
-            f"{'; '.join(of[:3])}{'; and so on' if len(of) > 3 else ''}",
+            f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its '
+            "weights is quantized. The option applies to int8 and fp8",
             PlanWarning,
             stacklevel=2,
         )

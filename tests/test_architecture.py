@@ -92,7 +92,7 @@ def test_only_the_table_lists_dtypes() -> None:
         "backend/operators/gemm/cpu_kernels.py": "what the native module multiplies, and gives out",
         "backend/inductor/layouts.py": "the one type of which oneDNN's gradients of some convolutions were measured to be "
         "slow",
-        "backend/operators/masks.py": "a byte that says yes or no, and is no number",
+        "backend/inductor/recompute_policy.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
 

@@ -257,7 +257,7 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
         lowerings()
     assert (
         caught.value.where
-        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package "
+        == "qsync_fx.backend.operators.linear and quiet_package:taken of the package "
         "quiet-package"
     )
 

@@ -1,14 +1,8 @@
 """Decomposition tables for Inductor: vectorized code on the CPU, fusible quantizers on CUDA.
 
 Invariant: results equal Inductor's except for the order in which overlapping pooling windows are
-summed, the dtype, and the values that dropout drops.
-
-The option "fast_dropout" draws masks from the rounding stream (`qsync::keep`). It is a
-decomposition and not a lowering because the dropout of BF16 attention appears only in the traced
-graph. Each dropout has its own stream; the graph's seed is drawn once per step. The masks are
-saved, so both passes drop the same values. Activation checkpointing would draw them again from
-another seed, so graphs with a checkpoint keep torch's dropout, with a warning if the option was
-set.
+summed, the dtype, and the values that dropout drops. Sums of 16-bit embedding gradients are FP32,
+rounded once.
 """
 
 from __future__ import annotations
@@ -22,54 +16,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from qsync_fx.backend.inductor import layouts, quantize_lowerings
-from qsync_fx.backend.inductor.recompute_policy import threshold_backward
-from qsync_fx.backend.operators.masks import keep, pack_bits, unpack_bits
-from qsync_fx.backend.operators.scatter_gradients import embedding_gradient, max_pool2d_gradient
+from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
+from qsync_fx.backend.operators.registration import define
 from qsync_fx.errors import PlanWarning
 from qsync_fx.graph.graph import PrecisionGraph, drawn, may_be_drawn
-from qsync_fx.rounding import DROPOUT, SHARED, RandomStreams
 
-
-def decomposition(bits: bool = False) -> Callable[..., Any]:
-    """Return `aten.native_dropout` for one graph; `bits` packs saved masks.
-
-    It returns NotImplemented, which leaves the call to torch, unless the input is floating point on
-    the CPU, in training, with 0 < p < 1.
-    """
-    streams = RandomStreams(DROPOUT, SHARED)
-
-    def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-        if (
-            not train
-            or not 0.0 < p < 1.0
-            or not x.dtype.is_floating_point
-            or x.device.type != "cpu"
-        ):
-            return NotImplemented
-        saved = keep(x.shape, torch.ops.qsync.draw.default(x.device), streams.take(), p)
-        if bits:
-            saved = unpack_bits(pack_bits(saved.view(torch.bool)), saved.shape)
-        return x * saved.to(x.dtype) * (1.0 / (1.0 - p)), saved
-
-    return native_dropout
-
-
-def in_bits(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's `aten.native_dropout` with a mask that both passes read from packed bits."""
-
-    def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-        if not train or not 0.0 < p < 1.0 or x.device.type != "cpu":
-            return torchs(x, p, train)
-        _, drawn = torchs(x, p, train)
-        mask = unpack_bits(pack_bits(drawn), drawn.shape)
-        return mask * x * (1.0 / (1.0 - p)), mask
-
-    return native_dropout
+aten = torch.ops.aten
 
 
 def serves(graph: PrecisionGraph) -> bool:
-    """Return whether dropout uses the rounding stream; warn if it was requested but cannot."""
+    """Return whether dropout uses the rounding stream; warn if it was requested but cannot.
+
+    Activation checkpointing would draw the masks again, from another seed.
+    """
     if drawn(graph):
         return True
     if graph.context.options.fast_dropout and may_be_drawn(graph):
@@ -83,23 +42,73 @@ def serves(graph: PrecisionGraph) -> bool:
     return False
 
 
-aten = torch.ops.aten
-
-
-def _max_pool2d_backward(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
+@define(
+    "embedding_gradient(Tensor gradient, Tensor indices, SymInt rows, SymInt padding, bool "
+    "by_frequency) -> Tensor",
+    fake=lambda gradient, indices, rows, *_: gradient.new_empty((rows, gradient.shape[-1])),
+)
+def embedding_gradient(
+    gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> Tensor:
-    """Scatter with torch's kernel; Inductor's is not vectorized (a tenth of a ResNet-18 step)."""
-    result = max_pool2d_gradient(
-        gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode
+    """Add each row of `gradient` to the row of a table that its index names.
+
+    Inductor's decomposition is a masked scatter of single values; torch's kernel adds whole rows.
+
+    Args:
+        gradient: `[*indices.shape, D]`, floating point.
+        indices: int32 or int64, any shape.
+        padding: the row without a gradient; -1 for none.
+        by_frequency: whether to divide each row by the number of its indices.
+
+    Returns:
+        `[rows, D]`, dtype of `gradient`.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    scatter = aten.embedding_dense_backward.default
+    summed: Tensor = scatter(gradient.to(wide), indices, rows, padding, by_frequency)
+    return summed.to(gradient.dtype)
+
+
+def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
+    layout = torch.contiguous_format
+    if gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last):
+        layout = torch.channels_last
+    return torch.empty(size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
+
+
+@define(
+    "max_pool2d_gradient(Tensor gradient, Tensor indices, SymInt[] size, SymInt[] kernel, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode) -> Tensor",
+    fake=lambda gradient, indices, size, *_: _like(gradient, size),
+)
+def max_pool2d_gradient(
+    gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object
+) -> Tensor:
+    """Add each element of `gradient` at the position of its maximum.
+
+    torch's own operator also requires the pooling's input, which would be saved or recomputed
+    although only its shape is read; Inductor's is not vectorized.
+
+    Args:
+        gradient: `[N, C, H', W']` or `[C, H', W']`, floating point.
+        indices: int64, same shape: `h * W + w` in the input.
+        size: shape of the input, `[N, C, H, W]` or `[C, H, W]`.
+        window: kernel, stride, padding, dilation and ceil_mode of the pooling.
+
+    Returns:
+        Shape `size`, dtype and memory format of `gradient`; overlapping windows are summed.
+    """
+    result = _like(gradient, size)
+    # torch's kernel reads only shape and memory format of the input: the result can serve as one.
+    aten.max_pool2d_with_indices_backward.grad_input(
+        gradient, result, *window, indices, grad_input=result
     )
+    return result
+
+
+def _max_pool2d_backward(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    *window, indices = rest
+    result = max_pool2d_gradient(gradient, indices, x.shape, *window)
     # The kernel preserves the gradient's memory format, torch's operator the input's.
     return result.contiguous(memory_format=suggest_memory_format(x))
 
@@ -107,8 +116,7 @@ def _max_pool2d_backward(
 class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
     """A decomposition table that is pickled as the arguments that it was built from.
 
-    torch 2.13 includes the table in cache keys of graphs, and the operators in it cannot be
-    pickled, so that no graph was ever found in the cache.
+    torch 2.13 has the table in its cache keys, and the operators in it cannot be pickled.
     """
 
     def __init__(
@@ -127,24 +135,22 @@ def for_inductor(
     """Return Inductor's decomposition table with ours, or None if its own needs no change."""
     from torch._inductor.decomposition import select_decomp_table
 
-    made_of = device, fast_dropout, activation_recompute
+    table, dropout = dict(select_decomp_table()), aten.native_dropout.default
     if device.type != "cpu":
-        written = quantize_lowerings.decompositions(device)
-        return (
-            DecompositionTable({**select_decomp_table(), **written}, made_of) if written else None
-        )
-
-    table, dropping = select_decomp_table(), aten.native_dropout.default
-    if fast_dropout:
-        table = {**table, dropping: decomposition(bits=activation_recompute)}
-    elif activation_recompute and dropping in table:
-        # Inductor omits it if "fallback_random" is set, as when it loads a graph from torch's
-        # caches.
-        table = {**table, dropping: in_bits(table[dropping])}
-    ours: dict[OpOverload, Callable[..., Any]] = {
-        aten.convolution_backward.default: layouts.convolution_backward,
-        aten.threshold_backward.default: threshold_backward,
-        aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
-        aten.embedding_dense_backward.default: embedding_gradient,
-    }
-    return DecompositionTable({**table, **ours}, made_of)
+        ours = fusible_quantize.decompositions(device)
+        if not ours:
+            return None
+    else:
+        ours = {
+            aten.convolution_backward.default: layouts.convolution_backward,
+            aten.threshold_backward.default: recompute_policy.threshold_backward,
+            aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
+            aten.embedding_dense_backward.default: embedding_gradient,
+        }
+        # Inductor has no decomposition of dropout if "fallback_random" is set, as when it loads a
+        # graph from torch's caches.
+        if fast_dropout:
+            ours[dropout] = recompute_policy.fast_dropout(bits=activation_recompute)
+        elif activation_recompute and dropout in table:
+            ours[dropout] = recompute_policy.dropout_in_bits(table[dropout])
+    return DecompositionTable(table | ours, (device, fast_dropout, activation_recompute))

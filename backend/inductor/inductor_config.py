@@ -22,7 +22,7 @@ from torch.backends import cuda
 import qsync_fx
 import qsync_fx.passes
 from qsync_fx.backend.cuda.runtime import quantize_launch
-from qsync_fx.backend.inductor import layouts, quantize_lowerings, recompute_policy
+from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
 from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
@@ -34,100 +34,87 @@ _AS_ROWS: Final = tuple(
 """Targets that first flatten a tensor to rows; a convolution reads images as they are."""
 
 
-@functools.cache
-def register_with_inductor() -> None:
-    """Register lowerings and layout constraints of our operators with Inductor.
+def _on_cuda(node: fx.Node) -> bool:
+    operand: Any = node.args[0]
+    return bool(operand.meta["val"].device.type == "cuda")
 
-    `qsync::quantize` is correct in any layout; it reads channels-last if the graph's convolutions
-    do. With the traced layout Inductor copied every activation twice (a VGG step took a fifth
-    longer). Without a constraint, tensors computed only to be quantized were channels-first (a
-    ResNet step took a tenth longer). Inputs that linear layers read as rows keep their layout, also
-    with four dimensions, as in ConvNeXt. The price: random numbers follow memory positions, so they
-    differ from the eager graph's; rounding stays unbiased.
+
+def _as_traced(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Constrain CUDA operands to the layouts that their kernel was compiled for."""
+    from torch._inductor.lowering import constrain_to_fx_strides
+
+    if _on_cuda(node):
+        return constrain_to_fx_strides(node, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return args, kwargs
+
+
+def _channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
+    """Let producers write channels-last, where other layouts are copied before the kernel runs."""
+    from torch._inductor.ir import ExternKernel
+
+    if _on_cuda(node):
+        a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
+    return (a, b, *others), {}
+
+
+def _as_convolutions(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
+    """Make an image that is quantized channels-last if the graph's convolutions read that.
+
+    With the traced layout Inductor copied every activation twice; without a constraint, tensors
+    computed only to be quantized were channels-first. Inputs that linear layers read as rows keep
+    their layout, as in ConvNeXt. The price: random numbers follow memory positions, so they differ
+    from the eager graph's; rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
-    from torch._inductor.lowering import constrain_to_fx_strides, make_fallback, register_lowering
     from torch._inductor.virtualized import V
 
-    integer_convolution = torch.ops.qsync.integer_convolution.default
-    by_kernel = torch.ops.qsync.conv2d_product.default
-
-    def convolves() -> bool:
-        # Inductor itself looks for torch's convolutions only, and a forward graph may contain only
-        # ours.
-        targets = (integer_convolution, by_kernel)
-        return any(
-            V.graph.graph.find_nodes(op="call_function", target=target) for target in targets
-        )
-
-    def can_be_copied(node: fx.Node) -> bool:
-        # Triton does not write FP8 before compute capability 8.9, so the layout must be right from
-        # the start.
-        x: Any = node.args[0]
-        return not on_cuda(node) or quantize_launch.compiles(
-            precision(str(node.args[3])), x.meta["val"].device
-        )
-
-    def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
-        # Graph inputs keep their layout: copying weights after quantization moves a quarter of the
-        # bytes.
-        made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        if (
-            (made_here or not can_be_copied(node))
-            and (V.graph.layout_opt or convolves())
-            and len(x.get_size()) in (4, 5)
-            and not _rows_alone(node)
-        ):
-            channels_last = (
-                ExternKernel.require_channels_last
-                if len(x.get_size()) == 4
-                else ExternKernel.require_channels_last_3d
-            )
-            x = channels_last(x)
+    source: Any = node.args[0]
+    require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
+    rank = len(x.get_size())
+    if rank not in require or _read_as_rows(node):
         return (x, *others), {}
-
-    def as_traced(node: fx.Node, *value: Any, **named: Any) -> tuple[Any, Any]:
-        # The kernel was selected and compiled for the traced layouts. The CPU's accepts any.
-        result: tuple[Any, Any] = value, named
-        if on_cuda(node):
-            result = constrain_to_fx_strides(node, *value, **named)  # type: ignore[no-untyped-call]
-        return result
-
-    def channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
-        # Other layouts are copied before the kernel runs; here the producer may write
-        # channels-last.
-        if on_cuda(node):
-            a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
-        return (a, b, *others), {}
-
-    def on_cuda(node: fx.Node) -> bool:
-        operand: Any = node.args[0]
-        return bool(operand.meta["val"].device.type == "cuda")
-
-    def called(operator: Any, lies: Callable[..., tuple[Any, Any]] | None = None) -> None:
-        # With this tag Inductor reads no other constraint, and mismatched inputs would be copied
-        # before each call.
-        assert lies is None or torch.Tag.flexible_layout not in operator.tags, operator
-        make_fallback(operator, lies, warn=False)  # type: ignore[no-untyped-call]
-
-    called(torch.ops.qsync.gemm.default, as_traced)
-    called(by_kernel, channels_last_on_cuda)
-    called(integer_convolution)
-    called(torch.ops.qsync.quantize.default, constrain)
-    # Its decomposition returns NotImplemented if there are kernels, and Inductor has no implicit
-    # fallback for decomposed operators.
-    called(torch.ops.qsync.quantize_transposed.default, as_traced)
-    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(
-        recompute_policy.lower_gate
-    )
-    quantize_lowerings.register()
+    # Graph inputs keep their layout: copying weights after quantization moves a quarter of the
+    # bytes. Triton does not write FP8 before compute capability 8.9: no copy is possible there.
+    if source.op == "placeholder":
+        fmt = precision(str(node.args[3]))
+        if not _on_cuda(node) or quantize_launch.compiles(fmt, source.meta["val"].device):
+            return (x, *others), {}
+    # Inductor itself looks for torch's convolutions only, and a forward graph may have only ours.
+    find = functools.partial(V.graph.graph.find_nodes, op="call_function")
+    ours = torch.ops.qsync.integer_convolution, torch.ops.qsync.conv2d_product
+    if V.graph.layout_opt or any(find(target=operator.default) for operator in ours):
+        x = require[rank](x)
+    return (x, *others), {}
 
 
-def _rows_alone(quantized: fx.Node) -> bool:
+def _read_as_rows(quantized: fx.Node) -> bool:
     """Return whether all readers flatten the quantized tensor to rows, as linear layers do."""
     values = [part for part in quantized.users if part.args[1:] == (0,)]
     readers = [reader for part in values for reader in part.users if reader.op == "call_function"]
     return bool(readers) and all(reader.target in _AS_ROWS for reader in readers)
+
+
+@functools.cache
+def register_with_inductor() -> None:
+    """Register lowerings and layout constraints of our operators with Inductor."""
+    from torch._inductor.lowering import make_fallback, register_lowering
+
+    ours = torch.ops.qsync
+    constraints = {
+        ours.gemm.default: _as_traced,
+        ours.conv2d_product.default: _channels_last_on_cuda,
+        ours.integer_convolution.default: None,
+        ours.quantize.default: _as_convolutions,
+        # Its decomposition returns NotImplemented if there are kernels, and Inductor has no
+        # implicit fallback for decomposed operators.
+        ours.quantize_transposed.default: _as_traced,
+    }
+    for operator, constraint in constraints.items():
+        # With this tag Inductor reads no other constraint.
+        assert constraint is None or torch.Tag.flexible_layout not in operator.tags, operator
+        make_fallback(operator, constraint, warn=False)  # type: ignore[no-untyped-call]
+    register_lowering(ours.gate.default, type_promotion_kind=None)(recompute_policy.lower_gate)
+    fusible_quantize.register()
 
 
 def captures(options: Options, device: torch.device) -> bool:
@@ -147,34 +134,30 @@ def inductor(
 ) -> dict[str, Any]:
     """Return the settings of `torch._inductor.config` for a device and for options.
 
-    The tag of `qsync::draw` excludes it from captures: Inductor partitions the graph there.
+    Each kind of pass has one slot, and the user's pass has priority: without ours steps are
+    correct, but slower, or save more.
     """
-    owned = torch._inductor.config.joint_custom_post_pass
-    # There is one slot and the user's pass has priority; without ours only memory is lost.
+    theirs = torch._inductor.config
+    settings: dict[str, Any] = {}
     repeats = recompute_policy.Repeatable() if activation_recompute else None
     if device.type != "cpu":
-        repeated = {"joint_custom_post_pass": owned or repeats} if activation_recompute else {}
-        return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
-    settings = torch._inductor.config
-    packs = (
-        {"custom_partitioner_fn": recompute_policy.InBits(settings.custom_partitioner_fn)}
-        if activation_recompute
-        else {}
-    )
-    return packs | {
-        "joint_custom_post_pass": owned or layouts.AsWeights(repeats),
-        # Inductor's CPU random numbers are scalar, 20 ns each: a third of a GPT-2 block's step.
-        # torch's cost 2 ns. `torch.rand` then returns the eager model's numbers; dropout still
-        # differs, since Inductor derives it in another way.
+        if repeats is not None:
+            settings["joint_custom_post_pass"] = theirs.joint_custom_post_pass or repeats
+        if cudagraphs:
+            settings["triton.cudagraphs"] = True
+        return settings
+    if activation_recompute:
+        settings["custom_partitioner_fn"] = recompute_policy.InBits(theirs.custom_partitioner_fn)
+    return settings | {
+        "joint_custom_post_pass": theirs.joint_custom_post_pass or layouts.AsWeights(repeats),
+        "post_grad_custom_pre_pass": theirs.post_grad_custom_pre_pass
+        or recompute_policy.EarlyBytes(),
+        # Inductor's CPU random numbers are scalar. `torch.rand` then returns the eager model's
+        # numbers; dropout still differs, since Inductor derives it in another way.
         "fallback_random": True,
         # By default Inductor materializes values with more than four reads. A quantized activation
-        # reads scales, statistics and parameters; FP32 copies of activations raised the peak memory
-        # of a VGG step by half.
+        # reads scales, statistics and parameters; FP32 copies of activations raise peak memory.
         "realize_reads_threshold": 24,
-        # There is one slot and the user's pass has priority; without ours steps are correct but
-        # slower.
-        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass
-        or recompute_policy.EarlyBytes(),
     }
 
 
@@ -182,8 +165,7 @@ def inductor(
 def _revision() -> str:
     """Return a digest of the code of this package.
 
-    torch's on-disk caches identify a graph by its operators, not by what tracing into them yields
-    or how they are lowered. Reading all files costs some hundredths of a second.
+    torch's on-disk caches identify a graph by its operators, not by what tracing into them yields.
     """
     folders = {
         Path(str(module.__file__)).parent.resolve()
@@ -193,48 +175,40 @@ def _revision() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _ours() -> str:
-    return f"qsync_fx {_revision()}"
+def _with_tag(*parts: str) -> Any:
+    """Return a context manager that adds parts, and the revision, to the keys of torch's caches."""
+    settings: Any = torch.compiler.config
+    package = f"qsync_fx {_revision()}"
+    tag = [settings.cache_key_tag, *parts]
+    if package not in settings.cache_key_tag:
+        tag.append(package)
+    return settings.patch(cache_key_tag=" ".join(filter(None, tag)))
 
 
 def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Inductor's inner compiler with the cache tag of the current graph.
-
-    The backward graph is compiled at its first run, and its cache key lacks our lowerings.
-    """
-    settings: Any = torch.compiler.config
-    tag = settings.cache_key_tag
-    result: Callable[..., Any] = settings.patch(
-        cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip()
-    )(compile_inner)
+    """Return Inductor's inner compiler with the cache tag of the graph, also for backward."""
+    result: Callable[..., Any] = _with_tag()(compile_inner)
     return result
-
-
-def _units(device: torch.device) -> str:
-    """Return a cache key for the integer units: different CPUs may share a cache on disk."""
-    if device.type != "cpu":
-        return ""
-    return "integers " * cpu_multiplies_integers() + "native integers" * native_integer_unit()
 
 
 @contextmanager
 def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     """Apply the settings that tracing into a rewritten graph depends on.
 
-    BF16 and FP16 attention multiplies in that format if the device has no fused kernel, as with
-    dropout on the CPU; torch would cast the operands to FP32, contrary to the plan; autocast
-    prevents that too.
+    Attention without a fused kernel multiplies in the planned format, not in torch's FP32.
 
     Args:
         device: of the graph.
         kernels: text that identifies the decided kernels, for the key of torch's on-disk caches.
     """
+    parts = [kernels]
+    if device.type == "cpu":  # different CPUs may share a cache on disk
+        parts.append("integers" * cpu_multiplies_integers())
+        parts.append("native integers" * native_integer_unit())
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    settings: Any = torch.compiler.config
-    tag = f"{settings.cache_key_tag} {kernels} {_units(device)} {_ours()}".strip()
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
-        with settings.patch(cache_key_tag=tag):
+        with _with_tag(*parts):
             yield
     finally:
         cuda.allow_fp16_bf16_reduction_math_sdp(before)

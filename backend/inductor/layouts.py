@@ -1,14 +1,9 @@
 """Layout decisions on the CPU: weight gradients, depthwise gradients, images of convolutions.
 
-- `AsWeights` gives weight gradients the layout of their weights. autograd copies other layouts
-  value by value: Inductor's convolutions yield channels-last gradients, most weights are
-  channels-first (a fifth of a ResNet-18 step with small images).
+- `AsWeights` gives weight gradients the layout of their weights.
 - `convolution_backward` computes depthwise gradients for which oneDNN has no fast kernel in FP32
-  and channels-last (`benchmarks/kernels/cpu_kernels.py --only grouped`). They are at least as
-  exact: sums are rounded once.
-- `settings` disables Inductor's channels-last layout if weights far outweigh images: it would
-  convert the weights and gradients in every step, and oneDNN once more (a quarter of the step of a
-  ResNet-18 with 8 images of 32 x 32).
+  and channels-last. They are at least as exact: sums are rounded once.
+- `settings` disables Inductor's channels-last layout if weights far outweigh images.
 
 Except for the depthwise gradients, only layouts change, no values.
 """
@@ -23,18 +18,19 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import qsync_fx.backend.operators.convolution  # noqa: F401 - registers the operators
-from qsync_fx.backend.operators.conv_gradients import depthwise_gradients
-from qsync_fx.backend.operators.memory_order import convolution_format
+from qsync_fx.backend.operators.convert import convolution_format
+from qsync_fx.backend.operators.registration import define
 from qsync_fx.formats import precision
+from qsync_fx.graph.fx_utils import arguments
 
-_SPATIAL = (4, 5)
-"""Ranks of weights with channels first or last."""
+aten = torch.ops.aten
 
 
 class AsWeights(CustomGraphPass):
     """Joint-graph pass that gives weight gradients the layout of their weights.
 
-    It runs the pass `before` first, since Inductor has one slot for such passes.
+    autograd copies other layouts value by value. The pass runs `before` first, since Inductor has
+    one slot for such passes.
     """
 
     def __init__(self, before: Any = None) -> None:
@@ -43,55 +39,47 @@ class AsWeights(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        arguments = graph.find_nodes(op="placeholder")
-        inputs = [node for node in arguments if node.name.startswith("primals")]
+        placeholders = graph.find_nodes(op="placeholder")
+        inputs = [node for node in placeholders if node.name.startswith("primals")]
         # Inference graphs have no tangents. The last outputs are gradients, one per input.
-        if not any(node.name.startswith("tangents") for node in arguments):
+        if not any(node.name.startswith("tangents") for node in placeholders):
             return
         output = graph.output_node()
         returned: Any = output.args[0]
         result, first = list(returned), len(returned) - len(inputs)
         for index, weight in enumerate(inputs, first):
             if first >= 0 and _may_differ(weight, result[index]):
-                result[index] = _laid(graph, result[index], weight.meta["val"].stride())
+                result[index] = _laid_out(graph, result[index], weight.meta["val"].stride())
         output.args = (type(returned)(result),)
 
     def uuid(self) -> Any:
-        owned = get_hash_for_files((__file__,))
-        return owned if self.before is None else (owned, self.before.uuid())
+        files = get_hash_for_files((__file__,))
+        return files if self.before is None else (files, self.before.uuid())
 
 
 def _may_differ(weight: fx.Node, gradient: Any) -> bool:
-    if not isinstance(gradient, fx.Node):
+    of, value = _value(weight), _value(gradient)
+    if of is None or value is None or of.dim() not in (4, 5) or of.shape != value.shape:
         return False
-    of, value = weight.meta.get("val"), gradient.meta.get("val")
-    if (
-        not (isinstance(of, torch.Tensor) and isinstance(value, torch.Tensor))
-        or of.dim() not in _SPATIAL
-    ):
+    if not all(type(size) is int for size in (*of.shape, *of.stride(), *value.shape)):
         return False
-    available = all(type(size) is int for size in (*of.shape, *of.stride(), *value.shape))
-    return available and of.shape == value.shape and of.is_contiguous() | _channels_last(of)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[of.dim()]
+    return of.is_contiguous() or of.is_contiguous(memory_format=last)
 
 
-def _channels_last(value: torch.Tensor) -> bool:
-    last = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
-    return value.is_contiguous(memory_format=last)
-
-
-def _laid(graph: fx.Graph, gradient: fx.Node, stride: Sequence[int]) -> fx.Node:
+def _laid_out(graph: fx.Graph, gradient: fx.Node, stride: Sequence[int]) -> fx.Node:
     value = gradient.meta["val"]
     with graph.inserting_after(gradient):
-        laid = graph.call_function(
+        result = graph.call_function(
             torch.ops.prims.inductor_force_stride_order.default,
             (gradient, list(stride)),
             name=f"{gradient.name}_laid",
         )
-    laid.meta["val"] = value.new_empty_strided(value.shape, stride)
+    result.meta["val"] = value.new_empty_strided(value.shape, stride)
     for key in ("partitioner_tag", "autograd_backward", "seq_nr"):
         if key in gradient.meta:
-            laid.meta[key] = gradient.meta[key]
-    return laid
+            result.meta[key] = gradient.meta[key]
+    return result
 
 
 LARGE: Final = 5
@@ -101,21 +89,14 @@ LARGE: Final = 5
 def slow(weight: Tensor, stride: Sequence[int], transposed: bool, groups: int) -> tuple[bool, bool]:
     """Return whether oneDNN is slow for a convolution's input gradient and for its weight gradient.
 
-    The input gradient is slow in BF16 with strides above 1: 7 to 113 times FP32's time. The weight
-    gradient is slow for kernels of 5 x 5 and larger: 1.5 to 3.5 times in BF16, and also in FP32 in
-    Inductor's layouts (AVX512-BF16, torch 2.13).
-
-    Args:
-        weight: `[C, 1, R, S]` if depthwise; other weights give (False, False).
-        stride, transposed, groups: of the convolution.
+    The input gradient is slow in BF16 with strides above 1, the weight gradient for kernels of 5 x
+    5 and larger, in BF16 and in Inductor's layouts also in FP32 (AVX512-BF16, torch 2.13;
+    `benchmarks/kernels/grouped_convolutions.py`). A depthwise weight is `[C, 1, R, S]`.
     """
-    if (
-        weight.dim() != 4
-        or weight.dtype not in (torch.bfloat16, torch.float32)
-        or weight.device.type != "cpu"
-    ):
+    supported = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
+    if not supported or weight.dim() != 4 or transposed:
         return False, False
-    if transposed or weight.shape[1] != 1 or not weight.shape[0] == groups > 1:
+    if weight.shape[1] != 1 or not weight.shape[0] == groups > 1:
         return False, False
     return weight.dtype is torch.bfloat16 and max(stride) > 1, max(weight.shape[2:]) >= LARGE
 
@@ -134,53 +115,98 @@ def convolution_backward(
     needed: Sequence[bool],
 ) -> Any:
     """Decompose `aten::convolution_backward`: slow gradients by ours, the others unchanged."""
-    wide = slow(weight, stride, transposed, groups)
-    in_fp32 = [a and b for a, b in zip(needed, wide, strict=False)]
-    if not any(in_fp32):
+    is_slow = slow(weight, stride, transposed, groups)
+    ours = [a and b for a, b in zip(needed, is_slow, strict=False)]
+    if not any(ours):
         return NotImplemented
-    wide_gradients = depthwise_gradients(gradient, x, weight, stride, padding, dilation, in_fp32)
+    computed = depthwise_gradients(gradient, x, weight, stride, padding, dilation, ours)
     layout = convolution_format(x, weight)
-    gradients = [
-        None if t is None else t.contiguous(memory_format=layout) for t in (*wide_gradients, None)
-    ]
-    others = [a and not b for a, b in zip(needed, [*in_fp32, False], strict=True)]
+    gradients: list[Tensor | None] = [None, None, None]
+    for index in range(2):
+        if ours[index]:
+            gradients[index] = computed[index].contiguous(memory_format=layout)
+    others = [needed[0] and not ours[0], needed[1] and not ours[1], needed[2]]
     if others[2] and not others[1]:
         # oneDNN computes the bias gradient with the weight gradient, which would run again for it.
-        others[2], gradients[2] = (
-            False,
-            gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype),
-        )
+        total = gradient.sum((0, 2, 3), dtype=torch.float32)
+        others[2], gradients[2] = False, total.to(gradient.dtype)
     if any(others):
         rest = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
-        narrow = torch.ops.aten.convolution_backward.default(gradient, x, weight, *rest, others)
-        pairs = zip(narrow, gradients, strict=True)
-        gradients = [new if of_fp32 is None else of_fp32 for new, of_fp32 in pairs]
+        theirs = aten.convolution_backward.default(gradient, x, weight, *rest, others)
+        for index in range(3):
+            if others[index]:
+                gradients[index] = theirs[index]
     return tuple(gradients)
+
+
+def _depthwise_fake(
+    gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    of_x, of_weight = x.new_empty(0), weight.new_empty(0)
+    need_x, need_weight = rest[-1]
+    if need_x:
+        of_x = torch.empty_like(x, memory_format=torch.channels_last)
+    if need_weight:
+        of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return of_x, of_weight
+
+
+@define(
+    "depthwise_gradients(Tensor gradient, Tensor x, Tensor weight, SymInt[] stride, SymInt[] "
+    "padding, SymInt[] dilation, bool[2] needed) -> (Tensor, Tensor)",
+    fake=_depthwise_fake,
+)
+def depthwise_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the input and weight gradients of a depthwise convolution, empty if not needed.
+
+    They are computed in FP32 and channels-last, where oneDNN is fast, and rounded once. Inductor
+    converts inputs of torch's operator to the slow layout of the weight gradient.
+
+    Args:
+        gradient: `[N, C, H', W']`, BF16 or FP32.
+        x: `[N, C, H, W]`, same dtype.
+        weight: `[C, 1, R, S]`, same dtype.
+        rest: stride, padding and dilation of the convolution, and whether each gradient is needed.
+
+    Returns:
+        `[N, C, H, W]`, channels-last, and `[C, 1, R, S]`, contiguous.
+    """
+    *window, needed = rest
+    wide = [t.to(torch.float32, memory_format=torch.channels_last) for t in (gradient, x)]
+    settings = None, *window, False, [0, 0], weight.shape[0], [*needed, False]
+    of_x, of_weight, _ = aten.convolution_backward.default(*wide, weight.float(), *settings)
+    results = _depthwise_fake(gradient, x, weight, needed)
+    for result, value in zip(results, (of_x, of_weight), strict=True):
+        if value is not None:
+            result.copy_(value)
+    return results
 
 
 _OURS: Final = torch.ops.qsync.convolution.default
 _CONVOLUTIONS: Final = (
-    torch.ops.aten.conv2d.default,
-    torch.ops.aten.convolution.default,
+    aten.conv2d.default,
+    aten.convolution.default,
     torch.ops.qsync.padded_convolution.default,
     _OURS,
 )
-_CONV2D_RANK: Final = 4
 FAR: Final = 4
 """Ratio of weight to image values for channels-first; at about 1 both layouts are equally fast."""
 
 
 def settings(device: torch.device, module: fx.GraphModule) -> dict[str, bool]:
     """Return the settings of `torch._inductor.config` for the image layout of a graph."""
-    return {"layout_optimization": False} if device.type == "cpu" and as_it_comes(module) else {}
+    if device.type == "cpu" and as_it_comes(module):
+        return {"layout_optimization": False}
+    return {}
 
 
 def as_it_comes(module: fx.GraphModule) -> bool:
     """Return whether Inductor should preserve the layout of a graph's images.
 
-    Our kernels read channels-last. If they compute the backward products too, images are converted
-    for all of them; if they compute only the output, those copies are smaller than copies of
-    weights.
+    Channels-last would convert the weights and gradients in every step. Our kernels read it: if
+    they compute the backward products too, images are converted for all of them.
     """
     if any(_scales_gradients(node) for node in module.graph.nodes):
         return False
@@ -194,10 +220,7 @@ def as_it_comes(module: fx.GraphModule) -> bool:
 
 def _scales_gradients(node: fx.Node) -> bool:
     """Return whether a node is our convolution with a scaled gradient format."""
-    if node.target is not _OURS:
-        return False
-    names = [argument.name for argument in _OURS._schema.arguments]
-    return precision(str(node.args[names.index("fmt")])).gradient.scaled
+    return node.target is _OURS and precision(arguments(node)["fmt"]).gradient.scaled
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,14 +228,10 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:
     for node in graph.nodes:
         if node.target in _CONVOLUTIONS:
             image, weight = (_value(arg) for arg in node.args[:2])
-            if (
-                image is not None
-                and weight is not None
-                and image.dim() == weight.dim() == _CONV2D_RANK
-            ):
+            if image is not None and weight is not None and image.dim() == weight.dim() == 4:
                 yield image, weight
 
 
 def _value(arg: object) -> Tensor | None:
-    result = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+    result = getattr(arg, "meta", {}).get("val")
     return result if isinstance(result, Tensor) else None

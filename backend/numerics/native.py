@@ -10,7 +10,7 @@ Invariant: the bits of `reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -28,15 +28,12 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
 }
 
 
-def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    guards: Any = torch._C._dynamo.guards
-    result: Any = getattr(guards, "_empty_strided_cpu", None)
-    return result or (
-        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    )
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
-empty_on_cpu: Final = _allocator()
+_guards: Any = torch._C._dynamo.guards
+empty_on_cpu: Final = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 """Return an uninitialized CPU tensor of a size, strides (tuples of ints) and a dtype.
 
 Inductor's generated code allocates with this function. It is three times as fast as `torch.empty`,
@@ -49,18 +46,19 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
     q = _empty_quantized(x, row.dtype)
-    rows = None if row.dtype != torch.int8 else _rows(q, keep) if keep else 1
-    if rows is None:
-        return _in_two_passes(x, q, _random(seed, stream, rounding), row, rounding, keep)
+    rows: int | None = 1
+    random = 0, 0
+    if rounding == "stochastic":
+        random = _random(seed, stream)
     if keep:
-        scale = torch.empty(
-            [int(size) for size in reference.scale_shape(x, keep)], dtype=torch.float32
-        )
+        rows = _rows(q, keep)
+    if rows is None or row.dtype != torch.int8:
+        return _in_two_passes(x, q, random, row, rounding, keep)
+    if keep:
+        scale = x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
     else:
         scale = empty_on_cpu((), (), torch.float32)
-    source = x if x.dtype in _TYPES and x.stride() == q.stride() else _filled(x, q.stride())
-    random = _random(seed, stream, rounding) if rounding == "stochastic" else (0, 0)
-    _quantize(source, q, scale, rows, row, rounding, random)
+    _quantize(_filled(x, q.stride()), q, scale, rows, row, rounding, random)
     return q, scale
 
 
@@ -69,7 +67,8 @@ def _empty_quantized(x: Tensor, dtype: torch.dtype) -> Tensor:
     size = tuple(x.shape)
     # With dimensions of size 1, contiguous tensors may have other strides.
     if len(size) < 4 and min(size, default=0) > 1 and x.is_contiguous():
-        return empty_on_cpu(size, x.stride(), dtype)
+        result: Tensor = empty_on_cpu(size, x.stride(), dtype)
+        return result
     return reference.empty_quantized(x, dtype)
 
 
@@ -104,34 +103,33 @@ def round_to(x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rou
     """Return `x` on the grid of an unscaled format; see `qsync::round`."""
     y = torch.empty_like(x, dtype=torch.float32)
     source = _filled(x, y.stride()) if x.dtype == torch.float32 else y.copy_(x)
-    _round(source, y, row, rounding, _random(seed, stream, rounding))
+    random = 0, 0
+    if rounding == "stochastic":
+        random = _random(seed, stream)
+    _round(source, y, row, rounding, random)
     return y.to(row.dtype)
 
 
-def _random(seed: Tensor, stream: int, rounding: Rounding) -> tuple[int, int]:
-    """Return seed and stream as the kernels' unsigned words; zeros unless stochastic."""
-    return (
-        (int(seed.item()) & (2**64 - 1), stream & (2**32 - 1))
-        if rounding == "stochastic"
-        else (0, 0)
-    )
+def _random(seed: Tensor, stream: int) -> tuple[int, int]:
+    """Return seed and stream as the kernels' unsigned words."""
+    return int(seed.item()) & (2**64 - 1), stream & (2**32 - 1)
 
 
 def _filled(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return `x` in a dtype of the kernels and with these dense strides."""
-    dtype = x.dtype if x.dtype in _TYPES else torch.float32
-    if x.dtype == dtype and x.stride() == stride:
+    if x.dtype in _TYPES and x.stride() == stride:
         return x
+    dtype = x.dtype if x.dtype in _TYPES else torch.float32
     return torch.empty_strided(x.size(), stride, dtype=dtype).copy_(x.detach())
 
 
 def _rows(q: Tensor, keep: Sequence[int]) -> int | None:
     """Return the number of groups of `q` if they are contiguous runs in scale order, else None."""
-    if not keep:
-        return 1
-    saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
+    groups = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
     outer = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
-    return math.prod(q.shape[dim] for dim in saved) if outer[: len(saved)] == saved else None
+    if outer[: len(groups)] != groups:
+        return None
+    return math.prod(q.shape[dim] for dim in groups)
 
 
 def _quantize(
@@ -143,7 +141,7 @@ def _quantize(
     rounding: Rounding,
     random: tuple[int, int],
 ) -> None:
-    columns = source.numel() // rows if rows else 0
+    columns = source.numel() // (rows or 1)
     pointers = source.data_ptr(), q.data_ptr(), scale.data_ptr()
     threads = torch.get_num_threads()
     _C.quantize(
@@ -154,13 +152,7 @@ def _quantize(
 def _round(
     source: Tensor, to: Tensor, row: Precision, rounding: Rounding, random: tuple[int, int]
 ) -> None:
-    grid = row.mantissa, row.e_min, row.max
+    pointers, threads = (source.data_ptr(), to.data_ptr()), torch.get_num_threads()
     _C.round_float(
-        source.data_ptr(),
-        to.data_ptr(),
-        to.numel(),
-        *grid,
-        rounding,
-        *random,
-        torch.get_num_threads(),
+        *pointers, to.numel(), row.mantissa, row.e_min, row.max, rounding, *random, threads
     )

@@ -25,22 +25,13 @@ def philox4x32(
 ) -> Any:
     """Return the block of Philox4x32-10 for counter `(c0, c1, c2, c3)` and key `(k0, k1)`.
 
-    Args:
-        c0, c1, c2, c3, k0, k1: int64 below 2**32: tensors that broadcast, or any type with `*`,
-            `+`, `^`, `&`, `>>`.
-        number: makes a constant of the same type.
-
-    Returns:
-        Four int64 words below 2**32.
+    Args and result are int64 words below 2**32: tensors that broadcast, or any type with `*`, `+`,
+    `^`, `&`, `>>`, whose constants `number` makes.
     """
     for _ in range(_ROUNDS):
         left, right = c0 * number(0xD2511F53), c2 * number(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            high(right, number) ^ c1 ^ k0,
-            low(right, number),
-            high(left, number) ^ c3 ^ k1,
-            low(left, number),
-        )
+        c0, c2 = high(right, number) ^ c1 ^ k0, high(left, number) ^ c3 ^ k1
+        c1, c3 = low(right, number), low(left, number)
         k0, k1 = low(k0 + number(0x9E3779B9), number), low(k1 + number(0xBB67AE85), number)
     return c0, c1, c2, c3
 
@@ -60,19 +51,12 @@ def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
 
     Element `i` in memory uses 16 bits of the block with counter `(i / 8, stream)` and key `seed`,
     as `(bits + 1/2) * 2**-16`. The mean is 1/2, and no number is 0, so exact values are never
-    rounded up.
-
-    Args:
-        like: dense; only sizes, strides and device are read.
-        seed: int64, `[1]` or `[]`.
-        stream: distinguishes operators of one graph; its low 32 bits count.
+    rounded up. Arguments are those of `reference.uniform`.
     """
     seed = seed.to(like.device).reshape(())
     eighth = torch.arange(-(-like.numel() // 8), device=like.device)
     zero = torch.zeros_like(seed)
-    block = philox4x32(
-        eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero, low(seed), high(seed)
-    )
-    words = torch.stack(block, -1)
+    counter = eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero
+    words = torch.stack(philox4x32(*counter, low(seed), high(seed)), -1)
     halves = torch.stack((words & 0xFFFF, words >> 16), -1).reshape(-1)
     return ((halves.float() + 0.5) * 2.0**-16).as_strided(like.size(), like.stride())

@@ -6,9 +6,8 @@ position in memory, so a rounding is repeated without stored state. FP32 true di
 inexact step of quantization.
 
 Random numbers are the device's: on CUDA Philox (`philox`), on the CPU the hash `lowbias32` (C.
-Wellons, "Prospecting for Hash Functions", 2018) in int64 arithmetic, whose low 32 bits equal
-uint32's. Stochastic rounding is unbiased: up with the probability of the fraction (QSync, section
-IV-A).
+Wellons, "Prospecting for Hash Functions", 2018) in int64 arithmetic. Stochastic rounding is
+unbiased: up with the probability of the fraction (QSync, section IV-A).
 """
 
 from __future__ import annotations
@@ -53,10 +52,15 @@ def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
     seed = seed.to(like.device).reshape(())
     key = _mix((seed & _LOW) ^ _mix(((seed >> 32) & _LOW) ^ _mix((stream + 0x9E3779B9) & _LOW)))
     place = torch.arange(like.numel(), device=like.device).as_strided(like.size(), like.stride())
-    # Up to 2**32 elements the high word is zero, and one key serves them all.
-    key = _mix(key ^ (place >> 32)) if like.numel() > 1 << 32 else _mix(key)
+    if like.numel() > 1 << 32:  # up to there the high word is zero, and one key serves them all
+        key = key ^ (place >> 32)
+    key = _mix(key)
     word = _mix((((place & _LOW) * 0x9E3779B1) + key) & _LOW)
     return (word >> 8).float() * 2.0**-24
+
+
+def _draw(like: Tensor, seed: Tensor, stream: int, rounding: Rounding) -> Tensor | None:
+    return uniform(like, seed, stream) if rounding == "stochastic" else None
 
 
 def _whole(t: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
@@ -64,7 +68,9 @@ def _whole(t: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
     if rounding == "nearest":
         return t.round()
     below = t.floor()
-    return below if random is None else below + (random < t - below)
+    if random is None:
+        return below
+    return below + (random < t - below)
 
 
 def _step(value: Tensor, row: Precision) -> Tensor:
@@ -76,9 +82,8 @@ def _step(value: Tensor, row: Precision) -> Tensor:
 def to_grid(value: Tensor, row: Precision, rounding: Rounding, random: Tensor | None) -> Tensor:
     """Return the FP32 `value` rounded to the grid of a format and saturated; NaN stays NaN.
 
-    Floor rounds towards minus infinity. Float formats are rounded in FP64, which is exact in units
-    of the step; integers in FP32, where the fraction of a small negative value is rounded to the
-    2**-24 resolution of `random`.
+    Float formats are rounded in FP64, which is exact in units of the step; integers in FP32, where
+    the fraction of a small negative value is rounded to the 2**-24 resolution of `random`.
     """
     if row.kind == "integer":
         return _whole(value, rounding, random).clamp(-row.max, row.max)
@@ -89,16 +94,12 @@ def to_grid(value: Tensor, row: Precision, rounding: Rounding, random: Tensor | 
     return rounded.copysign(value)
 
 
-def reduced(ndim: int, keep: Sequence[int]) -> list[int]:
-    """Return the dimensions that share one scale, all but those in `keep`."""
-    saved = {dim % ndim for dim in keep}
-    return [dim for dim in range(ndim) if dim not in saved]
-
-
 def scale_shape(x: Tensor, keep: Sequence[int]) -> list[int | torch.SymInt]:
     """Return the shape of the scale: `[]`, or `x.shape` with 1 in dimensions outside `keep`."""
-    shared = reduced(x.dim(), keep) if keep else []
-    return [1 if dim in shared else size for dim, size in enumerate(x.shape)] if keep else []
+    if not keep:
+        return []
+    separate = {dim % x.dim() for dim in keep}
+    return [size if dim in separate else 1 for dim, size in enumerate(x.shape)]
 
 
 def scales(
@@ -112,15 +113,13 @@ def scales(
     It is 1 for all-zero and empty groups, NaN for groups with NaN or Inf. `divide` must round once
     on every device.
     """
-    shared = reduced(x.dim(), keep)
-    magnitude = x.abs()
     if not x.numel():
-        return torch.ones(
-            [int(size) for size in scale_shape(x, keep)], dtype=torch.float32, device=x.device
-        )
-    if shared:
-        magnitude = magnitude.amax(shared, keepdim=bool(keep))
-    largest = magnitude.float()
+        return x.new_ones(scale_shape(x, keep), dtype=torch.float32)
+    separate = {dim % x.dim() for dim in keep}
+    largest = x.abs()
+    if shared := [dim for dim in range(x.dim()) if dim not in separate]:
+        largest = largest.amax(shared, keepdim=bool(keep))
+    largest = largest.float()
     # The divisor is a tensor: some devices multiply by the rounded inverse of a number.
     scale = divide(largest, largest.new_full((), row.max)).clamp(min=SMALLEST_SCALE)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
@@ -130,10 +129,9 @@ def scales(
 def empty_quantized(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an uninitialized tensor with the shape and memory layout of `x`.
 
-    A matrix with one row may have any row stride, such as a transposed column's, and torch
-    preserves it; oneDNN's INT8 product uses it as the row length. So contiguous tensors get the
-    strides that their shape implies, except with four or more dimensions, where strides of
-    dimensions of size 1 distinguish channels-last.
+    torch preserves any row stride of a matrix with one row, but oneDNN's INT8 product uses it as
+    the row length. So contiguous tensors get the strides that their shape implies, except with four
+    or more dimensions, where strides of dimensions of size 1 distinguish channels-last.
     """
     if x.dim() < 4 and x.is_contiguous():
         return x.new_empty(x.shape, dtype=dtype)
@@ -147,7 +145,7 @@ def quantize(
     """Return `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
     q = empty_quantized(x, row.dtype)
     scale = scales(x, row, keep)
-    random = uniform(q, seed, stream) if rounding == "stochastic" else None
+    random = _draw(q, seed, stream, rounding)
     rounded = to_grid(x.float() / scale, row, rounding, random)
     q.copy_(torch.where(scale.isnan(), torch.zeros_like(rounded), rounded))
     return q, scale
@@ -157,6 +155,6 @@ def quantize(
 def round_to(x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding) -> Tensor:
     """Return `x` on the grid of an unscaled format; see `qsync::round`."""
     y = torch.empty_like(x, dtype=row.dtype)
-    random = uniform(y, seed, stream) if rounding == "stochastic" else None
+    random = _draw(y, seed, stream, rounding)
     value = x.float()
     return y.copy_(torch.where(value.isfinite(), to_grid(value, row, rounding, random), value))

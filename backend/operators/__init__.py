@@ -39,12 +39,10 @@ def lowerings() -> Mapping[str, Lowering]:
     """
     sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
     sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")
-    taking_scales = {row.name for row in table().values() if row.may_scale}
+    scaled = {row.name for row in table().values() if row.may_scale}
     result: dict[str, Lowering] = {}
     owner: dict[str, str] = {}
-    for source, lowering in (
-        (source, lowering) for source, value in sources.items() for lowering in value
-    ):
+    for source, lowering in ((source, item) for source, items in sources.items() for item in items):
         name = lowering.name
         if name in result:
             raise QSyncError(
@@ -52,7 +50,7 @@ def lowerings() -> Mapping[str, Lowering]:
                 where=f"{owner[name]} and {source}",
                 do="remove one of them, or uninstall the package that adds it",
             )
-        if name not in taking_scales:
+        if name not in scaled:
             raise QSyncError(
                 f"a lowering is registered for the operator {name}, but no row of that name "
                 "supports scaled formats",

@@ -1,13 +1,9 @@
-"""Convolution gradients that oneDNN computes wrongly or slowly.
+"""`qsync::padded_convolution`: convolutions whose gradients oneDNN computes wrongly.
 
 If the kernel is longer than the data along a dimension, or one of its taps meets only padding,
 oneDNN leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md).
-`qsync::padded_convolution` writes the padding into the input of such convolutions: the gradient is
-the same, and every tap meets a value. Whether a dimension is padded follows from sizes alone.
-
-`qsync::depthwise_gradients` computes depthwise gradients in FP32 and channels-last, where oneDNN is
-fast, and rounds once. It is opaque because Inductor converts inputs of torch's operator to the
-layout of the weight gradient, in which one channel has arbitrary strides: 1.6 to 4.2 times slower.
+The operator writes the padding into the input of such convolutions, as their sizes require: the
+gradient is the same, and every tap meets a value.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
     """Return, per spatial dimension and tap, the smallest input size at which the tap meets data.
 
-    A tap may meet only padding at every output: eight of the nine taps of a 3 x 3 kernel with
-    stride 2 on an image of one pixel.
+    A tap may meet only padding: eight of the nine taps of a 3 x 3 kernel with stride 2 on an image
+    of one pixel.
     """
     stride, padding, dilation, transposed, output_padding, _ = geometry
     result = []
@@ -60,29 +56,28 @@ def needs_padding(weight: Tensor, x: Tensor, geometry: Geometry) -> bool:
 
 
 def unsafe_dimensions(kernel: Sequence[int], size: Sequence[int], geometry: Geometry) -> list[bool]:
-    """Return for each spatial dimension whether it has to be padded.
+    """Return for each spatial dimension whether it has to be padded; True if it is symbolic.
 
     Args:
         kernel: spatial size of the weight.
         size: spatial size of the convolution's input.
-        geometry: of the convolution; every dimension is padded if it is symbolic.
     """
     stride, padding, dilation, transposed, output_padding, groups = geometry
     numbers = [*kernel, *stride, *padding, *dilation, *output_padding]
     if not all(isinstance(number, int) for number in numbers):
         return [True] * len(kernel)
+    # Depthwise 3-D gradients are wrong, in FP32 too, unless the data is longer by the stride.
+    depthwise_3d = len(kernel) == 3 and groups != 1
     tap_sizes = least_sizes(kernel, geometry)
     result = []
     each = zip(size, kernel, stride, padding, dilation, strict=True)
     for index, (n, k, s, p, d) in enumerate(each):
         extent = d * (k - 1) + 1
-        # The padded side of a transposed convolution is its output.
-        data = (n - 1) * s - 2 * p + extent + output_padding[index] if transposed else n
-        # Depthwise 3-D gradients are wrong, in FP32 too, unless the data is longer by the stride.
-        spare = s - 1 if len(kernel) == 3 and groups != 1 else 0
-        conditions = data >= extent + spare, *(n >= least for least in tap_sizes[index])
-        safe = p == 0 or all(guard_or_false(condition) for condition in conditions)
-        result.append(not safe)
+        data = n
+        if transposed:  # its padded side is its output
+            data = (n - 1) * s - 2 * p + extent + output_padding[index]
+        conditions = data >= extent + (s - 1) * depthwise_3d, *(n >= m for m in tap_sizes[index])
+        result.append(p != 0 and not all(guard_or_false(condition) for condition in conditions))
     return result
 
 
@@ -94,20 +89,15 @@ def convolution_backward(
     geometry: Geometry,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, None if not needed.
+    """Return the gradients of input, weight and bias, None if not `needed`.
 
     Args:
         gradient: of the output, `[N, O, *size']`.
         x: `[N, C, *size]`.
         weight: `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`.
         bias_sizes: shape of the bias; None if there is none.
-        geometry: of the convolution.
-        needed: whether the gradient of input, weight and bias is needed.
     """
-    backward = torch.ops.aten.convolution_backward.default
-    to_x: Tensor | None
-    to_weight: Tensor | None
-    to_bias: Tensor | None
+    backward: Any = torch.ops.aten.convolution_backward.default
     if not any(needed[1:]) or not needs_padding(weight, x, geometry):
         to_x, to_weight, to_bias = backward(gradient, x, weight, bias_sizes, *geometry, needed)
         return to_x, to_weight, to_bias
@@ -115,7 +105,6 @@ def convolution_backward(
     if needed[0]:
         to_x = backward(gradient, x, weight, None, *geometry, [True, False, False])[0]
     sides, padded = _explicit(weight, x, geometry)
-    # The padded side of a transposed convolution is its output.
     if geometry[3]:
         gradient = F.pad(gradient, sides)
     else:
@@ -127,13 +116,12 @@ def convolution_backward(
 
 def _explicit(weight: Tensor, x: Tensor, geometry: Geometry) -> tuple[list[int], Geometry]:
     """Return the amounts for `F.pad`, and the geometry with the remaining padding."""
-    padding = geometry[1]
+    stride, padding, dilation, transposed, output_padding, groups = geometry
     unsafe = unsafe_dimensions(weight.shape[2:], x.shape[2:], geometry)
-    amounts = [p if pad else 0 for p, pad in zip(padding, unsafe, strict=True)]
-    remaining = [0 if pad else p for p, pad in zip(padding, unsafe, strict=True)]
-    dilation, transposed, output_padding, groups = geometry[2:]
+    amounts = [p * pad for p, pad in zip(padding, unsafe, strict=True)]
+    remaining = [p * (not pad) for p, pad in zip(padding, unsafe, strict=True)]
     sides = [amount for amount in reversed(amounts) for _ in range(2)]
-    return sides, (geometry[0], remaining, dilation, transposed, output_padding, groups)
+    return sides, (stride, remaining, dilation, transposed, output_padding, groups)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -171,80 +159,14 @@ class _Convolution(torch.autograd.Function):
         return (*result, None)
 
 
-def _padded_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    batched = input.dim() == weight.dim()
-    x = input if batched else input.unsqueeze(0)
-    result: Tensor = _Convolution.apply(x, weight, bias, rest)  # type: ignore[no-untyped-call]
-    return result if batched else result.squeeze(0)
-
-
-define(
+@define(
     "padded_convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, "
     "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, "
     "SymInt groups) -> Tensor",
-    {"CompositeImplicitAutograd": _padded_convolution},
+    "CompositeImplicitAutograd",
 )
-
-
-def depthwise_gradients(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    needed: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the input and weight gradients of a depthwise convolution, None if not needed.
-
-    Args:
-        gradient: `[N, C, H', W']`, BF16 or FP32.
-        x: `[N, C, H, W]`, same dtype.
-        weight: `[C, 1, R, S]`, same dtype.
-        stride, padding, dilation: of the convolution.
-        needed: whether each of the two is needed.
-
-    Returns:
-        `[N, C, H, W]`, channels-last, and `[C, 1, R, S]`, contiguous.
-    """
-    result = torch.ops.qsync.depthwise_gradients.default(
-        gradient, x, weight, stride, padding, dilation, list(needed)
-    )
-    of_x, of_weight = (
-        item if wanted else None for item, wanted in zip(result, needed, strict=True)
-    )
-    return of_x, of_weight
-
-
-def _kernel(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *window, needed = rest
-    read = [t.to(torch.float32, memory_format=torch.channels_last) for t in (gradient, x)]
-    where = None, *window, False, [0, 0], weight.shape[0]
-    of_x, of_weight, _ = torch.ops.aten.convolution_backward.default(
-        *read, weight.float(), *where, [*needed, False]
-    )
-    if of_x is not None:
-        of_x = of_x.to(x.dtype, memory_format=torch.channels_last)
-    if of_weight is not None:
-        of_weight = of_weight.to(weight.dtype, memory_format=torch.contiguous_format)
-    return x.new_empty(0) if of_x is None else of_x, weight.new_empty(
-        0
-    ) if of_weight is None else of_weight
-
-
-def _fake(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    of_x, of_weight = rest[-1]
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last) if of_x else x.new_empty(0),
-        torch.empty_like(weight, memory_format=torch.contiguous_format)
-        if of_weight
-        else weight.new_empty(0),
-    )
-
-
-define(
-    "depthwise_gradients(Tensor gradient, Tensor x, Tensor weight, SymInt[] stride, SymInt[] "
-    "padding, SymInt[] dilation, bool[2] needed) -> (Tensor, Tensor)",
-    {"CompositeExplicitAutograd": _kernel},
-    _fake,
-)
+def _padded_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    if input.dim() < weight.dim():
+        return _padded_convolution(input.unsqueeze(0), weight, bias, *rest).squeeze(0)
+    result: Tensor = _Convolution.apply(input, weight, bias, rest)  # type: ignore[no-untyped-call]
+    return result

@@ -1,18 +1,19 @@
-"""Copies of quantized tensors in another layout or dtype: `qsync::convert` and `qsync::carry`.
+"""Copies of tensors in another layout or dtype: `qsync::convert`, `qsync::carry`, `in_order`.
 
-`qsync::convert` transposes, pads and casts a matrix in one pass. Units for narrow formats read both
-operands along the contracted dimension, in steps of 16 bytes, and saved tensors seldom have such a
-layout. The result is the same on every device; copies preserve every bit, also of NaN.
-
-`qsync::carry` casts a quantized tensor to the compute dtype in the forward pass.
+Units for narrow formats read both operands along the contracted dimension, in steps of 16 bytes;
+saved tensors seldom have such a layout. The results are the same on every device, and copies
+preserve every bit, also of NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.operators.registration import define, require
@@ -40,8 +41,7 @@ def convert(
         x: INT8, FP8 (E4M3, E5M2), FP16, BF16 or FP32, `[M, N]`, any strides; a kernel reads
             row-major or column-major matrices.
         dtype: FP16, BF16 or FP32, or the dtype of `x`, which is the default.
-        scale: FP32, `[]` or `[1]`, on the device of `x`; 1 by default. With a scale the result is a
-            float.
+        scale: FP32, `[]` or `[1]`, on the device of `x`; the result is then a float.
         transposed: whether `y` is the transpose.
         shape: of the result, at least the default, the shape of `x` or its transpose.
 
@@ -53,14 +53,15 @@ def convert(
         RuntimeError: `x` is no matrix, `scale` is not one FP32 number on the same device, or
             `shape` is too small.
     """
-    sizes = list(x.shape[::-1] if transposed else x.shape) if shape is None else list(shape)
-    result: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, transposed, sizes)
+    if shape is None:
+        shape = x.shape[::-1] if transposed else x.shape
+    result: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, transposed, shape)
     return result
 
 
-def _checked(
+def _convert_fake(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
-) -> None:
+) -> Tensor:
     where = "qsync::convert"
     if x.dtype not in TYPES:
         raise PrecisionError(
@@ -70,7 +71,7 @@ def _checked(
         )
     if dtype not in FLOATS and (scale is not None or dtype != x.dtype):
         raise PrecisionError(
-            f"{x.dtype} cannot become {dtype}{'' if scale is None else ' with a scale'}",
+            f"{x.dtype} cannot become {dtype}{' with a scale' * (scale is not None)}",
             where=where,
             do="convert to float16, bfloat16 or float32; use qsync::quantize for narrower types",
         )
@@ -79,63 +80,43 @@ def _checked(
         lambda: f"{where}: needs a 2-d input and shape, not {x.dim()} and {len(shape)} dimensions",
     )
     if scale is not None:
-        item = (
-            scale.numel() == 1
-            and scale.dim() < 2
-            and scale.dtype == torch.float32
-            and scale.device == x.device
-        )
-        require(item, lambda: f"{where}: the scale must be a single FP32 number on {x.device}")
-    rows, columns = (x.shape[1], x.shape[0]) if transposed else x.shape
-    enough = (shape[0] >= rows, shape[1] >= columns)
-    for fits in enough:
+        expected = scale.numel(), scale.dim() < 2, scale.dtype, scale.device
         require(
-            fits,
-            lambda: f"{where}: {rows} x {columns} values do not fit into {shape[0]} x {shape[1]}",
+            expected == (1, True, torch.float32, x.device),
+            lambda: f"{where}: the scale must be a single FP32 number on {x.device}",
         )
-
-
-def _convert_fake(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
-) -> Tensor:
-    _checked(x, dtype, scale, transposed, shape)
+    sizes = x.shape[::-1] if transposed else x.shape
+    for size, least in zip(shape, sizes, strict=True):
+        require(
+            size >= least,
+            lambda: (
+                f"{where}: {sizes[0]} x {sizes[1]} values do not fit into {shape[0]} x {shape[1]}"
+            ),
+        )
     return x.new_empty(list(shape), dtype=dtype)
 
 
-def _by_torch(
+@define(
+    "convert(Tensor x, ScalarType dtype, Tensor? scale, bool transposed, SymInt[] shape) -> Tensor",
+    fake=_convert_fake,
+    Autograd=torch.library.fallthrough_kernel,
+)
+def _convert(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
 ) -> Tensor:
     from qsync_fx.backend.cuda.problem.padding import laid_out
-
-    _checked(x, dtype, scale, transposed, shape)
-    straight = x.t() if transposed else x
-    values = straight if scale is None else straight.to(torch.float32) * scale
-    return laid_out(values.to(dtype), shape[0], shape[1], "row")
-
-
-def _kernel(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
-) -> Tensor:
     from qsync_fx.backend.cuda.runtime import layout_convert
 
-    _checked(x, dtype, scale, transposed, shape)
-    result = (
-        layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1]))
-        if x.numel()
-        else None
-    )
-    return _by_torch(x, dtype, scale, transposed, shape) if result is None else result
-
-
-define(
-    "convert(Tensor x, ScalarType dtype, Tensor? scale, bool transposed, SymInt[] shape) -> Tensor",
-    {
-        "CPU": _by_torch,
-        "CUDA": _kernel,
-        "Autograd": torch.library.fallthrough_kernel,
-    },
-    _convert_fake,
-)
+    _convert_fake(x, dtype, scale, transposed, shape)
+    if x.is_cuda and x.numel():
+        result = layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1]))
+        if result is not None:
+            return result
+    if transposed:
+        x = x.t()
+    if scale is not None:
+        x = x.to(torch.float32) * scale
+    return laid_out(x.to(dtype), shape[0], shape[1], "row")
 
 
 def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,22 +124,68 @@ def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
 
     The forward pass uses this operator so that the quantized tensor is saved for backward. A
     joint-graph partitioner that sees the same cast in both passes saves its result, which is twice
-    as large, and it counts a tensor that only casts read as not materialized, so that saving it
-    looks expensive. No fusion is lost: the neighbours are opaque kernels.
+    as large. No fusion is lost: the neighbours are opaque kernels.
     """
-    return q if q.dtype == dtype else torch.ops.qsync.carry.default(q, dtype)
+    if q.dtype == dtype:
+        return q
+    return _carry(q, dtype)
 
 
-def _convert(q: Tensor, dtype: torch.dtype) -> Tensor:
+@define(
+    "carry(Tensor q, ScalarType dtype) -> Tensor",
+    fake=lambda q, dtype: torch.empty_like(q, dtype=dtype),
+)
+def _carry(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.to(dtype, copy=True)
 
 
-def _carry_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
+def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return `x`, or a copy of it, dense in memory with its dimensions in `order`.
+
+    An operator that replaces torch's has the same output strides: a traced graph lacks a
+    `contiguous()` that had no effect on the traced strides, and `view` fails on others.
+
+    Args:
+        x: any shape and strides; returned if its strides are as required.
+        order: dimensions of `x` from the outermost in memory to the innermost; see
+            `qsync_fx.graph.fx_utils.memory_order`.
+    """
+    permuted = x.permute(list(order))
+    if _has_dense_strides(permuted):
+        return x
+    back = [list(order).index(dim) for dim in range(x.dim())]
+    return _with_unit_strides(permuted.contiguous()).permute(back)
 
 
-define(
-    "carry(Tensor q, ScalarType dtype) -> Tensor",
-    {"CompositeExplicitAutograd": _convert},
-    _carry_fake,
-)
+define("in_order(Tensor x, int[] order) -> Tensor", "CompositeImplicitAutograd")(in_order)
+
+
+def _has_dense_strides(x: Tensor) -> bool:
+    """Return whether `x` has a new contiguous tensor's strides, also in dimensions of size 1."""
+    expected: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def _with_unit_strides(x: Tensor) -> Tensor:
+    """Return contiguous `x` with the strides of a new tensor along dimensions of size 1.
+
+    These strides distinguish the memory formats of a tensor with one channel or one pixel.
+    """
+    if _has_dense_strides(x):
+        return x
+    units = [dim for dim, size in enumerate(x.shape) if isinstance(size, int) and size == 1]
+    for dim in reversed(units):
+        x = x.squeeze(dim)
+    for dim in units:
+        x = x.unsqueeze(dim)
+    return x
+
+
+def convolution_format(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return the memory format of a 2-D or 3-D convolution's output and gradients in torch."""
+    formats = {suggest_memory_format(operand) for operand in (x, weight)}
+    return (formats - {torch.contiguous_format} or formats).pop()

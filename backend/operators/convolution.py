@@ -14,31 +14,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from qsync_fx.backend.operators.conv_gradients import Geometry, convolution_backward, forward
-from qsync_fx.backend.operators.gemm import implicit_gemm
+from qsync_fx.backend.cuda.problem import ConvOperation
+from qsync_fx.backend.cuda.problem.problem import ConvProduct
+from qsync_fx.backend.operators.conv_gradients import (
+    Geometry,
+    convolution_backward,
+    forward,
+    needs_padding,
+)
+from qsync_fx.backend.operators.convert import in_order
+from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm
 from qsync_fx.backend.operators.gemm.dispatch import Dispatcher, partner
-from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.backend.operators.once_differentiable import first_only, link, place
+from qsync_fx.backend.operators.layer_kernels import computed, on_gpu, without_narrow_unit
+from qsync_fx.backend.operators.once_differentiable import first_only
 from qsync_fx.backend.operators.product_utils import (
+    GradientRounding,
     ProductArguments,
+    Scaled,
     backward_operand,
     carried,
     carrier,
     combined,
     define_product,
     incoming,
-    narrowed,
-    result,
-    round_gradients,
     scaled,
-    summed,
+    split_scale,
     uniform,
     without_gradients,
 )
+from qsync_fx.devices import native_integer_unit
 from qsync_fx.formats import Precision, precision
-from qsync_fx.passes.lowering_registry import Role
+from qsync_fx.graph import Context
+from qsync_fx.graph.fx_utils import arguments, memory_order
+from qsync_fx.ops import row_for
+from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, dimensions, extent
 
 
 def convolution(
@@ -53,23 +64,20 @@ def convolution(
 ) -> Tensor:
     """Compute `aten::convolution` from operands in a format, and the gradients likewise.
 
-    Output: values are multiplied exactly in the format's carrier, and summed in FP32. INT8 sums are
-    exact below 2**24, so for any 1040 products. The sum is rounded to the carrier (or to
-    `out_dtype` if that is wider: the convolution then runs in FP32, or exactly in INT32 on a CPU
-    with an integer unit, if it is neither grouped nor transposed). Scale and bias are applied in
-    FP32, then one rounding to `out_dtype` follows.
+    Output: values are multiplied exactly in the format's carrier, and summed in FP32; INT8 sums are
+    exact below 2**24. The sum is rounded to the carrier, or to `out_dtype` if that is wider: the
+    convolution then runs in FP32, or exactly in INT32 on a CPU with an integer unit, if it is
+    neither grouped nor transposed. Scale and bias are applied in FP32, then one rounding to
+    `out_dtype` follows.
 
     Gradients: the incoming gradient is rounded to the format's `gradient` and convolved with the
     saved operands in the carrier. If that format is plain, as for `int8`, the weight is multiplied
     by its scale first and rounded to the carrier, and so is an input with a scale per sample; other
     scales are applied to the result. Otherwise, as for FP8 and `int8_grad`, per-channel scales are
-    multiplied into the gradient, which is rounded once per product. torch has no convolution of
-    INT8 gradients, so `int8_grad` runs in the carrier like FP8. The bias gradient has the
-    resolution of the carrier.
+    multiplied into the gradient, which is rounded once per product.
 
     A product of an ungrouped 2-D convolution (on CUDA also 1-D) by a kernel
-    (`qsync::conv2d_product`) is not rounded to the carrier, and its INT8 sums are exact. Its result
-    is channels-last, copied if torch's is not. The CPU kernel requires channels-last operands.
+    (`qsync::conv2d_product`) is not rounded to the carrier, and its INT8 sums are exact.
 
     Args:
         value: `x` is `[N, C, *size]` or `[C, *size]`; `weight` `[O, C / groups, *kernel]`,
@@ -94,7 +102,7 @@ def _spread(dilation: Sequence[int], weight: Tensor) -> list[int]:
     torch 2.13 crashes with a segmentation fault for some such layers in BF16.
     """
     size = weight.shape[2:]
-    every = [*dilation] * (len(size) if len(dilation) == 1 else 1)
+    every = [*dilation] * (len(size) // len(dilation))
     return [1 if taps == 1 else step for step, taps in zip(every, size, strict=True)]
 
 
@@ -104,10 +112,36 @@ def _batched(t: Tensor, ndim: int) -> Tensor:
 
 def _per_channel(scale: Tensor | None, ndim: int) -> Tensor | None:
     """Return a weight's scale in the shape that broadcasts against the output: `[1, O, 1, ...]`."""
-    return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1, *[1] * (ndim - 2))
+    if scale is None or scale.dim() == 0:
+        return scale
+    return scale.reshape(1, -1, *[1] * (ndim - 2))
 
 
-_Rounded = tuple[Tensor, Tensor | None]
+def _by_kernel(
+    operation: ConvOperation,
+    a: Scaled,
+    b: Scaled,
+    like: Tensor,
+    geometry: Geometry,
+    row: Precision,
+    dtype: torch.dtype,
+    dispatcher: Dispatcher,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Return a product of a batch by a kernel; None if there is none.
+
+    Args:
+        a, b: operands as in `qsync::conv2d_product`, with their scales.
+        like: the input for dgrad, else the weight.
+        dtype: of the result.
+    """
+    stride, padding, dilation, transposed, _, groups = geometry
+    if transposed or groups != 1:
+        return None
+    window = like.shape[2:], stride, padding, dilation
+    x = ConvProduct(a[0], b[0], a[1], b[1], bias, *window, operation, dtype)
+    b_dtype = None if operation == "fprop" else partner(a[0])
+    return dispatcher.convolution_product(x, row, b_dtype)
 
 
 def output(
@@ -126,87 +160,25 @@ def output(
     `row` is the layer's format, `w_scale` is `[]` or `[1, O, 1, ...]`.
     """
     if row.plain:
-        plain_bias = None if bias is None else bias.to(row.dtype)
-        return forward(xq, wq, plain_bias, geometry).to(out_dtype)
-    result = dispatcher.convolution_product(
-        xq,
-        wq,
-        a_scale=x_scale,
-        b_scale=w_scale,
-        bias=bias,
-        like=wq,
-        geometry=geometry,
-        operation="fprop",
-        out_dtype=out_dtype,
-        row=row,
-    )
+        if bias is not None:
+            bias = bias.to(row.dtype)
+        return forward(xq, wq, bias, geometry).to(out_dtype)
+    operands = (xq, x_scale), (wq, w_scale)
+    result = _by_kernel("fprop", *operands, wq, geometry, row, out_dtype, dispatcher, bias)
     if result is not None:
         return result
-    wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
-    product = implicit_gemm.sums(xq, wq, geometry, row) if wide else None
+    narrow, product = carrier(row, xq.device), None
+    if out_dtype.itemsize > narrow.itemsize:
+        product = int_mm.sums(xq, wq, geometry, row)
     if product is None:
         # The product is rounded to its compute dtype, so an FP32 output requires FP32.
-        dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
+        dtype = torch.promote_types(narrow, out_dtype)
         x, x_scale = carried(xq, x_scale, dtype)
         w, w_scale = carried(wq, w_scale, dtype)
         product = forward(x, w, None, geometry)
-    added = None if bias is None else bias.reshape(-1, *[1] * (wq.dim() - 2))
-    return scaled(product, combined(x_scale, w_scale), added, out_dtype)
-
-
-def input_gradient(
-    gradient: _Rounded,
-    saved: tuple[Tensor, Tensor],
-    factor: Tensor | None,
-    geometry: Geometry,
-    row: Precision,
-    dtype: torch.dtype,
-    dispatcher: Dispatcher,
-) -> Tensor | None:
-    """Return the input gradient of a batch by a kernel; None if there is none.
-
-    `gradient` is rounded; `saved` is (input, weight); `factor` is the weight's scale.
-    """
-    (g, scale), (xq, wq) = gradient, saved
-    return dispatcher.convolution_product(
-        g,
-        wq,
-        a_scale=scale,
-        b_scale=factor,
-        bias=None,
-        like=xq,
-        geometry=geometry,
-        operation="dgrad",
-        out_dtype=dtype,
-        row=row,
-        b_dtype=partner(g),
-    )
-
-
-def weight_gradient(
-    gradient: _Rounded,
-    saved: tuple[Tensor, Tensor],
-    factor: Tensor | None,
-    geometry: Geometry,
-    row: Precision,
-    dtype: torch.dtype,
-    dispatcher: Dispatcher,
-) -> Tensor | None:
-    """Return the weight gradient by a kernel; None if there is none. See `input_gradient`."""
-    (g, scale), (xq, wq) = gradient, saved
-    return dispatcher.convolution_product(
-        g,
-        xq,
-        a_scale=scale,
-        b_scale=factor,
-        bias=None,
-        like=wq,
-        geometry=geometry,
-        operation="wgrad",
-        out_dtype=dtype,
-        row=row,
-        b_dtype=partner(g),
-    )
+    if bias is not None:
+        bias = bias.reshape(-1, *[1] * (wq.dim() - 2))
+    return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
 
 
 class _Convolution(torch.autograd.Function):
@@ -214,134 +186,241 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, geometry, order = arguments
         inputs = ProductArguments(*shared)
-        xq, x_scale, wq, w_scale, bias = (
-            inputs.xq,
-            inputs.x_scale,
-            inputs.wq,
-            inputs.w_scale,
-            inputs.bias,
-        )
+        xq, wq, ndim = inputs.xq, inputs.wq, inputs.wq.dim()
         # Each gradient needs only the shape of its own operand, but one call computes both.
-        linked = link()
-        ctx.save_for_backward(xq, x_scale, wq, w_scale, inputs.seed, linked)
-        ctx.how = inputs.stream, geometry, inputs.rounding, inputs.gradients
-        ctx.fmt, ctx.place, ctx.dispatcher = inputs.fmt, place(inputs.stream), inputs.dispatcher
-        ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
-        ndim = wq.dim()
+        linked = inputs.save(ctx, both=True)
+        ctx.geometry = geometry
         ctx.order = order if len(order) == ndim else [0, *(dim + 1 for dim in order)]
         y = output(
             _batched(xq, ndim),
-            x_scale,
+            inputs.x_scale,
             wq,
-            _per_channel(w_scale, ndim),
-            bias,
+            _per_channel(inputs.w_scale, ndim),
+            inputs.bias,
             geometry=geometry,
             row=precision(inputs.fmt),
             out_dtype=inputs.out_dtype,
             dispatcher=inputs.dispatcher,
         )
-        # A view that an autograd.Function returns could not be modified in place.
-        result: Tensor = (
-            y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
-        )
-        return result, linked
+        if xq.dim() < ndim:
+            # A view that an autograd.Function returns could not be modified in place.
+            y = torch.ops.aten._unsafe_view.default(y, y.shape[1:])
+        return y, linked
 
     @staticmethod
     @first_only
     def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
         xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
-        fmt, (stream, geometry, rounding, gradients) = ctx.fmt, ctx.how
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        rule = GradientRounding(ctx, seed)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        row, ndim = precision(fmt), wq.dim()
-        dtype, g = summed(carrier(row, xq.device), gradients), _batched(gradient, ndim)
+        geometry, dispatcher = ctx.geometry, ctx.dispatcher
+        row, ndim = precision(rule.fmt), wq.dim()
+        g = _batched(gradient, ndim)
+        dtype = rule.summed(carrier(row, xq.device))
         # A scale applied to the weight saves a pass over the input gradient.
-        wc, w_left = backward_operand(wq, w_scale, row, True, gradients)
-        xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, False, gradients)
+        wq, w_scale = backward_operand(wq, w_scale, row, True, rule.mode)
+        batch, x_scale = backward_operand(_batched(xq, ndim), x_scale, row, False, rule.mode)
         # Input and weight gradient contract the dimensions along which scales vary: channels and
         # batch.
-        folds: dict[Role, Tensor | None] = {}
-        if need_x:
-            folds[Role.ACTIVATION] = None if uniform(w_left) else _per_channel(w_left, ndim)
-        if need_weight:
-            folds[Role.WEIGHT] = None if uniform(x_left) else x_left
-        rounded = round_gradients(g, folds, seed, stream, fmt, rounding, gradients=gradients)
-        factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
-        saved, dispatcher = (xc, wc), ctx.dispatcher
-        grad_x = grad_weight = grad_bias = None
-        if need_x:
-            grad_x = input_gradient(
-                rounded[Role.ACTIVATION],
-                saved,
-                factors[0],
+        by_channel = _per_channel(w_scale, ndim)
+        w_scale, w_fold = split_scale(w_scale, uniform(w_scale), by_channel)
+        x_scale, x_fold = split_scale(x_scale, uniform(x_scale), x_scale)
+        rounded = rule.incoming(g, w_fold, x_fold, ())
+        dtypes = {role: rule.summed(rule.dtypes[role]) for role in Role}
+
+        results: dict[Role, Tensor] = {}
+        operands: dict[Role, tuple[ConvOperation, Scaled, Tensor]] = {
+            Role.ACTIVATION: ("dgrad", (wq, w_scale), batch),
+            Role.WEIGHT: ("wgrad", (batch, x_scale), wq),
+        }
+        for role in rounded:
+            operation, other, like = operands[role]
+            product = _by_kernel(
+                operation,
+                rounded[role],
+                other,
+                like,
                 geometry=geometry,
                 row=row,
-                dtype=summed(x_dtype, gradients),
+                dtype=dtypes[role],
                 dispatcher=dispatcher,
             )
-        if need_weight:
-            grad_weight = weight_gradient(
-                rounded[Role.WEIGHT],
-                saved,
-                factors[1],
-                geometry=geometry,
-                row=row,
-                dtype=summed(weight_dtype, gradients),
-                dispatcher=dispatcher,
-            )
-        missing = [need_x and grad_x is None, need_weight and grad_weight is None]
+            if product is not None:
+                results[role] = product
+        missing = [role for role in rounded if role not in results]
         # A separate sum would extend the life of the gradient to the end of the step, where all
         # layers sum.
-        own_bias = (
+        with_bias = (
             need_bias
-            and missing[1]
+            and Role.WEIGHT in missing
             and incoming(row, g.device).plain
             and rounded[Role.WEIGHT][1] is None
         )
 
-        def products(role: Role, needed: list[bool]) -> tuple[Tensor | None, ...]:
-            """Return gradients of input, weight and bias, and the scales left for the first two."""
-            incoming_g, left = carried(*rounded[role], dtype, again=True)
-            (x, x_factor), (w, w_factor) = (
-                carried(q, factor, dtype, again=True)
-                for q, factor in ((xc, factors[1]), (wc, factors[0]))
+        def by_torch(roles: Sequence[Role]) -> Tensor | None:
+            """Add the results of roles that read one gradient; return the gradient of the bias."""
+            rounded_g, left = carried(*rounded[roles[0]], dtype, again=True)
+            x, x_factor = carried(batch, x_scale, dtype, again=True)
+            w, w_factor = carried(wq, w_scale, dtype, again=True)
+            needed = [role in roles for role in Role]
+            needed.append(with_bias and Role.WEIGHT in roles)
+            *products, of_bias = convolution_backward(
+                rounded_g, x, w, [g.shape[1]], geometry, needed
             )
-            computed = convolution_backward(incoming_g, x, w, [g.shape[1]], geometry, needed)
-            return *computed, combined(left, w_factor), combined(left, x_factor)
+            for role, product, factor in zip(Role, products, (w_factor, x_factor), strict=True):
+                if product is not None and role in roles:
+                    results[role] = scaled(product, combined(left, factor), None, dtypes[role])
+            return of_bias
 
-        to_x = to_weight = x_rest = w_rest = None
-        if all(missing) and rounded[Role.ACTIVATION] is rounded[Role.WEIGHT]:
-            to_x, to_weight, grad_bias, x_rest, w_rest = products(
-                Role.ACTIVATION, [True, True, own_bias]
-            )
+        grad_x = grad_weight = grad_bias = None
+        if len(missing) == 2 and rounded[Role.ACTIVATION] is rounded[Role.WEIGHT]:
+            grad_bias = by_torch(missing)
         else:
-            if missing[0]:
-                to_x, _, _, x_rest, _ = products(Role.ACTIVATION, [True, False, False])
-            if missing[1]:
-                _, to_weight, grad_bias, _, w_rest = products(Role.WEIGHT, [False, True, own_bias])
-        if to_x is not None:
-            grad_x = scaled(to_x, x_rest, None, summed(x_dtype, gradients))
-        if to_weight is not None:
-            grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
-        owned = seed, stream
-        if grad_x is not None:
-            grad_x = in_order(
-                result(grad_x, x_dtype, *owned, Role.ACTIVATION, gradients), ctx.order
-            ).view(xq.shape)
-        if grad_weight is not None:
-            grad_weight = in_order(
-                result(grad_weight, weight_dtype, *owned, Role.WEIGHT, gradients), ctx.order
-            )
+            for role in missing:
+                grad_bias = by_torch([role])
+        if need_x:
+            result = rule.result(results[Role.ACTIVATION], Role.ACTIVATION)
+            grad_x = in_order(result, ctx.order).view(xq.shape)
+        if need_weight:
+            result = rule.result(results[Role.WEIGHT], Role.WEIGHT)
+            grad_weight = in_order(result, ctx.order)
         if need_bias:
-            if grad_bias is None or not own_bias:
+            if grad_bias is None or not with_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)
-            grad_bias = narrowed(grad_bias, bias_dtype, *owned, gradients)
+            grad_bias = rule.bias(grad_bias)
         return without_gradients((grad_x, grad_weight, grad_bias), owned=2)
 
 
 define_product(
     "convolution",
     convolution,
-    owned="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
-    "int[] order",
+    owned="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
+    "SymInt[] output_padding, SymInt groups, int[] order",
+)
+
+
+def _each(value: Any, spatial: int) -> list[Any]:
+    """Return one number per spatial dimension; the schema lets a single one serve for all."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * spatial
+    return [*value] * (spatial // len(value))
+
+
+def _geometry(node: fx.Node) -> Geometry | None:
+    """Return the arguments of `aten::convolution`; None if the padding is asymmetric."""
+    call = arguments(node)
+    spatial = dimensions(call["weight"]) - 2
+    dilation = _each(call["dilation"], spatial)
+    padding = call["padding"]
+    if padding == "same":
+        # torch pads the output to the size of the input, with an odd remainder at the end.
+        kernel = call["weight"].meta["val"].shape[2:]
+        total = [step * (int(size) - 1) for step, size in zip(dilation, kernel, strict=True)]
+        if any(size % 2 for size in total):
+            return None
+        padding = [size // 2 for size in total]
+    elif padding == "valid":
+        padding = 0
+    return (
+        _each(call["stride"], spatial),
+        _each(padding, spatial),
+        dilation,
+        _transposed(node),
+        _each(call.get("output_padding", 0), spatial),
+        call["groups"],
+    )
+
+
+def _refuses(node: fx.Node) -> str | None:
+    if _geometry(node) is None:
+        return "its padding differs between the two sides, which needs a padded input"
+    return None
+
+
+def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
+    if on_gpu(context.device):
+        row = row_for(node.target)
+        assert row is not None, node.format_node()
+        keep = _keep if context.options.scaling == "channel" else _none
+        return without_narrow_unit(node, row, fmt, context, _emit, keep)
+    call, geometry = arguments(node), _geometry(node)
+    x, weight = call["input"].meta["val"], call["weight"].meta["val"]
+    if geometry is None or x.dim() != weight.dim():
+        return None
+    stride, *_, transposed, _, groups = geometry
+    if fmt.plain:
+        # As a matrix product: windows of all output positions, with the weight.
+        out = x if transposed else node.meta["val"]
+        positions = (*out.shape[:1], *out.shape[2:])
+        rows, channels, summed = map(extent, (positions, weight.shape[:1], weight.shape[1:]))
+        if rows is None or channels is None or summed is None:
+            return None
+        return cpu_kernels.gemm_too_small(rows, channels, summed, fmt)
+    if not native_integer_unit():
+        return (
+            "the kernels of the native module have no INT8 unit on this CPU, so its "
+            "convolutions run in bf16"
+        )
+    if transposed or groups != 1 or weight.dim() != 4:
+        return (
+            "the CPU kernel supports only 2-d convolutions that are neither transposed nor grouped"
+        )
+    return cpu_kernels.conv_too_small(weight.shape, stride)
+
+
+def _emit(node: fx.Node, argument: Operands) -> fx.Node:
+    geometry = _geometry(node)
+    assert geometry is not None, "refused"
+    (x, xq, x_scale), (w, wq, w_scale) = argument.operands
+    tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, argument.seed
+    value = node.meta["val"]
+    order = memory_order(value) or list(range(value.dim()))
+    arranged = (*geometry, order, argument.fmt, argument.rounding, argument.out_dtype)
+    return node.graph.call_function(
+        torch.ops.qsync.convolution.default, (*tensors, argument.stream, *arranged)
+    )
+
+
+def _transposed(node: fx.Node) -> bool:
+    # An argument of the generic operators, part of the name of the others.
+    return bool(arguments(node).get("transposed", "transpose" in str(node.target)))
+
+
+def _keep(node: fx.Node, role: Role) -> list[int]:
+    """Return the dimension with a scale per sample or per output channel.
+
+    Grouped transposed convolutions have no dimension of their own for output channels.
+    """
+    call = arguments(node)
+    if role == Role.ACTIVATION:
+        return [0] * (dimensions(call["input"]) == dimensions(call["weight"]))
+    if not _transposed(node):
+        return [0]
+    return [1] * (call["groups"] == 1)
+
+
+def _none(node: fx.Node, role: Role) -> list[int]:
+    return []
+
+
+def _with_right_gradients(node: fx.Node) -> list[fx.Node]:
+    geometry, result = _geometry(node), arguments(node)
+    if geometry is None:
+        return []
+    weight, x = result["weight"], result["input"]
+    sizes: Any = fx.node.map_arg(geometry, lambda size: size.meta["val"])
+    if needs_padding(weight.meta["val"], x.meta["val"], sizes):
+        node.target = torch.ops.qsync.padded_convolution.default
+        node.args, node.kwargs = (x, weight, result["bias"], *geometry), {}
+    return []
+
+
+LOWERINGS = tuple(
+    Lowering(name, _emit, _keep, _refuses, computed, _with_right_gradients, slower=_slower)
+    for name in (
+        *(f"conv{spatial}d" for spatial in (1, 2, 3)),
+        *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),
+        "convolution",
+        "_convolution",
+    )
 )

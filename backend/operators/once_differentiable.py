@@ -68,7 +68,7 @@ class _Refused(torch.autograd.Function):
         *links: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.problem = problem
-        return tuple(None if g is None else g.detach() for g in gradients)
+        return tuple(g if g is None else g.detach() for g in gradients)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

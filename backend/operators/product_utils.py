@@ -4,10 +4,6 @@ A product multiplies only values of its formats. Operands are cast to the format
 (`Precision.carrier`), in which each value is exact. FP32 scales are applied to the result, except a
 scale that varies along the contracted dimension: it is multiplied into the incoming gradient before
 rounding (`round_gradients`), or into the saved operand (`backward_operand`).
-
-`define_product` derives each operator's schema from `ProductArguments`; `compute_product` computes
-a call of such an operator with another dispatcher. `qsync::widen` is a cast whose gradient is
-rounded stochastically.
 """
 
 from __future__ import annotations
@@ -22,15 +18,18 @@ from torch._ops import OpOverload
 from qsync_fx import rounding as stream_layout
 from qsync_fx.backend.operators.convert import carry
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, Dispatcher
-from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.backend.operators.once_differentiable import link, place
+from qsync_fx.backend.operators.quantize import quantize, round_to
 from qsync_fx.backend.operators.registration import define
-from qsync_fx.backend.operators.stochastic_round import round_to
 from qsync_fx.devices.format_support import row_on
 from qsync_fx.formats import FP32, Precision, precision, precision_of
 from qsync_fx.graph.fx_utils import filled
 from qsync_fx.passes.lowering_registry import Role
 
 _DOWN: Final = 2.0**-9
+
+Scaled = tuple[Tensor, Tensor | None]
+"""A tensor and the FP32 scale of its values; None means 1."""
 
 
 def carrier(row: Precision, device: torch.device) -> torch.dtype:
@@ -48,14 +47,12 @@ def short(row: Precision | None) -> bool:
     return row is not None and row.plain and row.e_min > FP32.e_min
 
 
-def carried(
-    q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def carried(q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False) -> Scaled:
     """Return an operand in the compute dtype of a product, and the scale of its values there.
 
-    Five products of 127 by 127 overflow FP16. For FP16 integers are therefore divided by 512, which
-    is exact and leaves room for sums of a million products. `again`: the backward pass casts a
-    saved operand itself, not by `qsync::carry`.
+    Integers are divided by 512 for FP16, which five products of 127 by 127 overflow; that is exact
+    and leaves room for a million products. `again`: the backward pass casts a saved operand itself,
+    not by `qsync::carry`.
     """
     result = q.to(dtype) if again else carry(q, dtype)
     if scale is None or q.dtype.is_floating_point or not short(precision_of(dtype)):
@@ -64,18 +61,18 @@ def carried(
 
 
 def multiplied_in(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
-    """Return the dtype of a product that no integer unit computes.
-
-    On the CPU integers use FP32: the carrier would round sums that are exact for other shapes.
-    """
-    exact = row.kind == other.kind == "integer" and device.type == "cpu"
-    return torch.float32 if exact else carrier(row, device)
+    """Return the dtype of a product that no integer unit computes; FP32 for integers on the CPU."""
+    if row.kind == other.kind == "integer" and device.type == "cpu":
+        return torch.float32
+    return carrier(row, device)
 
 
 def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Return the scale of a product of two tensors with these scales; None means 1."""
-    if first is None or second is None:
-        return second if first is None else first
+    if first is None:
+        return second
+    if second is None:
+        return first
     return first * second
 
 
@@ -100,20 +97,30 @@ def uniform(scale: Tensor | None) -> bool:
     return scale is None or scale.dim() == 0
 
 
+def split_scale(
+    scale: Tensor | None, is_uniform: bool, per_index: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scale to apply to a product, and the one to fold into the incoming gradient."""
+    if is_uniform:
+        return scale, None
+    return None, per_index
+
+
 def backward_operand(
     q: Tensor, scale: Tensor | None, row: Precision, apply: bool, gradients: str = "nearest"
-) -> tuple[Tensor, Tensor | None]:
+) -> Scaled:
     """Return a saved operand for a product of the backward pass, and the scale left for the result.
 
     If the gradient format is plain, the operand is multiplied by a scale that is not uniform, or by
-    any scale if `apply` (the operand is smaller than the result). The product is rounded to the
-    carrier, in BF16 with an error of at most 2**-9, like the result itself; with stochastic
-    `gradients` it stays FP32.
+    any scale if `apply` (the operand is smaller than the result), and rounded to the carrier, like
+    the result itself; with stochastic `gradients` it stays FP32.
     """
-    if scale is not None and incoming(row, q.device).plain and (apply or not uniform(scale)):
-        product = q.float() * scale
-        return (product if gradients == "stochastic" else product.to(carrier(row, q.device))), None
-    return q, scale
+    if scale is None or not incoming(row, q.device).plain or not (apply or scale.dim()):
+        return q, scale
+    product = q.float() * scale
+    if gradients != "stochastic":
+        product = product.to(carrier(row, q.device))
+    return product, None
 
 
 def round_gradients(
@@ -125,20 +132,19 @@ def round_gradients(
     rounding: str,
     keep: Sequence[int] = (),
     gradients: str = "nearest",
-) -> dict[Role, tuple[Tensor, Tensor | None]]:
+) -> dict[Role, Scaled]:
     """Round an incoming gradient to the gradient format of `fmt`, for each product that reads it.
 
     Args:
         gradient: floating point, any shape.
         folds: scale to multiply into the gradient of each required role, broadcast against
-            `gradient`; None if the other operand's scale does not vary along the contracted
-            dimension. Roles with None share one rounding.
+            `gradient`: that of the other operand if it varies along the contracted dimension, else
+            None. Roles with None share one rounding.
         seed: the graph's seed.
         stream: the operator's stream; each rounding adds an offset.
         fmt: the operator's format.
         rounding: rounding mode of formats that are not plain.
-        keep: dimensions of `gradient` with a scale per index, for scaled gradient formats; one
-            scale by default.
+        keep: dimensions of `gradient` with a scale per index, for scaled gradient formats.
         gradients: rounding mode of plain formats, "nearest" or "stochastic".
 
     Returns:
@@ -146,32 +152,32 @@ def round_gradients(
     """
     row = incoming(precision(fmt), gradient.device)
 
-    def rounded(value: Tensor, owned: int) -> tuple[Tensor, Tensor | None]:
+    def rounded(value: Tensor, offset: int) -> Scaled:
+        stream_id = stream + offset
         if row.scaled:
-            return quantize(value, seed, owned, row.name, rounding, keep)
+            return quantize(value, seed, stream_id, row.name, rounding, keep)
+        if not row.plain:
+            return round_to(value, seed, stream_id, row.name, rounding), None
+        factor = None
         if short(row) and value.numel():
             factor = _within(value)
-            return narrowed(value.float() / factor, row.dtype, seed, owned, gradients), factor
-        if row.plain:
-            return narrowed(value, row.dtype, seed, owned, gradients), None
-        return round_to(value, seed, owned, row.name, rounding), None
+            value = value.float() / factor
+        return narrowed(value, row.dtype, seed, stream_id, gradients), factor
 
-    result: dict[Role, tuple[Tensor, Tensor | None]] = {}
-    for role, fold in folds.items():
-        if fold is not None:
-            result[role] = rounded(gradient.float() * fold, stream + stream_layout.BACKWARD[role])
-    unfolded = [role for role, fold in folds.items() if fold is None]
-    return (
-        result | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED))
-        if unfolded
-        else result
-    )
+    result = {
+        role: rounded(gradient.float() * fold, stream_layout.BACKWARD[role])
+        for role, fold in folds.items()
+        if fold is not None
+    }
+    if unfolded := [role for role, fold in folds.items() if fold is None]:
+        result |= dict.fromkeys(unfolded, rounded(gradient, stream_layout.SHARED))
+    return result
 
 
 def _within(gradient: Tensor) -> Tensor:
     """Return the power-of-two divisor that leaves room in FP16 for sums of a million values.
 
-    It is 1 for zeros and for gradients with infinities or NaN, which must reach loss scaling.
+    It is 1 for zeros, infinities and NaN, which must reach loss scaling.
     """
     largest = gradient.detach().abs().amax().float()
     factor = torch.exp2(torch.ceil(torch.log2(largest)) + 2)
@@ -183,28 +189,11 @@ def narrowed(
 ) -> Tensor:
     """Return a gradient as `dtype`; `gradients` is the rounding mode below 32 bits."""
     row = precision_of(dtype)
-    if (
-        gradients == "nearest"
-        or row is None
-        or value.dtype.itemsize <= dtype.itemsize
-        or row.bits >= 32
-    ):
+    if gradients == "nearest" or row is None or row.bits >= 32:
+        return value.to(dtype)
+    if value.dtype.itemsize <= dtype.itemsize:
         return value.to(dtype)
     return round_to(value, seed, stream, row.name, gradients)
-
-
-def result(
-    value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str
-) -> Tensor:
-    """Return the gradient of the input in `role` as `dtype`; see `narrowed`."""
-    return narrowed(
-        value, dtype, seed, stream + stream_layout.BACKWARD[role] + stream_layout.RESULT, gradients
-    )
-
-
-def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
-    """Return the dtype in which to compute a gradient: FP32 before stochastic rounding."""
-    return torch.float32 if gradients == "stochastic" and dtype.itemsize < 4 else dtype
 
 
 class ProductArguments(NamedTuple):
@@ -217,12 +206,9 @@ class ProductArguments(NamedTuple):
         x_scale, w_scale: FP32; None for unscaled formats.
         seed: the graph's seed, int64, `[1]` or `[]`.
         stream: distinguishes operators of one graph; in [0, 2**29).
-        fmt: name of the format.
         rounding: rounding mode of gradients in other than plain formats.
-        out_dtype: dtype of the output.
         gradients: rounding mode of gradients in 16-bit types, "nearest" or "stochastic".
-        dispatcher: chooses between kernels and torch for each product. It is no argument of the
-            operators: their schemas have no type for it.
+        dispatcher: chooses between kernels and torch; no argument of the operators' schemas.
     """
 
     x: Tensor
@@ -240,10 +226,65 @@ class ProductArguments(NamedTuple):
     gradients: str
     dispatcher: Dispatcher = KERNELS
 
+    def save(self, ctx: Any, *others: Tensor, both: bool = False) -> Tensor:
+        """Save the operands for backward, and return the output that links it to the inputs.
 
-_TENSORS = "Tensor x, Tensor weight, {third}, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream"
+        `ctx.saved_tensors` are xq, x_scale, wq, w_scale, seed, `others` and the link. A frozen
+        weight needs no saved activation, a constant input no saved weight, unless `both`.
+        """
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        xq = self.xq if need_weight or both else None
+        wq = self.wq if need_x or both else None
+        linked = link()
+        pairs = xq, self.x_scale, wq, self.w_scale
+        ctx.save_for_backward(*pairs, self.seed, *others, linked)
+        ctx.dtypes = [None if t is None else t.dtype for t in self[:3]]
+        ctx.how = self.stream, self.fmt, self.rounding, self.gradients
+        ctx.fmt, ctx.place, ctx.dispatcher = self.fmt, place(self.stream), self.dispatcher
+        return linked
+
+
+class GradientRounding:
+    """How the gradients of a product are rounded, in a backward pass after `save`."""
+
+    def __init__(self, ctx: Any, seed: Tensor) -> None:
+        self.stream, self.fmt, self.rounding, self.mode = ctx.how
+        self.seed, self.needed = seed, ctx.needs_input_grad
+        self.dtypes = dict(zip((*Role, "bias"), ctx.dtypes, strict=True))
+
+    def incoming(
+        self, gradient: Tensor, w_fold: Tensor | None, x_fold: Tensor | None, keep: Sequence[int]
+    ) -> dict[Role, Scaled]:
+        """Round the incoming gradient for each product that is needed; see `round_gradients`."""
+        folds = {
+            role: fold
+            for role, fold, need in zip(Role, (w_fold, x_fold), self.needed, strict=False)
+            if need
+        }
+        stream, fmt, rounding = self.stream, self.fmt, self.rounding
+        return round_gradients(gradient, folds, self.seed, stream, fmt, rounding, keep, self.mode)
+
+    def summed(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which to compute results of a dtype: FP32 before such rounding."""
+        if self.mode == "stochastic" and dtype.itemsize < 4:
+            return torch.float32
+        return dtype
+
+    def result(self, value: Tensor, role: Role) -> Tensor:
+        """Return the gradient of the input in `role` in its dtype."""
+        stream = self.stream + stream_layout.BACKWARD[role] + stream_layout.RESULT
+        return narrowed(value, self.dtypes[role], self.seed, stream, self.mode)
+
+    def bias(self, value: Tensor) -> Tensor:
+        """Return the gradient of the bias in its dtype."""
+        return narrowed(value, self.dtypes["bias"], self.seed, self.stream, self.mode)
+
+
+_TENSORS = (
+    "Tensor x, Tensor weight, {third}, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, "
+    "Tensor seed, int stream"
+)
 _HOW = "str fmt, str rounding, ScalarType out_dtype"
-_LEFT_OUT = {"gradients": "nearest"}
 
 _IMPLEMENTATIONS: Final[dict[OpOverload, Callable[..., Tensor]]] = {}
 """Implementation of each operator of `define_product`."""
@@ -260,37 +301,29 @@ def define_product(
     """Register an operator that AOTAutograd traces into.
 
     Args:
-        name: in the namespace `qsync`.
         compute: called with `ProductArguments`, and with the operator's own arguments by name.
         third: schema of the third argument, which the bias is by default.
         owned: schema of the operator's own arguments.
         gradients: whether gradients may be rounded stochastically.
     """
-    arguments = ", ".join((_TENSORS.format(third=third), *([owned] if owned else []), _HOW))
-    available = ', str gradients="nearest"' if gradients else ""
+    arguments = ", ".join(filter(None, (_TENSORS.format(third=third), owned, _HOW)))
+    if gradients:
+        arguments += ', str gradients="nearest"'
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         return compute_product(operator, args, kwargs, KERNELS)
 
-    define(f"{name}({arguments}{available}) -> Tensor", {"CompositeImplicitAutograd": kernel})
-    operator: OpOverload = getattr(torch.ops.qsync, name).default
+    operator: Any = define(f"{name}({arguments}) -> Tensor", "CompositeImplicitAutograd")(kernel)
     _IMPLEMENTATIONS[operator] = compute
 
 
 def compute_product(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dispatcher: Dispatcher
 ) -> Tensor:
-    """Compute a call of an operator of `define_product`, its products chosen by `dispatcher`.
-
-    A call by torch has the dispatcher `KERNELS`.
-    """
-    by_name = filled(operator, args, kwargs)
-    shared = {
-        name: by_name.pop(name, _LEFT_OUT.get(name))
-        for name in ProductArguments._fields
-        if name != "dispatcher"
-    }
-    inputs = ProductArguments(**shared, dispatcher=dispatcher)
+    """Compute a call of an operator of `define_product`, its products chosen by `dispatcher`."""
+    by_name = {"bias": None, "gradients": "nearest"} | filled(operator, args, kwargs)
+    by_name["dispatcher"] = dispatcher
+    inputs = ProductArguments(*(by_name.pop(name) for name in ProductArguments._fields))
     return _IMPLEMENTATIONS[operator](inputs, **by_name)
 
 
@@ -299,21 +332,6 @@ def without_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return `gradients` followed by None for all other arguments, `owned` of them not shared."""
     return gradients + (None,) * (len(ProductArguments._fields) + owned - len(gradients))
-
-
-def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    """Return `x` as `dtype`; round its gradient stochastically back to the dtype of `x`.
-
-    The rounding is unbiased. The operator is composite, so a compiler fuses the cast.
-
-    Args:
-        x: floating point, any shape and strides.
-        seed: the graph's seed, int64, `[1]` or `[]`.
-        stream: distinguishes operators of one graph.
-        dtype: a dtype that represents all values of `x` exactly.
-    """
-    result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _Widen(torch.autograd.Function):
@@ -329,7 +347,11 @@ class _Widen(torch.autograd.Function):
         return narrowed(gradient, dtype, seed, stream, "stochastic"), None, None, None
 
 
-define(
+@define(
     "widen(Tensor x, Tensor seed, int stream, ScalarType dtype) -> Tensor",
-    {"CompositeImplicitAutograd": widen},
+    "CompositeImplicitAutograd",
 )
+def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    """Return `x` as `dtype`, exactly; round its gradient stochastically to the dtype of `x`."""
+    result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
+    return result

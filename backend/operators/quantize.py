@@ -1,18 +1,16 @@
-"""Quantization of tensors to scaled formats, and dequantization.
+"""Rounding of tensors to number formats, and the random seed of a graph.
 
-`qsync::quantize` reads its input twice, for the largest magnitude and for rounding, in one opaque
-kernel; the pass pipeline shares its result among all consumers. `qsync::quantize_transposed` also
-writes the transpose: tensor cores for narrow formats read both operands along the contracted
-dimension, so one backward product reads a gradient by rows and the other by columns. Both return
-the same bits. `qsync::dequantize` makes the graph well typed between the passes `insert_casts` and
-`lower`; `lower` fuses it into the product.
+`qsync::quantize` rounds to scaled formats. It reads its input twice, for the largest magnitude and
+for rounding, in one opaque kernel. `qsync::round` rounds to unscaled ones. `qsync::draw` draws the
+seed of a step.
 
-Invariant: pure functions. The graph draws `seed` once per step (`qsync::draw`), so
-`torch.manual_seed` reproduces a run, and activation checkpointing recomputes the same bits.
+Invariant: apart from `draw` pure functions, so `torch.manual_seed` reproduces a run, and activation
+checkpointing recomputes the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,35 +19,62 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.numerics import native, reference
-from qsync_fx.backend.operators.registration import define
+from qsync_fx.backend.operators.registration import define, differentiate
 from qsync_fx.errors import PrecisionError
-from qsync_fx.formats import Precision, precision
-from qsync_fx.rounding import rounding_mode
+from qsync_fx.formats import FP32, Precision, precision
+from qsync_fx.rounding import rounding_mode, rounding_stream, watch
 
 
 def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
     """Return the format `fmt`; raise `PrecisionError` if it is unscaled or does not fit `x`."""
-    row = precision(fmt)
+    row, where = precision(fmt), "qsync::quantize"
     if not row.scaled:
         raise PrecisionError(
-            f"{row} has no scale", where="qsync::quantize", do="convert it, or use qsync::round"
+            f"{row} has no scale", where=where, do="convert it, or use qsync::round"
         )
     if not x.is_floating_point():
         raise PrecisionError(
-            f"{x.dtype} cannot be quantized",
-            where="qsync::quantize",
-            do="quantize floating-point tensors",
+            f"{x.dtype} cannot be quantized", where=where, do="quantize floating-point tensors"
         )
     if keep and any(not -x.dim() <= dim < x.dim() for dim in keep):
         raise PrecisionError(
             f"a tensor of {x.dim()} dimensions cannot have a scale per index of the dimensions "
             f"{list(keep)}",
-            where="qsync::quantize",
+            where=where,
             do="use dimensions that the tensor has",
         )
     return row
 
 
+def _quantize_fake(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    row = scaled_format(fmt, x, keep)
+    rounding_mode(rounding)
+    q = reference.empty_quantized(x, row.dtype)
+    return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
+
+
+def _quantize_kernel(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
+) -> Any:
+    result = quantize_launch.again(x, seed, stream, fmt, rounding, keep)
+    if result is not None:
+        return result
+    row = scaled_format(fmt, x, keep)
+    return quantize_launch.quantize(x, seed, stream, row, rounding_mode(rounding), keep)
+
+
+@define(
+    "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor "
+    "q, Tensor scale)",
+    "CPU",
+    _quantize_fake,
+    tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.
+    CUDA=_quantize_kernel,
+    # The result has no gradient; its consumers pass theirs to the original tensor.
+    Autograd=torch.library.fallthrough_kernel,
+)
 def quantize(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -77,123 +102,149 @@ def quantize(
         PrecisionError: unknown or unscaled format, `x` not floating point, `keep` out of range.
         OptionError: unknown rounding mode.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(
-        x, seed, stream, fmt, rounding, list(keep)
-    )
-    return result
-
-
-def _quantize_fake(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
-) -> tuple[Tensor, Tensor]:
     row = scaled_format(fmt, x, keep)
-    rounding_mode(rounding)
-    q = reference.empty_quantized(x, row.dtype)
-    return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
+    return native.quantize(x, seed, stream, row, rounding_mode(rounding), keep)
 
 
-def _quantize_kernel(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    result: Any = quantize_launch.again(x, seed, stream, fmt, rounding, keep)
-    if result is None:
-        result = quantize_launch.quantize(
-            x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep
-        )
-    return result  # type: ignore[no-any-return]
-
-
-def _quantize_native(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    return native.quantize(
-        x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep
-    )
-
-
-define(
-    "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor "
-    "q, Tensor scale)",
-    {
-        "CPU": _quantize_native,
-        "CUDA": _quantize_kernel,
-        # The result has no gradient; its consumers pass theirs to the original tensor.
-        "Autograd": torch.library.fallthrough_kernel,
-    },
-    _quantize_fake,
-    tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.
-)
-
-
-def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `q * scale` as `dtype`, computed in FP32; `scale` broadcasts against `q`."""
-    return (q.to(torch.float32) * scale).to(dtype)
-
-
-def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
-
-
-define(
+@define(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
-    {"CompositeExplicitAutograd": dequantize},
-    _dequantize_fake,
+    fake=lambda q, scale, dtype: torch.empty_like(q, dtype=dtype),
 )
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `q * scale` as `dtype`, computed in FP32; `scale` broadcasts against `q`.
 
-
-def quantize_transposed(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a matrix with one scale, and return the transpose too; see `quantize`.
-
-    Args:
-        x: floating point, `[M, N]`, any strides; read as FP32.
-
-    Returns:
-        q: `[M, N]`, as `quantize` returns it.
-        transpose: `q.t()`, `[N, M]`, contiguous.
-        scale: FP32, `[]`.
+    It makes the graph well typed until the pass `lower` fuses it into a product.
     """
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(
-        x, seed, stream, fmt, rounding
-    )
-    return result
+    return (q.to(torch.float32) * scale).to(dtype)
 
 
 def _quantize_transposed_fake(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    row = scaled_format(fmt, x, ())
-    rounding_mode(rounding)
-    rows, columns = x.shape
-    q = reference.empty_quantized(x, row.dtype)
-    return q, x.new_empty((columns, rows), dtype=row.dtype), x.new_empty((), dtype=torch.float32)
-
-
-def _quantize_transposed_native(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale = native.quantize(
-        x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding), ()
-    )
-    return q, q.t().clone(memory_format=torch.contiguous_format), scale
+    q, scale = _quantize_fake(x, seed, stream, fmt, rounding, ())
+    return q, x.new_empty((x.shape[1], x.shape[0]), dtype=q.dtype), scale
 
 
 def _quantize_transposed_kernel(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    result: Any = quantize_launch.again(x, seed, stream, fmt, rounding, transposed=True)
-    if result is None:
-        result = quantize_launch.quantize_transposed(
-            x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding)
-        )
-    return result  # type: ignore[no-any-return]
+) -> Any:
+    result = quantize_launch.again(x, seed, stream, fmt, rounding, transposed=True)
+    if result is not None:
+        return result
+    row = scaled_format(fmt, x, ())
+    return quantize_launch.quantize_transposed(x, seed, stream, row, rounding_mode(rounding))
 
 
-define(
+@define(
     "quantize_transposed(Tensor x, Tensor seed, int stream, str fmt, str rounding) -> (Tensor q, "
     "Tensor transpose, Tensor scale)",
-    {"CPU": _quantize_transposed_native, "CUDA": _quantize_transposed_kernel},
+    "CPU",
     _quantize_transposed_fake,
     tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.
+    CUDA=_quantize_transposed_kernel,
 )
+def quantize_transposed(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a matrix, `[M, N]`, with one scale; return `q`, `q.t()`, contiguous, and the scale.
+
+    Tensor cores read both operands along the contracted dimension: one backward product reads a
+    gradient by rows, the other by columns. Same bits as `quantize`.
+    """
+    row = scaled_format(fmt, x, ())
+    q, scale = native.quantize(x, seed, stream, row, rounding_mode(rounding), ())
+    return q, q.t().clone(memory_format=torch.contiguous_format), scale
+
+
+def gridded_format(fmt: str, x: Tensor) -> Precision:
+    """Return the format `fmt`; raise `PrecisionError` if `qsync::round` cannot round `x` to it.
+
+    Plain formats get FP32's range here: values beyond their own become infinite in the cast, as
+    loss scaling expects.
+    """
+    row, where = precision(fmt), "qsync::round"
+    problem = f"qsync::round does not support the format {row}"
+    if row.scaled:
+        raise PrecisionError(problem, where=where, do="use qsync::quantize")
+    if row.plain and row.bits >= 32:
+        raise PrecisionError(problem, where=where, do=f"convert to {row.dtype}")
+    if not x.is_floating_point():
+        raise PrecisionError(
+            f"{x.dtype} cannot be rounded to {row}", where=where, do="round floating-point tensors"
+        )
+    if row.plain:
+        return dataclasses.replace(row, max=FP32.max)
+    return row
+
+
+def _round_fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
+    rounding_mode(rounding)
+    return torch.empty_like(x, dtype=gridded_format(fmt, x).dtype)
+
+
+def _round_reference(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
+    return reference.round_to(x, seed, stream, gridded_format(fmt, x), rounding_mode(rounding))
+
+
+@define(
+    "round(Tensor x, Tensor seed, int stream, str fmt, str rounding) -> Tensor",
+    "CPU",
+    _round_fake,
+    CUDA=_round_reference,
+)
+def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
+    """Round `x` to the grid of an unscaled format, such as TF32, or to a 16-bit dtype.
+
+    NaN and Inf are preserved. Too large values become the largest of the format, or infinite for
+    dtypes of torch. The gradient is straight-through: the planner accounts for the error.
+
+    Args:
+        x: floating point, any shape and strides; read as FP32.
+        fmt: name of an unscaled format below 32 bits: "tf32", "bf16", "fp16".
+        seed, stream, rounding: as in `quantize`.
+
+    Returns:
+        The format's dtype (FP32 for TF32), shape and memory layout of `x`.
+
+    Raises:
+        PrecisionError: unknown, scaled or wide format, or `x` not floating point.
+        OptionError: unknown rounding mode.
+    """
+    return native.round_to(x, seed, stream, gridded_format(fmt, x), rounding_mode(rounding))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+    # An unused result has no gradient; do not create zeros for it.
+    ctx.set_materialize_grads(False)
+
+
+def _straight_through(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    if gradient is not None:
+        gradient = gradient.to(ctx.dtype)
+    return gradient, None, None, None, None
+
+
+differentiate("round", _straight_through, _remember)
+
+
+@define(
+    "draw(Device device) -> Tensor",
+    fake=lambda device: torch.empty([1], dtype=torch.int64, device=device),
+    # The second tag excludes it from the CUDA graphs of torch.compile.
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
+)
+def draw(device: torch.device) -> Tensor:
+    """Return the seed of a step, int64, `[1]`, from `qsync_fx.rounding_stream`.
+
+    It is an operator since the seed changes each step and depends on the process that runs the
+    graph. It does not synchronize with the device. In a manual capture (`torch.cuda.graph`) it
+    draws from torch's CUDA generator, which advances with each replay.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.randint(2**62, [1], dtype=torch.int64, device=device)
+    return torch.full([1], rounding_stream.draw(), dtype=torch.int64, device=device)
+
+
+# States of torch's generator record a position in the rounding stream from here on.
+watch()

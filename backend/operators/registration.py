@@ -1,46 +1,52 @@
 """Typed registration of operators in the namespace `qsync`.
 
-Invariant: the module that defines an operator registers it once, when `qsync_fx.backend.operators`
-is imported.
+Invariant: the module that defines an operator registers it once, when it is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 
 _LIBRARY: Final = torch.library.Library("qsync", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def define(
     schema: str,
-    implementations: Mapping[str, Callable[..., Any]],
+    key: str = "CompositeExplicitAutograd",
     fake: Callable[..., Any] | None = None,
     *,
     tags: Sequence[torch.Tag] = (torch.Tag.flexible_layout,),
-) -> None:
-    """Register an operator.
+    **others: Callable[..., Any],
+) -> Callable[[F], F]:
+    """Register a function as an operator; the decorated name is the operator.
 
     Args:
         schema: name and signature.
-        implementations: dispatch key -> function.
-        fake: returns empty outputs with the sizes, strides and dtypes of the implementations. Only
-            CompositeImplicitAutograd operators need none: torch would run other kernels on fake
-            tensors, which specializes symbolic sizes and recompiles for each batch size.
+        key: dispatch key of the function.
+        fake: returns empty outputs with the sizes, strides and dtypes of the implementations; by
+            default the function, unless that is a kernel, which would specialize symbolic sizes.
         tags: layout constraint for Inductor, by default none. This tag overrides other constraints,
             so operators that `qsync_fx.backend.inductor.inductor_config` constrains omit it.
+        others: implementations for other dispatch keys.
     """
-    assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, (
-        f"{schema} needs a fake implementation"
-    )
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
-    for key, implementation in implementations.items():
-        _LIBRARY.impl(name, implementation, key)  # type: ignore[no-untyped-call]
-    if fake is not None:
-        torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
+    assert fake or key.startswith("Composite"), f"{schema} needs a fake implementation"
+
+    def register(function: F) -> F:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
+        for dispatch_key, implementation in {key: function, **others}.items():
+            _LIBRARY.impl(name, implementation, dispatch_key)  # type: ignore[no-untyped-call]
+        if key != "CompositeImplicitAutograd":
+            torch.library.register_fake(f"qsync::{name}", fake or function, lib=_LIBRARY)
+        operator: F = getattr(torch.ops.qsync, name).default
+        return operator
+
+    return register
 
 
 def require(condition: bool | torch.SymBool, description: Callable[[], str]) -> None:

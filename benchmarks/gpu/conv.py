@@ -23,8 +23,8 @@ from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.cuda.runtime.event_timer import operands, peer
 from qsync_fx.backend.cuda.tuning import shown, work
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.diagnostics import explain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

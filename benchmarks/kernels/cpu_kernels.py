@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsync_fx import _C
-from qsync_fx.backend.operators.gemm.gemm import gemm
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product, gemm
 from qsync_fx.backend.operators.quantize import quantize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -22,7 +22,7 @@ from qsync_fx.backend.cuda.kernel_build import compiler, library
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection import select
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.diagnostics import explain
 from qsync_fx.errors import QSyncError
 

@@ -35,7 +35,7 @@ from qsync_fx.backend.cuda.problem.problem import (
 from qsync_fx.backend.cuda.runtime import launch, quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision
 from qsync_fx.backend.operators import quantize
-from qsync_fx.backend.operators.gemm import gemm, implicit_gemm
+from qsync_fx.backend.operators.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -81,7 +81,7 @@ def product(folder: Path, size: int) -> Callable[[], Tensor]:
     scale, bias = torch.ones(()), torch.ones(64)
     x = GemmProduct(a, b, scale, scale, bias, torch.float16)
     chosen(gemm_problem(x), folder)
-    return lambda: gemm._kernel(*x)
+    return lambda: gemm._gemm_kernel(*x)
 
 
 def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
@@ -94,7 +94,7 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
         image, weight, scale, scale, bias, [3, 3], unit, unit, unit, "fprop", torch.float16
     )
     chosen(conv_problem(x), folder)
-    return lambda: implicit_gemm._kernel(*x)
+    return lambda: gemm._conv_kernel(*x)
 
 
 def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import qsync_fx
-from qsync_fx.backend.operators.masks import keep
+from qsync_fx.backend.inductor.recompute_policy import keep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

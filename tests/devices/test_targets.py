@@ -22,7 +22,7 @@ import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import FORMATS
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
 from tests.support import tiers

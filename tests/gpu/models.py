@@ -27,7 +27,7 @@ from qsync_fx.backend.cuda.runtime import device_state as known_devices
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection.select import of_problems, way
 from qsync_fx.backend.cuda.tuning import TunedChoice, TuningTable
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.diagnostics import explain
 
 

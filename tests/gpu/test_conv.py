@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.cuda.runtime import launch
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product
 from tests.gpu import kit
 from tests.gpu.geometries import problems
 

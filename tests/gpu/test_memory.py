@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.diagnostics import explain
 from tests.gpu import kit, models
 

@@ -18,9 +18,9 @@ from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.cuda.selection.select import way
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
-from qsync_fx.backend.operators import convolution_lowering
+from qsync_fx.backend.operators import convolution
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.backend.operators.layer_kernels import problems_of
 from qsync_fx.devices import format_support
 from qsync_fx.devices.cpu_features import Cpu
 from qsync_fx.errors import OptionError, PlanWarning
@@ -63,7 +63,7 @@ def counting_as(
     """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and
     one for BF16, or without.
     """
-    for where in (format_support, cpu_kernels, convolution_lowering):
+    for where in (format_support, cpu_kernels, convolution):
         monkeypatch.setattr(where, "native_integer_unit", lambda: native)
     monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: by_onednn)
     monkeypatch.setattr(format_support, "native_bf16_unit", lambda: bf16)

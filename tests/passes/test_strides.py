@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
-from qsync_fx.backend.operators.memory_order import in_order
+from qsync_fx.backend.operators.convert import in_order
 from qsync_fx.formats import precision
 from qsync_fx.graph import saved_tensors
 from qsync_fx.graph.fx_utils import memory_order, same_strides

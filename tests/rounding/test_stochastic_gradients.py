@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from qsync_fx.backend.numerics import reference
 from qsync_fx.backend.operators.product_utils import round_gradients
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.stochastic_round import gridded_format, round_to
+from qsync_fx.backend.operators.quantize import gridded_format, quantize, round_to
 from tests.support import tiers
 from tests.support.models.small_models import build, compiled
 

@@ -1,7 +1,5 @@
 """Matrix and convolution products of a layer: our kernels, or torch's integer unit.
 
-`dispatch` decides which computes a product, `gemm.py` and `implicit_gemm.py` define the kernels'
-operators, `cpu_kernels` calls the native module, `int_mm` calls torch's integer products.
-`precompile_problems` finds the products of a graph before it runs; `gpu_profitability` finds layers
-for which a narrow format does not pay. Start at `dispatch.py`.
+`dispatch` decides which computes a product. `gemm.py` defines the operators of the kernels,
+`cpu_kernels` calls the native module, `int_mm` torch's integer products. Start at `dispatch.py`.
 """

@@ -6,16 +6,12 @@ the traced shapes; both are correct for other shapes of symbolic sizes. On CUDA 
 decide. On the CPU the native module computes every INT8 matrix product if the processor has an
 integer unit: it scales sums as it writes them, torch in another pass (docs/kernels-cpu.md).
 
-A `Dispatcher` is an argument of every operator of a product (`ProductArguments.dispatcher`).
-`KernelDispatcher` computes; `RecordingDispatcher` records the problems of a layer.
-
 Invariant: without kernels for the device a product is None, and the layer computes as usual.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -23,7 +19,7 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
-from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem import (
     OUTPUTS,
     ConvProduct,
@@ -38,10 +34,8 @@ from qsync_fx.backend.cuda.problem.problem import (
 from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
 from qsync_fx.backend.cuda.tuning import shown
-from qsync_fx.backend.operators.conv_gradients import Geometry
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.backend.operators.gemm.gemm import gemm, multiplies
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product, gemm, multiplies
 from qsync_fx.devices import native_integer_unit, row_on
 from qsync_fx.formats import Precision
 
@@ -65,44 +59,30 @@ class MatrixProduct(NamedTuple):
     b_dtype: torch.dtype | None = None
     transposed: bool = False
 
-    @property
-    def second(self) -> Tensor:
-        """The second operand as it is multiplied; stacks, which no kernel accepts, unchanged."""
-        return self.b.t() if self.transposed and self.b.dim() == 2 else self.b
+    def with_second(self, b: Tensor) -> GemmProduct:
+        """Return the arguments of `qsync::gemm` that compute it, with `b` as second operand."""
+        scales, dtype = (self.a_scale, self.b_scale), _out(self.out_dtype)
+        return GemmProduct(self.a, b, *scales, self.bias, dtype, _gridded(self.row))
 
     @property
-    def gemm_product(self) -> GemmProduct:
-        """The arguments of `qsync::gemm` that compute it."""
-        return GemmProduct(
-            self.a,
-            self.second,
-            self.a_scale,
-            self.b_scale,
-            self.bias,
-            _out(self.out_dtype),
-            _gridded(self.row),
-        )
+    def straight(self) -> GemmProduct:
+        """The same, with `b` not transposed; stacks, which no kernel accepts, unchanged."""
+        if self.transposed and self.b.dim() == 2:
+            return self.with_second(self.b.t())
+        return self.with_second(self.b)
 
     def problem(self) -> GemmProblem | None:
         """Return the problem of the product; None if torch computes it on every device."""
-        x = self.gemm_product
+        x = self.straight
         return _gemm_problem(x, outline(x.a), outline(x.b, self.b_dtype))
 
-    def by_gemm(self, b: Tensor, transposed: bool = False) -> Tensor:
-        """Return the product by `qsync::gemm` with `b` as its second operand."""
-        x = self.gemm_product._replace(b=b)
-        return gemm(*x, transposed=transposed).to(self.out_dtype)
 
-
-class Dispatcher(ABC):
+class Dispatcher:
     """Choice between a kernel and torch for each product of a layer.
 
-    The public methods hold the rules from operands to problems. The abstract methods answer what
-    differs between computing the products of a layer and recording their problems.
-
-    The problems of a layer are recorded while its operator runs, not derived from its operands:
-    they depend on the views, roundings and transposed copies that the operators make in the forward
-    and backward pass. A function from operands to problems would repeat the operators.
+    A dispatcher is an argument of every operator of a product (`ProductArguments.dispatcher`). A
+    subclass records the problems of a layer while its operator runs: they depend on the views,
+    roundings and transposed copies that the operators make.
     """
 
     def matrix_product(self, product: MatrixProduct) -> Tensor | None:
@@ -111,83 +91,36 @@ class Dispatcher(ABC):
         if not self.covers(a.device):
             if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
                 return None
-            return product.by_gemm(b, transposed=product.transposed)
+            x = product.with_second(b)
+            return gemm(*x, transposed=product.transposed).to(product.out_dtype)
         problem = product.problem()
         if problem is None or not self._computes(problem, a.device):
             return None
-        second = product.second
-        return product.by_gemm(second if product.b_dtype is None else second.to(product.b_dtype))
+        x = product.straight
+        if product.b_dtype is not None:
+            x = x._replace(b=x.b.to(product.b_dtype))
+        return gemm(*x).to(product.out_dtype)
 
     def convolution_product(
-        self,
-        a: Tensor,
-        b: Tensor,
-        *,
-        a_scale: Tensor | None,
-        b_scale: Tensor | None,
-        bias: Tensor | None,
-        like: Tensor,
-        geometry: Geometry,
-        operation: ConvOperation,
-        out_dtype: torch.dtype,
-        row: Precision,
-        b_dtype: torch.dtype | None = None,
+        self, x: ConvProduct, row: Precision, b_dtype: torch.dtype | None = None
     ) -> Tensor | None:
         """Return a product of a 1-D or 2-D convolution by a kernel, or None if torch computes it.
 
-        Operands are as in `qsync::conv2d_product`; `row` and `b_dtype` as in `MatrixProduct`.
-
-        Args:
-            like: a tensor with the spatial sizes that `conv2d_product` receives: the input for
-                dgrad, else the weight.
-            geometry: arguments of `aten::convolution`.
+        Operands are as in `qsync::conv2d_product`, with one size per spatial dimension and any
+        output dtype; `row` and `b_dtype` as in `MatrixProduct`.
         """
-        stride, padding, dilation, transposed, _, groups = geometry
-        if (
-            transposed
-            or groups != 1
-            or a.dim() not in (3, 4)
-            or (a_scale is not None and a_scale.dim())
-        ):
+        device, out_dtype = x.a.device, x.out_dtype
+        rank = x.a.dim()
+        if rank not in (3, 4) or (x.a_scale is not None and x.a_scale.dim()):
             return None
-        x = ConvProduct(
-            a,
-            b,
-            a_scale,
-            b_scale,
-            bias,
-            size=like.shape[2:],
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            operation=operation,
-            out_dtype=_out(out_dtype),
-            tf32=_gridded(row),
-        )
-        if not self.covers(a.device):
-            if not (
-                a.dim() == 4
-                and native_integer_unit()
-                and cpu_kernels.pays(a, b, like, stride, operation)
-            ):
-                return None
-            return conv2d_product(*x).to(out_dtype)
-        flat = a.dim() == 3
-        if flat:
-            # 1-D convolutions are images of height 1.
-            if b_scale is not None and b_scale.dim():
-                b_scale = b_scale.unsqueeze(2)
-            x = x._replace(
-                a=a.unsqueeze(2),
-                b=b.unsqueeze(2),
-                b_scale=b_scale,
-                size=[1, *x.size],
-                stride=[1, *stride],
-                padding=[0, *padding],
-                dilation=[1, *dilation],
-            )
-        first, second = outline(x.a), outline(x.b, b_dtype)
-        size = sizes_of(x.size)
+        x = x._replace(out_dtype=_out(out_dtype), tf32=_gridded(row))
+        if not self.covers(device):
+            if rank == 4 and native_integer_unit() and cpu_kernels.pays(x):
+                return conv2d_product(*x).to(out_dtype)
+            return None
+        if rank == 3:
+            x = _as_image(x)
+        first, second, size = outline(x.a), outline(x.b, b_dtype), sizes_of(x.size)
         if first is None or second is None or size is None:
             return None
         if not multiplies(first.dtype, second.dtype) or 0 in (*first.shape, *second.shape, *size):
@@ -195,12 +128,12 @@ class Dispatcher(ABC):
         if not all(isinstance(n, int) for n in (*x.stride, *x.padding, *x.dilation)):
             return None
         problem = conv_problem(x._replace(size=size), first, second)
-        if min(problem.p, problem.q) < 1 or not self._computes(problem, a.device):
+        if min(problem.p, problem.q) < 1 or not self._computes(problem, device):
             return None
         if b_dtype is not None:
             x = x._replace(b=x.b.to(b_dtype))
         result = conv2d_product(*x).to(out_dtype)
-        return result.squeeze(2) if flat else result
+        return result.squeeze(2) if rank == 3 else result
 
     def integers_pay(self, product: MatrixProduct) -> bool:
         """Return whether torch's product should multiply integers as such, not in the carrier."""
@@ -219,20 +152,13 @@ class Dispatcher(ABC):
     ) -> bool:
         """Return whether a kernel for the weight gradient reads the rounded gradient by columns.
 
-        The quantizer then writes the transpose too.
-
-        Args:
-            gradient: `[M, N]`, not rounded yet.
-            xq: the saved activation, `[M, K]`.
+        The quantizer then writes the transpose too. `gradient` is `[M, N]`, not rounded yet; `xq`,
+        the saved activation, is `[M, K]`.
         """
-        rounded = row_on(gradient.device, row).gradient
-        layout = outline(gradient)
-        if (
-            not self.covers(gradient.device)
-            or not rounded.scaled
-            or layout is None
-            or len(layout.shape) != 2
-        ):
+        if not self.covers(gradient.device):
+            return False
+        rounded, layout = row_on(gradient.device, row).gradient, outline(gradient)
+        if not rounded.scaled or layout is None or layout.dim() != 2:
             return False
         m, n = layout.shape
         x = GemmProduct(gradient.t(), xq, None, x_scale, None, _out(out_dtype), _gridded(row))
@@ -241,63 +167,43 @@ class Dispatcher(ABC):
             return False
         return self._has_kernel(replace(problem, a_scale="tensor"), gradient.device)
 
-    @abstractmethod
     def covers(self, device: torch.device) -> bool:
         """Return whether products on a device have problems."""
-
-    @abstractmethod
-    def _computes(self, problem: Problem, device: torch.device) -> bool:
-        """Return whether a kernel computes a product, which is about to be computed."""
-
-    @abstractmethod
-    def _has_kernel(self, problem: Problem, device: torch.device) -> bool:
-        """Return whether a kernel is selected for a product that may be computed later."""
-
-    @abstractmethod
-    def _multiplies_integers(self, problem: Problem, device: torch.device) -> bool:
-        """Return whether torch's product of a problem multiplies integers as such."""
-
-
-class KernelDispatcher(Dispatcher):
-    """Dispatcher that computes products by the kernels that are selected for a device."""
-
-    def covers(self, device: torch.device) -> bool:
         return known_of(device).arch is not None
 
     def _computes(self, problem: Problem, device: torch.device) -> bool:
-        result = decision(problem, device)
-        failed = (
-            None
-            if result.config is None
-            else kernel_registry.failure(codegen.unit_of(result.config))
-        )
-        if result.config is not None and failed is None:
-            return True
-        launch_utils.note(shown(problem), result.reason if failed is None else failed.what)
+        """Return whether a kernel computes a product, which is about to be computed."""
+        selected = decision(problem, device)
+        reason = selected.reason
+        if selected.config is not None:
+            failure = kernel_registry.failure(codegen.unit_of(selected.config))
+            if failure is None:
+                return True
+            reason = failure.what
+        launch_utils.note(shown(problem), reason)
         return False
 
     def _has_kernel(self, problem: Problem, device: torch.device) -> bool:
+        """Return whether a kernel is selected for a product that may be computed later."""
         return decision(problem, device).config is not None
 
     def _multiplies_integers(self, problem: Problem, device: torch.device) -> bool:
+        """Return whether torch's product of a problem multiplies integers as such."""
         return decision(problem, device).integers
 
 
-KERNELS: Final = KernelDispatcher()
+KERNELS: Final = Dispatcher()
 """The dispatcher of every call of an operator by torch."""
 
 
-@dataclass
 class RecordingDispatcher(Dispatcher):
     """Dispatcher that records the problems of a layer on any device, the meta device included.
 
-    torch computes all products.
-
-    Attributes:
-        problems: the problems of the products, in the order of their computation.
+    torch computes all products; `problems` are in the order of their computation.
     """
 
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
 
     def covers(self, device: torch.device) -> bool:
         return True
@@ -318,6 +224,20 @@ def partner(gradient: Tensor) -> torch.dtype | None:
     return None if gradient.dtype.itemsize == 1 else gradient.dtype
 
 
+def _as_image(x: ConvProduct) -> ConvProduct:
+    """Return a 1-D convolution as one of images of height 1."""
+    if x.b_scale is not None and x.b_scale.dim():
+        x = x._replace(b_scale=x.b_scale.unsqueeze(2))
+    return x._replace(
+        a=x.a.unsqueeze(2),
+        b=x.b.unsqueeze(2),
+        size=[1, *x.size],
+        stride=[1, *x.stride],
+        padding=[0, *x.padding],
+        dilation=[1, *x.dilation],
+    )
+
+
 def _gemm_problem(x: GemmProduct, a: Outline | None, b: Outline | None) -> GemmProblem | None:
     """Return the problem of a product; None if torch computes it on every device."""
     if a is None or b is None or len(a.shape) != 2:
@@ -325,7 +245,9 @@ def _gemm_problem(x: GemmProduct, a: Outline | None, b: Outline | None) -> GemmP
     if not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
     result = gemm_problem(x, a, b)
-    return None if too_large(result.m, result.n, result.k) else result
+    if too_large(result.m, result.n, result.k):
+        return None
+    return result
 
 
 def _gridded(row: Precision) -> bool:

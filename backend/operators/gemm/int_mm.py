@@ -1,25 +1,26 @@
-"""INT8 matrix products by torch's integer unit: oneDNN on the CPU, cuBLAS on CUDA.
+"""INT8 products by torch's integer unit: oneDNN on the CPU, cuBLAS on CUDA.
 
 `qsync::integer_products` multiplies two INT8 matrices or two stacks on the CPU. It is opaque: torch
 multiplies stacks without the unit, and overflows; separate products would each be a graph node. The
-second operand is passed transposed for the reason in `gemm`.
-
-`qsync::grouped_products` multiplies each group of rows by its own matrix (mixture of experts). It
-is opaque because group sizes are known at run time only. Empty groups are skipped; rows beyond the
-last group give zeros.
+second operand is passed transposed for the reason in `gemm`. `qsync::integer_convolution` is the
+same for convolutions. `qsync::grouped_products` multiplies each group of rows by its own matrix.
 
 Invariant: integer sums are exact. If INT32 cannot represent every sum, or the unit saturates or
-rejects the sizes, `product` returns None.
+rejects the sizes, `product` and `sums` return None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.operators.conv_gradients import Geometry, places
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.devices.cpu_features import cpu_multiplies_integers
 from qsync_fx.formats import Precision, precision
@@ -33,20 +34,20 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
         bt: `[N, K]` or `[E, N, K]`, any strides.
         formats: of `a` and `bt`.
     """
-    if not summed_exactly(a.device, a.shape[-1], formats):
+    if not _summed_exactly(a.device, a.shape[-1], formats):
         return None
     if a.device.type == "cpu":
-        result: Tensor = torch.ops.qsync.integer_products.default(a, bt)
-        return result
+        return _integer_products(a, bt)
     if a.dim() == 3:
         return None
     if a.device.type != "cuda":
-        return torch._int_mm(strided(a), strided(bt).t())
-    takes = reference_result.takes_integers(a.shape[0], bt.shape[0], a.shape[1])
-    return reference_result.integer_product(a, bt) if takes else None
+        return torch._int_mm(_strided(a), _strided(bt).t())
+    if reference_result.takes_integers(a.shape[0], bt.shape[0], a.shape[1]):
+        return reference_result.integer_product(a, bt)
+    return None
 
 
-def summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, Precision]) -> bool:
+def _summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, Precision]) -> bool:
     """Return whether an integer unit sums `inner` products of two formats exactly in INT32."""
     if any(row.kind != "integer" or row.dtype != torch.int8 for row in formats):
         return False
@@ -56,31 +57,31 @@ def summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, P
     return device.type != "cpu" or (inner != 1 and cpu_multiplies_integers())
 
 
-def strided(t: Tensor) -> Tensor:
+def _strided(t: Tensor) -> Tensor:
     """Return a matrix, copied unless column-major or row-major and dense, for the CPU's unit.
 
     oneDNN uses the row stride as the row length even with a single row, where any stride is valid,
     and reads beyond the end.
     """
-    if t.is_contiguous():
-        return t if t.stride(0) == t.shape[1] else t.flatten().view(t.shape)
-    return t if t.t().is_contiguous() else t.contiguous()
+    if not t.is_contiguous():
+        return t if t.t().is_contiguous() else t.contiguous()
+    if t.stride(0) == t.shape[1]:
+        return t
+    return t.flatten().view(t.shape)
 
 
-def _compute(a: Tensor, bt: Tensor) -> Tensor:
-    if a.dim() == 2:
-        return torch._int_mm(strided(a), strided(bt).t())
-    result = torch.empty((*a.shape[:-1], bt.shape[-2]), dtype=torch.int32)
-    for item, other, into in zip(a, bt, result, strict=True):
-        torch._int_mm(strided(item), strided(other).t(), out=into)
-    return result
-
-
-def _fake(a: Tensor, bt: Tensor) -> Tensor:
+def _products_fake(a: Tensor, bt: Tensor) -> Tensor:
     return a.new_empty((*a.shape[:-1], bt.shape[-2]), dtype=torch.int32)
 
 
-define("integer_products(Tensor a, Tensor bt) -> Tensor", {"CPU": _compute}, _fake)
+@define("integer_products(Tensor a, Tensor bt) -> Tensor", "CPU", _products_fake)
+def _integer_products(a: Tensor, bt: Tensor) -> Tensor:
+    if a.dim() == 2:
+        return torch._int_mm(_strided(a), _strided(bt).t())
+    result = _products_fake(a, bt)
+    for item, other, into in zip(a, bt, result, strict=True):
+        torch._int_mm(_strided(item), _strided(other).t(), out=into)
+    return result
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
@@ -98,32 +99,112 @@ def _product(
     return a.to(dtype) @ b.to(dtype) if exact is None else exact
 
 
-def _grouped_compute(
-    a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
-) -> Tensor:
-    formats = precision(a_format), precision(b_format)
-    if b.dim() == 3:
-        result = torch.zeros(a.shape[0], b.shape[2], dtype=dtype)
-        for index, rows in _groups(offs):
-            result[rows] = _product(a[rows], b[index], formats, dtype)
-        return result
-    result = torch.zeros(offs.shape[0], a.shape[0], b.shape[1], dtype=dtype)
-    for index, rows in _groups(offs):
-        result[index] = _product(a[:, rows], b[rows], formats, dtype)
-    return result
-
-
 def _grouped_fake(
     a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
 ) -> Tensor:
-    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[1])
-    return a.new_empty(shape, dtype=dtype)
+    if b.dim() == 3:
+        return a.new_empty((a.shape[0], b.shape[2]), dtype=dtype)
+    return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=dtype)
 
 
-define(
-    # `[S, K]` by `[E, K, N]` gives `[S, N]`; `[M, S]` by `[S, N]` gives `[E, M, N]`. `offs` is the
-    # end of each group in S.
-    "grouped_products(Tensor a, Tensor b, Tensor offs, str a_format, str b_format, ScalarType dtype) -> Tensor",
-    {"CPU": _grouped_compute},
+@define(
+    "grouped_products(Tensor a, Tensor b, Tensor offs, str a_format, str b_format, "
+    "ScalarType dtype) -> Tensor",
+    "CPU",
     _grouped_fake,
 )
+def grouped_products(
+    a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
+) -> Tensor:
+    """Multiply the matrices of each group (mixture of experts); rows of no group give zeros.
+
+    It is opaque because group sizes are known at run time only.
+
+    Args:
+        a, b: `[S, K]` and `[E, K, N]`, or `[M, S]` and `[S, N]`.
+        offs: `[E]`, the end of each group in S.
+
+    Returns:
+        `[S, N]`, or `[E, M, N]`.
+    """
+    formats = precision(a_format), precision(b_format)
+    result = _grouped_fake(a, b, offs, a_format, b_format, dtype).zero_()
+    for index, rows in _groups(offs):
+        if b.dim() == 3:
+            result[rows] = _product(a[rows], b[index], formats, dtype)
+        else:
+            result[index] = _product(a[:, rows], b[rows], formats, dtype)
+    return result
+
+
+_WINDOWS: Final = 2**20
+"""Bytes of windows per chunk, small enough to stay in a cache until they are multiplied."""
+
+
+def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor | None:
+    """Return the exact INT32 sums of a convolution; None without an integer unit.
+
+    torch's quantized convolutions require prepacked weights; packing them costs more than the unit
+    gains. Windows are copied in chunks at one byte per value, which costs less than a cast.
+
+    Args:
+        xq: `[N, C, *size]`, int8.
+        wq: `[O, C, *kernel]`, int8.
+    """
+    stride, padding, dilation, transposed, _, groups = geometry
+    if transposed or groups != 1 or xq.device.type != "cpu":
+        return None
+    if not _summed_exactly(xq.device, math.prod(wq.shape[1:]), (row, row)):
+        return None
+    return _integer_convolution(xq, wq, stride, padding, dilation)
+
+
+def _convolution_fake(x: Tensor, weight: Tensor, *window: Sequence[int]) -> Tensor:
+    size = [places(*sizes) for sizes in zip(x.shape[2:], weight.shape[2:], *window, strict=True)]
+    return x.new_empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32).movedim(-1, 1)
+
+
+@define(
+    "integer_convolution(Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation) -> Tensor",
+    "CPU",
+    _convolution_fake,
+)
+def _integer_convolution(
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    result = _convolution_fake(x, weight, stride, padding, dilation)
+    by_pixel, last = result.movedim(1, -1), x.movedim(1, -1)
+    if any(padding):
+        last = F.pad(last, [0, 0, *(p for p in reversed(padding) for _ in range(2))])
+    last = last.contiguous()
+    batch, *steps, _ = last.stride()
+    # [N, *size, *kernel, C], a view.
+    windows = last.as_strided(
+        (*by_pixel.shape[:-1], *weight.shape[2:], x.shape[1]),
+        (
+            batch,
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+            1,
+        ),
+    )
+    columns = _strided(weight.movedim(1, -1).reshape(weight.shape[0], -1))
+    for part, into in _chunks(windows, by_pixel, columns.shape[1]):
+        rows = _strided(part.reshape(-1, columns.shape[1]))
+        torch._int_mm(rows, columns.t(), out=into.view(-1, columns.shape[0]))
+    return result
+
+
+def _chunks(windows: Tensor, result: Tensor, inner: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield windows and their results in chunks: several samples, or rows of one sample."""
+    pairs = [(windows, result)]
+    if math.prod(result.shape[1:-1]) * inner > _WINDOWS:
+        pairs = list(zip(windows, result, strict=True))
+    for part, into in pairs:
+        count = max(1, _WINDOWS // max(1, math.prod(into.shape[1:-1]) * inner))
+        yield from zip(torch.split(part, count), torch.split(into, count), strict=True)

@@ -245,7 +245,7 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
             )
         return select.of_all(arch)
     from qsync_fx.backend.cuda.runtime.device_state import assumed
-    from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+    from qsync_fx.backend.operators.layer_kernels import problems_of
 
     inputs = model_args.read(arguments)
     # Selection depends on the target device of the kernels, not on the device of the model.

@@ -164,7 +164,7 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
 
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
-    from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+    from qsync_fx.backend.operators.layer_kernels import problems_of
 
     inputs = model_args.read(arguments)
     if gpu is not None:

@@ -19,7 +19,7 @@ import qsync_fx
 from qsync_fx import _C
 from qsync_fx.backend.inductor import recompute_policy
 from qsync_fx.backend.inductor.decompositions import for_inductor
-from qsync_fx.backend.operators.masks import pack_bits, unpack_bits
+from qsync_fx.backend.inductor.recompute_policy import pack_bits, unpack_bits
 from tests.support import tiers
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_fx.backend.inductor import inductor_config, recompute_policy
-from qsync_fx.backend.operators.masks import gate
-from qsync_fx.backend.operators.scatter_gradients import max_pool2d_gradient
+from qsync_fx.backend.inductor.decompositions import max_pool2d_gradient
+from qsync_fx.backend.inductor.recompute_policy import gate
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 from tests.support import tiers
 from tests.support.compiling.early_bytes import Graphs

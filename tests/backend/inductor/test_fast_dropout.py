@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import _C
 from qsync_fx.backend.inductor.decompositions import for_inductor
+from qsync_fx.backend.inductor.recompute_policy import keep
 from qsync_fx.backend.numerics import reference
-from qsync_fx.backend.operators.masks import keep
 from tests.support import tiers
 
 SEED = torch.tensor([2**40 + 12345])

@@ -16,7 +16,7 @@ from qsync_fx import _C
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, reference_result
 from qsync_fx.backend.cuda.problem.problem import ConvProduct
 from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product
 from tests.support import tiers
 from tests.support.computing.lowered_layers import Geometry, Layer, leaf, recorded
 
@@ -67,13 +67,9 @@ def test_bits_equal_the_reference(
         ("wgrad", y, x, (*one, None), [r, s]),
     ]
     for operation, a, b, scales, size in asked:
-        assert cpu_kernels.multiplies_conv(a, b, stride, operation) == (
-            operation != "dgrad" or stride == (1, 1)
-        )
-        found = conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
-        want = reference_result.conv2d_product(
-            ConvProduct(a, b, *scales, size, *how, operation, out)
-        )  # type: ignore[arg-type]
+        product = ConvProduct(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
+        assert cpu_kernels.multiplies_conv(product) == (operation != "dgrad" or stride == (1, 1))
+        found, want = conv2d_product(*product), reference_result.conv2d_product(product)
         assert found.dtype == out and torch.equal(found, want)
         assert found.is_contiguous(memory_format=torch.channels_last)
 

@@ -25,7 +25,7 @@ from qsync_fx.backend.cuda.selection.select import decide, way
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
-from qsync_fx.backend.operators.gemm.precompile_problems import _quantizers, computed, problems_of
+from qsync_fx.backend.operators.layer_kernels import _quantizers, computed, problems_of
 from qsync_fx.backend.operators.product_utils import compute_product
 from qsync_fx.devices import native_integer_unit
 from qsync_fx.diagnostics import explain

@@ -14,8 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.operators.gemm.gemm import gemm
-from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import conv2d_product, gemm
 from qsync_fx.errors import PrecisionError
 from tests.support.computing.lowered_layers import leaf
 from tests.support.computing.products_in_fp64 import Product

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.stochastic_round import round_to
+from qsync_fx.backend.operators.quantize import quantize, round_to
 from qsync_fx.errors import OptionError, PrecisionError
 from qsync_fx.formats import FORMATS
 from qsync_fx.rounding import ROUNDINGS

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.stochastic_round import round_to
+from qsync_fx.backend.operators.quantize import quantize, round_to
 from qsync_fx.formats import FORMATS
 
 SEED = torch.tensor([7083142659001])

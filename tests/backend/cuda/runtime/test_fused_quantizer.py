@@ -16,10 +16,9 @@ from torch._inductor.compile_fx import compile_fx
 
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.inductor import decompositions, quantize_lowerings
+from qsync_fx.backend.inductor import decompositions, fusible_quantize
 from qsync_fx.backend.inductor.inductor_config import register_with_inductor
 from qsync_fx.backend.numerics import philox, reference
-from qsync_fx.backend.operators import fusible_quantize
 from qsync_fx.formats import precision
 from qsync_fx.rounding import rounding_mode
 from tests.support import tiers
@@ -142,12 +141,12 @@ def test_operators_without_a_kernel_are_decomposed(arch: Any, fmt: str, fuses: b
     with torch._subclasses.FakeTensorMode(), assumed(arch):
         x = torch.empty(4, 8, device="cuda")
         assert quantize_launch.fused(x, precision(fmt)) is fuses
-        table = quantize_lowerings.decompositions(torch.device("cuda", 0))
+        table = fusible_quantize.decompositions(torch.device("cuda", 0))
         made = table[torch.ops.qsync.quantize.default](
             x, torch.empty(1, dtype=torch.int64, device="cuda"), 0, fmt, "nearest", []
         )
         assert (made is NotImplemented) is not fuses
-    assert quantize_lowerings.decompositions(torch.device("cpu")) == {}
+    assert fusible_quantize.decompositions(torch.device("cpu")) == {}
 
 
 def test_inductor_calls_the_operator_of_a_kernel() -> None:
@@ -157,4 +156,4 @@ def test_inductor_calls_the_operator_of_a_kernel() -> None:
     from torch._inductor.lowering import lowerings
 
     register_with_inductor()
-    assert set(quantize_lowerings.decompositions(torch.device("cuda", 0))) <= set(lowerings)
+    assert set(fusible_quantize.decompositions(torch.device("cuda", 0))) <= set(lowerings)

@@ -1,0 +1,361 @@
+"""Kernels of a graph's layers: found and compiled before the model runs.
+
+Each lowered operator runs forward and backward on meta tensors with a `RecordingDispatcher`, and so
+requests the same kernels as in training. Symbolic sizes have the sizes of the example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qsync_fx.backend.cuda.codegen import X_TYPES, TranslationUnit, written
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.problem import format_name, outline
+from qsync_fx.backend.cuda.runtime import quantize_launch
+from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
+from qsync_fx.backend.cuda.selection.select import KernelDecision
+from qsync_fx.backend.cuda.tuning import NARROW
+from qsync_fx.backend.operators.gemm.dispatch import RecordingDispatcher
+from qsync_fx.backend.operators.product_utils import compute_product, incoming
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.devices import row_on, standing_for
+from qsync_fx.devices.format_support import ANY, capability
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.graph import Context, node_metadata
+from qsync_fx.graph.fx_utils import argument_at, arguments
+from qsync_fx.graph.graph import Operator, PrecisionGraph
+from qsync_fx.ops import OperatorRow
+from qsync_fx.passes.lowering_registry import Operands, Role
+
+_NONE_LIKE_IT: Final = "there are no kernels for layers like it"
+
+
+@dataclass(frozen=True)
+class LayerProduct:
+    """One product of a layer on a device with kernels, and its kernel.
+
+    Attributes:
+        name: "output", "input gradient" or "weight gradient"; "product" if it is not known.
+        problem: the key by which kernels are selected.
+        decision: the kernel, or the reason why torch computes the product.
+    """
+
+    name: str
+    problem: Problem
+    decision: KernelDecision
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of a layer's products; the text is part of the operator's reason.
+
+    Attributes:
+        arch: the architecture of the kernels; "" if there are none.
+        products: in the order output, input gradient, weight gradient; empty if no kernel fits.
+        because: the reason why torch computes all products.
+    """
+
+    arch: str = ""
+    products: tuple[LayerProduct, ...] = ()
+    because: str = ""
+
+    def __str__(self) -> str:
+        if self.because:
+            return f"torch computes: {self.because}"
+        ours = [product.name for product in self.products if product.decision.config is not None]
+        clauses = [f"CUTLASS {self.arch} kernels for {', '.join(ours)}"] * bool(ours)
+        reasons: dict[str, list[str]] = {}
+        for product in self.products:
+            if product.decision.config is None:
+                reasons.setdefault(product.decision.reason, []).append(product.name)
+        for reason, names in reasons.items():
+            clauses.append(f"torch computes {', '.join(names)}: {reason}")
+        return "; ".join(clauses)
+
+
+def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
+    """Return the distinct problems of lowered graphs, in the order in which layers run.
+
+    On devices without kernels these are the problems that the model would have there.
+    """
+    result: dict[Problem, None] = {}
+    for operator in (operator for graph in graphs for operator in _layers(graph)):
+        kernels = operator.note.computed
+        if isinstance(kernels, LayerKernels):
+            result |= dict.fromkeys(product.problem for product in kernels.products)
+        else:
+            result |= dict.fromkeys(_problems_of_layer(operator.node))
+    return list(result)
+
+
+def _layers(graph: PrecisionGraph) -> list[Operator]:
+    """Return the operators whose lowering uses kernels: their gradients have a rounding stream."""
+    lowerings = graph.context.lowerings
+    return [
+        operator
+        for operator in graph.operators()
+        if operator.note.stream is not None
+        and operator.row is not None
+        and operator.row.name in lowerings
+        and lowerings[operator.row.name].computed is computed
+    ]
+
+
+def _problems_of_layer(node: fx.Node) -> list[Problem]:
+    """Return the problems of a layer's call: output, input gradient, weight gradient, if needed.
+
+    The list is empty if a size depends on values.
+    """
+    call = [_valueless(argument) for argument in node.args]
+    if any(argument is _UNKNOWN for argument in call):
+        return []
+    leaves = [call[index].requires_grad_() for index in (0, 1) if _trained(node.args[index])]
+    operator, recorder = node.target, RecordingDispatcher()
+    assert isinstance(operator, OpOverload), operator
+    # Active tracing and fake-tensor modes must not see these tensors.
+    with (
+        _disable_current_modes(),
+        disable_proxy_modes_tracing(),
+        torch.enable_grad(),
+        standing_for(node.meta["val"].device),
+    ):
+        y = compute_product(operator, call, {}, recorder)
+        if leaves:
+            torch.autograd.grad(y, leaves, torch.empty_like(y))
+    return recorder.problems
+
+
+_UNKNOWN = object()
+
+
+def _valueless(argument: Any) -> Any:
+    """Return an argument with numbers for symbolic sizes and meta tensors, or `_UNKNOWN`."""
+    if isinstance(argument, (list, tuple)):
+        result = [_valueless(item) for item in argument]
+        if any(item is _UNKNOWN for item in result):
+            return _UNKNOWN
+        return result
+    value = argument
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val", argument.meta.get("example_value"))
+    if isinstance(value, torch.SymInt):
+        value = value.node.hint
+        if not isinstance(value, int):
+            return _UNKNOWN
+    if not isinstance(value, Tensor):
+        return value
+    layout = outline(value)
+    if layout is None:
+        return _UNKNOWN
+    with _disable_current_modes(), disable_proxy_modes_tracing():
+        return torch.empty_strided(layout.shape, layout.strides, dtype=value.dtype, device="meta")
+
+
+def _trained(argument: Any) -> bool:
+    """Return whether an operand may require a gradient: not a graph input that requires none."""
+    value = argument.meta.get("val", argument.meta.get("example_value"))
+    constant = isinstance(value, Tensor) and not value.requires_grad
+    return not (argument.op == "placeholder" and constant)
+
+
+def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
+    """Return the kernels of a layer, or why torch computes it; None for devices without kernels."""
+    state = known_of(device)
+    if state.arch is None and device.type != "cuda":
+        return None
+    if state.arch is None:
+        return LayerKernels(because=state.reason)
+    requested = _problems_of_layer(node)
+    if not requested:
+        return LayerKernels(state.arch, because=_NONE_LIKE_IT)
+    named = zip(_names_of_products(node, requested), requested, strict=True)
+    return LayerKernels(
+        state.arch,
+        tuple(LayerProduct(name, problem, decision(problem, device)) for name, problem in named),
+    )
+
+
+def _names_of_products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
+    """Return the names of a layer's products: in a fixed order if complete, else by layout."""
+    gradients = ("input gradient", "weight gradient")
+    needed = [name for index, name in enumerate(gradients) if _trained(node.args[index])]
+    names = ["output", *needed]
+    if len(names) == len(problems):
+        return names
+    return [_name_of_product(problem) for problem in problems]
+
+
+def _name_of_product(problem: Problem) -> str:
+    kind: object = getattr(problem, "operation", None)
+    if isinstance(problem, GemmProblem):
+        kind = problem.a_major, problem.b_major
+    match kind:
+        case "fprop" | ("row", "column"):
+            return "output"
+        case "dgrad" | ("row", "row"):
+            return "input gradient"
+        case "wgrad" | ("column", "row"):
+            return "weight gradient"
+    return "product"
+
+
+def prepare(graph: PrecisionGraph) -> str:
+    """Compile the kernels of a lowered graph in parallel; return a digest of its decisions, or "".
+
+    Graphs of equal operators compile to the same code only if their digests are equal too.
+    """
+    device = graph.context.device
+    if device.type == "cuda" and _layers(graph):
+        quantize_launch.tell(device)
+    arch = known_of(device).arch
+    if arch is None:
+        return "no kernels" * (device.type == "cuda")
+    refused, decided = -1, {}
+    while refused != kernel_registry.refusals():
+        # If the compiler rejects a kernel, selection falls back to the next candidate.
+        refused, decided = kernel_registry.refusals(), _decided(graph, device)
+        configs = [item.config for item in decided.values() if item.config is not None]
+        units = {config: codegen.unit_of(config) for config in configs}
+        quantizers = _quantizers(graph, arch)
+        copiers = [codegen.copier(arch)] * bool(units)
+        kernel_registry.prepare_graph([*units.values(), *quantizers, *copiers])
+    lines = []
+    for problem, item in decided.items():
+        computed_by: object = item.integers
+        if item.config is not None and kernel_registry.failure(units[item.config]) is None:
+            computed_by = item.config.name
+        lines.append(f"{problem} {computed_by}")
+    # Without a kernel quantizers are decomposed in the compiled graph.
+    lines += [f"no {unit.name}" for unit in quantizers if kernel_registry.failure(unit) is not None]
+    if not lines:
+        return ""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, KernelDecision]:
+    """Return the current decision of each problem of a graph, and record it on the layers."""
+    result: dict[Problem, KernelDecision] = {}
+    for operator in _layers(graph):
+        if isinstance(before := operator.note.computed, LayerKernels):
+            products = tuple(
+                replace(p, decision=decision(p.problem, device)) for p in before.products
+            )
+            operator.update(computed=replace(before, products=products))
+            result |= {product.problem: product.decision for product in products}
+    return result
+
+
+def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
+    """Return the quantizers of the graph's casts and of its layers' gradients."""
+    pairs: dict[tuple[str | None, str | None], None] = {}
+    for part in graph.walk():
+        for node in part.nodes:
+            cast = node_metadata.CAST.get(node)
+            if cast is None or cast.part is not node_metadata.Part.QUANTIZE or cast.format is None:
+                continue
+            source = part.value(node_metadata.cast_source(node)).dtype
+            pairs[format_name(source), written(cast.format)] = None
+    for note in (operator.note for operator in _layers(graph)):
+        assert note.precision is not None and note.output is not None
+        gradient = incoming(note.precision, graph.context.device)
+        pairs[format_name(note.output.dtype), written(gradient)] = None
+    return [
+        codegen.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None
+    ]
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU, or represents one."""
+    return device.type != "cpu" or capability(device) != ANY
+
+
+def without_narrow_unit(
+    node: fx.Node,
+    row: OperatorRow,
+    fmt: Precision,
+    context: Context,
+    emit: Callable[[fx.Node, Operands], fx.Node],
+    keep: Callable[[fx.Node, Role], list[int]],
+) -> str | None:
+    """Return why no product of a layer would use a narrow unit; None if one would, or if unknown.
+
+    Args:
+        node, row: the layer as torch's operator, and its row; its operands are not quantized yet.
+        fmt: the format to which it would be lowered.
+        emit, keep: as in `Lowering`.
+    """
+    requested = None
+    if fmt.scaled:
+        requested = _problems_on_trial(node, row, fmt, context, emit, keep)
+    if requested is None:
+        return None
+    narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]
+    if not narrow:
+        # torch has no narrow convolution. For stacks of matrices its choice depends on more than
+        # the problem.
+        return _NONE_LIKE_IT * (row.contracts is None) or None
+    decisions = [decision(problem, context.device) for problem in narrow]
+    for problem, selected in zip(narrow, decisions, strict=True):
+        if selected.config is not None or (selected.integers and _by_cublas(problem)):
+            return None
+    return decisions[0].reason
+
+
+def _by_cublas(problem: Problem) -> bool:
+    """Return whether torch has a product of such operands, without casts to a wider format."""
+    kinds = {FORMATS[problem.a].kind, FORMATS[problem.b].kind}
+    return isinstance(problem, GemmProblem) and kinds == {"integer"}
+
+
+def _problems_on_trial(
+    node: fx.Node,
+    row: OperatorRow,
+    fmt: Precision,
+    context: Context,
+    emit: Callable[[fx.Node, Operands], fx.Node],
+    keep: Callable[[fx.Node, Role], list[int]],
+) -> list[Problem] | None:
+    """Return the problems of a layer, lowered in a separate graph; None if a size is unknown."""
+    trial = fx.Graph()
+    stand_ins: dict[fx.Node, fx.Node] = {}
+    for used in node.all_input_nodes:
+        # The kind of node that an operand is decides whether it requires a gradient.
+        stand_ins[used] = trial.create_node(used.op, used.target, name=used.name)
+        stand_ins[used].meta["val"] = used.meta.get("val")
+    layer = trial.node_copy(node, lambda used: stand_ins[used])
+
+    def placeholder(value: Any) -> fx.Node:
+        result = trial.placeholder("made")
+        result.meta["val"] = value
+        return result
+
+    inputs, rounding = tuple(arguments(layer).values()), context.options.rounding
+    with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
+        seed = placeholder(torch.empty(1, dtype=torch.int64, device="meta"))
+        operands = []
+        for index, role in zip(row.scaled, Role, strict=True):
+            operand = argument_at(inputs, index)
+            value = _valueless(operand)
+            if not isinstance(value, Tensor):
+                return None
+            dims = keep(layer, role)
+            q, scale = quantize(value, seed.meta["val"], 0, fmt.name, rounding, dims)
+            operands.append((operand, placeholder(q), placeholder(scale)))
+    first, second = operands
+    problems: dict[Problem, None] = {}
+    for out in (row_on(context.device, fmt).output.dtype, torch.float32):
+        lowered = emit(layer, Operands((first, second), seed, 0, fmt.name, rounding, out))
+        lowered.meta["val"] = node.meta["val"]
+        problems |= dict.fromkeys(_problems_of_layer(lowered))
+    return list(problems)
