@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import X_TYPES, TranslationUnit, written
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch
