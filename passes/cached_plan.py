@@ -220,10 +220,8 @@ def candidates(
     place: SourcePlace, options: Options, device: torch.device
 ) -> ApplyCachedPlan | None:
     """Return the pass for a model's cached plans; None if the user chose formats."""
-    root = place.root
-    if root is None or not options.is_default or not options.cached_plan:
-        return None
-    if not environment.switch(_SWITCH):
+    root, enabled = place.root, environment.switch(_SWITCH) and options.cached_plan
+    if root is None or not options.is_default or not enabled:
         return None
     before, model = log_of(options).unasked.get(root), fingerprint(root, (), options)
     cached = tuple(_cached(model.structure))

@@ -114,10 +114,10 @@ class Copied:
 
 
 COPIES = (
-    "turned",
-    "turned, filled up from odd sizes",
-    "filled up from odd sizes",
-    "turned, to bf16",
+    "transposed",
+    "transposed, padded from odd sizes",
+    "padded from odd sizes",
+    "transposed, to bf16",
 )
 
 
@@ -129,7 +129,7 @@ def copies(kind: str, side: int, device: torch.device) -> Copied:
     other, scale, transposed = (
         torch.empty_like(x),
         torch.tensor(0.01, device=device),
-        "turned" in kind,
+        "transposed" in kind,
     )
 
     def plain() -> Tensor:

@@ -15,7 +15,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
     ("arguments", "what"),
     [
         ({"sensitivity": None}, "planning requires the sensitivity of each operator"),
-        ({"sensitivity": "exat"}, "'exat' is no method"),
+        ({"sensitivity": "exat"}, "'exat' is not a method"),
         ({"objective": "fast"}, "there is no objective 'fast'"),
         ({"objective": "fastest", "budget": "bf17"}, "bf17"),
         ({"objective": "recover", "budget": 0.5}, "the budget of recovery is a format"),
@@ -50,7 +50,7 @@ def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], wh
 
 def test_measure_refuses_an_unknown_method_before_a_step() -> None:
     step = Counted()
-    with pytest.raises(QSyncError, match="'exat' is no method"):
+    with pytest.raises(QSyncError, match="'exat' is not a method"):
         qsync_fx.measure(layer(), step, [BATCH], ["fp32"], sensitivity="exat", progress=False)
     assert not step.calls
 

@@ -229,7 +229,7 @@ def test_ignored_plan_is_reported() -> None:
         assert not torch.equal(fast(x), model(x)), "what is compiled still runs"
     model.scale = 4
     assert not torch.equal(fast(x), model(x)), "the limit is higher again"
-    assert "recompile_limit higher" in ours[0]
+    assert "recompile_limit" in ours[0]
 
 
 def test_the_limit_of_all_versions_is_an_error_too() -> None:
@@ -271,7 +271,7 @@ def test_recompile_limit_is_reported_once_without_a_plan() -> None:
             model.scale = scale
             fast(x)
             ours = [str(w.message) for w in told if w.filename == __file__]
-            assert ["runs uncompiled" in text for text in ours] == [True] * (scale >= 3)
+            assert ["run uncompiled" in text for text in ours] == [True] * (scale >= 3)
 
 
 class Plainly(nn.Module):

@@ -7,7 +7,6 @@ SDPA, deterministic algorithms, the default dtype.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -304,16 +303,14 @@ def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(
 ) -> None:
     from qsync_fx.passes.tracing import retrace
 
-    real, calls = retrace.pieces, itertools.count()
+    keep = retrace._Builder.keep
 
-    def failing(graph: fx.Graph) -> Iterator[Any]:
-        pieces = list(real(graph))
-        if next(calls):  # the body's
-            yield pieces[0]
+    def failing(builder: Any, node: fx.Node, leveled: bool = False) -> None:
+        keep(builder, node, leveled)
+        if node.target is torch.set_default_dtype:  # the body's first switch
             raise RuntimeError("the body cannot be traced")
-        yield from pieces
 
-    monkeypatch.setattr(retrace, "pieces", failing)
+    monkeypatch.setattr(retrace._Builder, "keep", failing)
 
     def body(y: Tensor) -> Tensor:
         torch.set_default_dtype(torch.float64)

@@ -341,7 +341,7 @@ def test_measure_rejects_the_option() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
 
-    with pytest.raises(OptionError, match="measured in every format"):
+    with pytest.raises(OptionError, match="operators in every format"):
         qsync_fx.measure(
             nn.Linear(8, 8),
             step,

@@ -46,8 +46,8 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 def _of_dataclass(schema: Schema[Any]) -> dict[str, Any]:
     types = _Types()
-    types.of(schema.holds)
-    fields = types.definitions.pop(schema.holds.__name__)
+    types.of(schema.content)
+    fields = types.definitions.pop(schema.content.__name__)
     definitions = {"$defs": dict(sorted(types.definitions.items()))}
     if schema.name is None:
         return {**_head(str(schema.noun)), **fields, **definitions}

@@ -206,8 +206,8 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
         checked.append(given)
         check_given(*given)
 
-    check_given = gemm._check
-    monkeypatch.setattr(gemm, "_check", refuses)
+    check_given = gemm._check_gemm
+    monkeypatch.setattr(gemm, "_check_gemm", refuses)
     scale, bias = torch.ones(()), torch.ones(B.shape[1])
     right = A, B, scale, scale, bias, torch.float32, False
     for _ in range(2):
