@@ -151,6 +151,8 @@ def precision(name: str | torch.dtype | Precision) -> Precision:
     Raises:
         PrecisionError: there is none; the error has the closest name.
     """
+    if isinstance(name, str) and name in FORMATS:  # first, for calls of kernels
+        return FORMATS[name]
     if isinstance(name, Precision):
         return name
     if isinstance(name, torch.dtype):
