@@ -50,10 +50,13 @@ MOST_FIELDS = {"product": 80, "benchmarks": 0}
 Many of them are keys of files.
 """
 
-MOST_FILES, MOST_FOLDERS, DEEPEST = 360, 50, 3
+MOST_FILES, MOST_FOLDERS, DEEPEST = 320, 45, 3
 """A codec, an objective or a verb is a file of its own (docs/howto-*.md), so there is room for a
 few.
 """
+
+PLUGINS = frozenset({"objectives"})
+"""Packages of plug-ins, which may have few modules."""
 
 
 def _bindings(tree: ast.AST, inside: str = "module") -> Iterator[tuple[ast.AST, str, str]]:
@@ -149,7 +152,8 @@ def test_folders_are_few_and_flat() -> None:
     for folder in folders:
         parts = folder.relative_to(ROOT).parts
         assert len(parts) - 1 <= DEEPEST, folder
-        modules = [path for path in SOURCES if path.parent == folder and path.name != "__init__.py"]
-        assert len(modules) >= 3 or len(parts) == 1, (
-            f"{folder} has {len(modules)} modules: no folder of one or two files"
+        members = {path for path in SOURCES if path.parent == folder and path.name != "__init__.py"}
+        members |= {other for other in folders if other.parent == folder}
+        assert len(members) >= 3 or folder.name in PLUGINS, (
+            f"{folder} has {len(members)} modules and packages: no folder of one or two"
         )

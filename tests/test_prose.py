@@ -26,16 +26,12 @@ class Pattern:
     Attributes:
         words: regular expression; upper and lower case are equal.
         instead: words to write instead.
-        code: limit per 10,000 words of docstrings and comments.
-        texts: limit in errors, warnings and help. Lower it; never raise it.
-        pages: limit in README.md and docs. Lower it; never raise it.
+        limit: limit per 10,000 words.
     """
 
     words: str
     instead: str
-    code: float
-    texts: float
-    pages: float
+    limit: float
 
 
 PATTERNS = (
@@ -43,47 +39,39 @@ PATTERNS = (
         r"what (?:an?|the|is|its?|of|they|their|was|has|each|all|others?|follows|comes|stands|runs"
         r"|reads|keeps|makes|takes)",
         instead="the noun: 'the saved tensors', 'the cost of a cast'",
-        code=4,
-        texts=17,
-        pages=60.2,
+        limit=4,
     ),
-    Pattern("told|tells", "report, log, raise, return", 1, 2, 6.7),
-    Pattern("beside", "next to, in parallel with, compared with", 0.5, 1, 10.3),
+    Pattern("told|tells", "report, log, raise, return", 1),
+    Pattern("beside", "next to, in parallel with, compared with", 0.5),
     Pattern(
         r"reckon\w*|foresee\w*|foresaw|anew|thereof|wherein|whereby",
         instead="compute, predict, again",
-        code=1,
-        texts=6.3,
-        pages=17.6,
+        limit=1,
     ),
-    Pattern("lies|lay|lying", "is stored, is located", 1, 1, 3.5),
-    Pattern("of (?:those|that|which|these)|those of|that of", "the noun again", 5, 8.3, 24),
-    Pattern("asks|asked", "request, query, require", 1.5, 3, 7.7),
-    Pattern("holds|held", "contain, store, be valid", 6, 6, 15.8),
-    Pattern("keeps|kept", "store, save, retain, preserve", 10, 10, 14.1),
-    Pattern("takes|taken", "accept, use, require", 12, 16.5, 33.9),
-    Pattern("stands|stood", "be", 1, 1, 5.8),
-    Pattern("in (?:the )?place of", "instead of", 1, 1, 5),
+    Pattern("lies|lay|lying", "is stored, is located", 1),
+    Pattern("of (?:those|that|which|these)|those of|that of", "the noun again", 5),
+    Pattern("asks|asked", "request, query, require", 1.5),
+    Pattern("holds|held", "contain, store, be valid", 6),
+    Pattern("keeps|kept", "store, save, retain, preserve", 10),
+    Pattern("takes|taken", "accept, use, require", 12),
+    Pattern("stands|stood", "be", 1),
+    Pattern("in (?:the )?place of", "instead of", 1),
     Pattern(
         "turned|filled up|stretch(?:es)?|dear|alike",
         instead="transposed, padded, segment, expensive, equal",
-        code=1,
-        texts=1.5,
-        pages=5,
+        limit=1,
     ),
-    Pattern("where (?:there|nobody|nothing|no one|it|that|they)", "if, when", 2.5, 3, 14.1),
+    Pattern("where (?:there|nobody|nothing|no one|it|that|they)", "if, when", 2.5),
     Pattern(
         "nobody|no one|nothing|whoever|whatever|whichever",
         instead="the subject: the user, no pass, any plan",
-        code=5,
-        texts=11.7,
-        pages=27.1,
+        limit=5,
     ),
 )
 
 CODE = {"product": PRODUCT, "benchmarks": BENCHMARKS, "native": ("cpp",)}
 
-CONDITIONAL_EXPRESSIONS = {"product": 23.0, "benchmarks": 10.0}
+CONDITIONAL_EXPRESSIONS = {"product": 10.0, "benchmarks": 10.0}
 """Limits per 1,000 lines: `a if c else b` hides control flow. Lower them; never raise them."""
 
 FEWEST_WORDS = 4
@@ -138,19 +126,19 @@ def cpp_comments(source: str, where: str) -> Iterator[Place]:
             yield f"{where}:{number}", comment[1]
 
 
-def problems(places: Iterable[Place], kind: str) -> list[str]:
-    """Return the patterns whose limit of a kind ("code", "texts", "pages") is exceeded."""
+def problems(places: Iterable[Place]) -> list[str]:
+    """Return the patterns whose limit is exceeded."""
     lines = list(places)
     words = sum(len(text.split()) for _, text in lines)
     result = []
     for pattern in PATTERNS:
         expression = re.compile(rf"\b(?:{pattern.words})\b", re.IGNORECASE)
         found = [(where, match[0]) for where, text in lines for match in expression.finditer(text)]
-        rate, limit = 1e4 * len(found) / max(words, 1), getattr(pattern, kind)
-        if rate > limit:
+        rate = 1e4 * len(found) / max(words, 1)
+        if rate > pattern.limit:
             examples = "".join(f"\n  {where}: {words}" for where, words in found[-20:])
             result.append(
-                f"{rate:.1f} per 10,000 words, limit {limit:g}; write: {pattern.instead}{examples}"
+                f"{rate:.1f} per 10,000 words, limit {pattern.limit:g}; write: {pattern.instead}{examples}"
             )
     return result
 
@@ -179,7 +167,7 @@ def _code(name: str) -> Iterator[Place]:
 
 @pytest.mark.parametrize("name", CODE)
 def test_docstrings_and_comments_are_plain(name: str) -> None:
-    assert not (found := problems(_code(name), "code")), "\n".join(found)
+    assert not (found := problems(_code(name))), "\n".join(found)
 
 
 def test_errors_and_help_are_plain() -> None:
@@ -188,13 +176,13 @@ def test_errors_and_help_are_plain() -> None:
         for path in python_files((*PRODUCT, *BENCHMARKS))
         for place in texts(path.read_text(), _relative(path))
     ]
-    assert not (found := problems(places, "texts")), "\n".join(found)
+    assert not (found := problems(places)), "\n".join(found)
 
 
 def test_pages_are_plain() -> None:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     places = [place for path in paths for place in page(path.read_text(), _relative(path))]
-    assert not (found := problems(places, "pages")), "\n".join(found)
+    assert not (found := problems(places)), "\n".join(found)
 
 
 @pytest.mark.parametrize("name", CONDITIONAL_EXPRESSIONS)
@@ -213,11 +201,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["code", "texts", "pages"])
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_dialect_is_reported(name: str, kind: str) -> None:
+def test_planted_dialect_is_reported(name: str) -> None:
     read, source, where = PLANTED[name]
-    found = problems(read(source, "a.py"), kind)
+    found = problems(read(source, "a.py"))
     assert [text.splitlines()[-1] for text in found] == [
         f"  {where}: {words}" for words in ("what it", "beside", "lies")
     ]
@@ -226,8 +213,8 @@ def test_planted_dialect_is_reported(name: str, kind: str) -> None:
 def test_plain_sentences_and_code_are_not_reported() -> None:
     plain = 'def f(found):\n    """Return the layout of the tensor."""\n    return "kept"\n'
     assert list(texts(plain, "a.py")) == []
-    assert problems(prose(plain, "a.py"), "code") == []
-    assert problems(page("```\nwhat it lies beside\n```\n", "a.md"), "pages") == []
+    assert problems(prose(plain, "a.py")) == []
+    assert problems(page("```\nwhat it lies beside\n```\n", "a.md")) == []
 
 
 def test_planted_conditional_expressions_are_counted() -> None:

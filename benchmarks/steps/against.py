@@ -90,8 +90,8 @@ def main() -> None:
             if options.quick:
                 counts = dict.fromkeys(counts, 2)
             times = measured(name, precision, pythons, counts, options.processes)
-            for what, pairs in times.items():
-                row = {"case": name, "precision": precision, "what": what, **judged(pairs)}
+            for kind, pairs in times.items():
+                row = {"case": name, "precision": precision, "what": kind, **judged(pairs)}
                 rows.append(row)
                 print(row, flush=True)
             if options.json:
@@ -112,15 +112,15 @@ def measured(
     name: str, precision: str, pythons: Mapping[str, Path], counts: Mapping[str, int], pairs: int
 ) -> dict[str, list[dict[str, list[float]]]]:
     """Return the seconds of each run by kind of run, pair of processes and checkout."""
-    times: dict[str, list[dict[str, list[float]]]] = {what: [] for what in counts}
+    times: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in counts}
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
             both = {side: Served(python, Path(folder)) for side, python in pythons.items()}
             for served in both.values():
                 served.ask(f"{name}\t{precision}")
-            for what, count in counts.items():
-                times[what].append(turns(both, what, count))
+            for kind, count in counts.items():
+                times[kind].append(turns(both, kind, count))
             for served in both.values():
                 served.end()
     return times
@@ -208,12 +208,12 @@ def judged(pairs: list[dict[str, list[float]]]) -> dict[str, object]:
     ]
     medians = sorted(
         statistics.median(
-            statistics.median(draw.choices(one, k=len(one)))
-            for one in draw.choices(ratios, k=len(ratios))
+            statistics.median(draw.choices(pair, k=len(pair)))
+            for pair in draw.choices(ratios, k=len(ratios))
         )
         for _ in range(1000)
     )
-    by_process = [statistics.median(one) for one in ratios]
+    by_process = [statistics.median(pair) for pair in ratios]
     return {
         "seconds": statistics.median(seconds for pair in pairs for seconds in pair["now"]),
         "to_before": statistics.median(by_process),
