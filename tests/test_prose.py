@@ -138,7 +138,8 @@ def problems(places: Iterable[Place]) -> list[str]:
         if rate > pattern.limit:
             examples = "".join(f"\n  {where}: {words}" for where, words in found[-20:])
             result.append(
-                f"{rate:.1f} per 10,000 words, limit {pattern.limit:g}; write: {pattern.instead}{examples}"
+                f"{rate:.1f} per 10,000 words, limit {pattern.limit:g}; "
+                f"write: {pattern.instead}{examples}"
             )
     return result
 

@@ -45,7 +45,7 @@ def main() -> None:
     layers = by_size(options.quick, 1, 12)
     rows: list[Row] = []
     for case, settings in (
-        ("compiled anew, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
+        ("compiled again, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
         ("compiled before", {}),
     ):
         print(f"{layers} layers: {case}", flush=True)

@@ -30,7 +30,7 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 .point { fill: #1b6ca8 }
 .uniform { fill: #b5651d }
 .chosen { fill: none; stroke: #b00020; stroke-width: 2 }
-.beside { fill: #b5651d }
+.offset { fill: #b5651d }
 .own { fill: #b00020 }"""
 
 
@@ -97,7 +97,7 @@ def front_svg(front: ParetoFront) -> str:
         (x, y), title = place(answer), _title(f"uniform {fmt}", answer)
         square = f'x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"'
         parts.append(f'<rect class="uniform" {square}>{title}</rect>')
-        parts.append(_label("beside", (x, y - 8), fmt))
+        parts.append(_label("offset", (x, y - 8), fmt))
     for answer in chosen:
         x, y = place(answer)
         parts.append(_circle("chosen", (x, y), 9, _title("chosen", answer)))

@@ -61,7 +61,7 @@ INTERRUPTED = Schema(
     Interrupted,
     noun="interrupted sensitivity",
     error=ProfileError,
-    remedy="remove it to start anew",
+    remedy="remove it to start again",
     name="qsync-interrupted-sensitivity",
     largest=256 * 2**20,
     smaller="ask for fewer steps",
