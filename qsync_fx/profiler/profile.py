@@ -61,14 +61,13 @@ class Model:
 
     @property
     def conditions(self) -> str:
-        """Non-default options and modes in words; times are valid only under these conditions."""
+        """Non-default options and modes, under which alone times are valid."""
         conditions = [self.options] if self.options else []
         if self.evaluated:
             conditions.append(f"{self.evaluated} modules in eval mode")
         return ", ".join(conditions)
 
     def check(self, current: Model) -> None:
-        """Raise `ProfileError` if `current` is another model."""
         if self.digest != current.digest:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
@@ -127,12 +126,8 @@ class Profile:
         runs: one per plan; first the plans of every profile, then user plans.
         optimizer: class name of the optimizer; "" for none.
         collectives: one per backend of torch.distributed.
-        sensitivity: None if not measured.
-        optimizer_memory: None if unknown.
         fingerprint: identity of the model's graphs for the plan cache; None if the model was not
             run here.
-        codecs: empty if not measured.
-        loss_memory: None if unknown.
     """
 
     machine: Machine
@@ -150,25 +145,19 @@ class Profile:
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
-        """The model graph, from which states, casts and memory of any plan are computed."""
         return restored(self.stored)
 
     @property
     def optimizer_seconds(self) -> float:
-        """Median seconds of the optimizer's step over all runs, as it depends on no format."""
+        """Median seconds of the optimizer's step over all runs."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
     def save(self, path: Path) -> pathlib.Path:
-        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` caches it.
-
-        Raises:
-            ProfileError: if it cannot be written.
-        """
+        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` caches it."""
         PROFILE.write(path, self.to_json())
         return pathlib.Path(path)
 
     def to_json(self) -> str:
-        """Return the profile as the text of its file."""
         sensitivity = self.sensitivity and self.sensitivity.finite()
         return PROFILE.encode(replace(self, sensitivity=sensitivity))
 
@@ -247,7 +236,6 @@ def _check_profile(profile: Profile) -> str | None:
 
 
 def _check_operators(profile: Profile) -> None:
-    """Raise `ProfileError` if the measured operators are not the model's."""
     measured = [item.operator for item in profile.runs[0].operators]
     expected = [operator.id for operator in profile.graph.operators]
     if measured != expected:
@@ -259,13 +247,10 @@ def _check_operators(profile: Profile) -> None:
 
 
 _CHECKS: Final[Mapping[Any, Any]] = {
-    MeasuredOperator: check_numbers,
+    **dict.fromkeys((MeasuredOperator, Quantized, Model, LossMemory), check_numbers),
     MeasuredRun: check_run,
-    Quantized: check_numbers,
-    Model: check_numbers,
     Collective: _check_collective,
     CodecSpeed: _check_codec,
-    LossMemory: check_numbers,
     Profile: _check_profile,
     **SENSITIVITY.checks,
 }
@@ -360,7 +345,6 @@ def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> li
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
-    """Return the operators' gradient variances; empty if the run's format has none."""
     sensitivity = profile.sensitivity
     if sensitivity is None or run.label not in sensitivity.precisions:
         return {}
@@ -378,7 +362,6 @@ def _runs(profile: Profile) -> Table:
 
 
 def _empty_table(name: str, numbers: Sequence[str]) -> Table:
-    """Return an empty table whose first column wraps, followed by columns of numbers."""
     table = table_of([name, *numbers], right=numbers)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
@@ -386,7 +369,7 @@ def _empty_table(name: str, numbers: Sequence[str]) -> Table:
 
 def _notes(profile: Profile) -> list[str]:
     machine = profile.machine
-    lines = [f"{profile.model}"]
+    lines = [str(profile.model)]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
     lines.append("peak beyond state: without parameters, buffers, batch and optimizer state")
@@ -406,6 +389,6 @@ def _notes(profile: Profile) -> list[str]:
         if collective.buffers:
             text += f"; buffers in {milliseconds(collective.buffers)} ms"
         lines.append(f"all-reduce over {collective.backend}, {collective.ranks} ranks: {text}")
-    versions = f"torch {machine.torch}, qsync_fx {machine.qsync_fx}"
-    threads = many(machine.threads, "thread")
-    return [*lines, f"{machine.device} {machine.name}, {threads}, {versions}"]
+    versions = f"{many(machine.threads, 'thread')}, torch {machine.torch}"
+    machine_text = f"{machine.device} {machine.name}, {versions}, qsync_fx {machine.qsync_fx}"
+    return [*lines, machine_text]

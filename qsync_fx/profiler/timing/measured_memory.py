@@ -1,8 +1,7 @@
 """Measured memory of a training step, a loss and an optimizer.
 
-torch has no allocation statistics for the CPU, so the running sum of the profiler's memory events
-gives the live bytes. The profiler reports a release only if it recorded the allocation, so a step
-runs twice in one recording, and the second run counts.
+On the CPU, the running sum of the profiler's memory events gives the live bytes. The profiler
+reports a release only if it recorded the allocation, so the second of two recorded steps counts.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
     """Return the peak memory of `step` in bytes, beyond the bytes live before it.
 
     Args:
-        step: runs one training step; it is called twice, so one-time allocations such as the
-            optimizer's state are excluded.
+        step: runs one training step; it is called twice, so one-time allocations are excluded.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -71,7 +69,7 @@ class AllocationRecording:
             pass
 
     def stop(self) -> tuple[list[int], list[int]]:
-        """Stop; return both parts' allocations and negated releases, in bytes, in time order."""
+        """Stop; return both parts' allocations and negated releases, in bytes."""
         self._profiler.stop()
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
@@ -85,7 +83,7 @@ class AllocationRecording:
 
 
 def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
-    """Return the memory of a loss on the CPU, in bytes, with results while the loss needs them.
+    """Return the memory of a loss on the CPU, with results while the loss needs them.
 
     Args:
         loss: computes the scalar loss from results of the model.
@@ -114,13 +112,12 @@ def loss_in_step(
 ) -> LossMemory | None:
     """Return the memory of the loss in a user's step: all that the step computes after the model.
 
+    It is unknown if no output requires a gradient, an output is not on the CPU or in a container
+    unknown to pytree, or the step uses other parts of the model.
+
     Args:
         step: runs twice, with a model that returns immediately.
         returned: the model's output for the batch.
-
-    Returns:
-        None if unknown: no output requires a gradient, an output is not on the CPU or in a
-            container unknown to pytree, or the step uses other parts of the model.
     """
     leaves, spec = pytree.tree_flatten(returned)
     differentiated = {
