@@ -23,10 +23,9 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 
 @dataclass(frozen=True)
 class Looked:
-    """One call of an operator after a step.
+    """One call of an operator after a step, with its tensors' gradients by place.
 
     Attributes:
-        gradients: gradients of its tensors, by place.
         depth, deepest: depth of the operator and of the model.
         gamma: derivative of a mean over the batch, 1 / samples.
     """
@@ -68,10 +67,7 @@ class Formulas:
 
 
 def model_depths(step: GradientStep) -> dict[str, int]:
-    """Return each operator's depth: the adjustable operators on the longest path to it, inclusive.
-
-    Graphs of the model count as consecutive.
-    """
+    """Return the adjustable operators on the longest path to each one, inclusive."""
     result: dict[str, int] = {}
     for part in step.captured.graphs:
         inputs: dict[fx.Node, list[fx.Node]] = {}
@@ -126,9 +122,5 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
 
 
 METHODS: Final = (
-    MethodSpec(
-        "paper",
-        lambda: Formulas(qsync_indicator),
-        lambda operators, precisions: 1,
-    ),
+    MethodSpec("paper", lambda: Formulas(qsync_indicator), lambda operators, formats: 1),
 )

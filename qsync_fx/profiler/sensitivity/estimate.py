@@ -1,7 +1,6 @@
 """Sensitivity estimation: `sensitivity` by one method, `several` by more on the same steps.
 
-Estimation stops early once the result is `settled`. This depends only on the results so far, so an
-interrupted run that resumes ends at the same step.
+It stops early once the result is `settled`, which depends only on the results so far.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 STEPS, FRACTION = 50, 0.5
 """Default number of batches, and fraction of each batch that is used, as in QSync."""
 LEAST: Final = 4
-"""Minimum number of steps for an estimate of the variation between steps."""
+"""Minimum number of steps to estimate their variation."""
 SHARE: Final = 0.2
 """Share of a precision's sum below which an operator's error tolerance stops shrinking."""
 
@@ -83,12 +82,10 @@ def sensitivity(
         steps: number of batches in the mean.
         fraction: fraction of each batch that is used.
         optimizer: makes the optimizer that trains the model between the steps, such as `lambda p:
-            torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters. Parameters
-            are restored at the end.
+            torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters.
         options: options of the backend, for rounding and scaling.
         seed: seed of all random draws.
-        say: callback for cost and progress messages; by default they go to standard error, as a bar
-            on a terminal, else as occasional lines.
+        say: callback for cost and progress messages; by default they go to standard error.
         path: output file. Intermediate results are stored after each step in a file next to it that
             ends in ".partial"; a call with the same weights and batches resumes from it.
 
@@ -128,8 +125,7 @@ def several(
 
     Args:
         partial: file of intermediate results.
-        within: tolerance at which to stop early, once all methods have `settled`; 0 to run all
-            steps.
+        within: tolerance at which to stop early, once all methods have `settled`; 0 for all steps.
         shown: whether to show progress on standard error if `say` is None.
     """
     check_batches(batches)
@@ -200,13 +196,7 @@ def _on_a_terminal(shown: bool, text: str) -> None:
 
 
 class _SensitivityRun:
-    """Rounding sites of a model's operators in all graphs so far; new shapes add graphs.
-
-    Attributes:
-        changes: rounding sites by operator and precision.
-        coding: gradient variance of codecs by parameter, from the first pass, even in a resumed
-            run.
-    """
+    """Rounding sites of a model's operators in all graphs so far; new shapes add graphs."""
 
     def __init__(
         self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int
@@ -218,7 +208,7 @@ class _SensitivityRun:
 
     @contextlib.contextmanager
     def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
-        """Yield a function that makes the step of a batch, with the same random state each time."""
+        """Yield a function that makes the step of a batch, with equal random state each time."""
         digest = hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
         step = checking(self.step, self.captured.model, f"step {index + 1}")
@@ -273,7 +263,6 @@ class _SensitivityRun:
     def result(
         self, method: str, steps: Sequence[Mapping[Key, float]], seconds: float
     ) -> Sensitivity:
-        """Return the sensitivity from the values of all steps."""
         order = [str(operator.id) for operator in self.captured.operators]
         keys = {op: self.changes[op].keys() for op in order if op in self.changes}
         trace = [
@@ -320,7 +309,6 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
     the sum itself needs only half the accuracy.
 
     Args:
-        trace: for each step, the variance that each operator adds in each precision.
         within: tolerance of the standard error, relative to the larger of the operator's mean and
             `SHARE` of its precision's sum.
     """
@@ -347,5 +335,4 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean."""
     return statistics.stdev(values) / math.sqrt(len(values))
