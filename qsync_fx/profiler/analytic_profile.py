@@ -54,7 +54,6 @@ def catalog_profile(
     Args:
         device: from `qsync_fx.devices.get`, its name, or the path of a TOML file that describes it.
         model, step: as for `qsync_fx.measure`.
-        batch: the argument of `step`.
         precisions: formats that plans may use; by default those that the device has units for, up
             to 32 bits.
         optimizer: an optimizer of the model, or a callable that makes one of its parameters; None

@@ -1,8 +1,7 @@
 """Builder of the predictor's `ModelGraph` from an explanation.
 
-The model graph contains all facts of a model that the passes know and that no plan changes.
-They come from the same functions that the passes use. If the model has graph breaks, its graphs are
-concatenated. The FX graphs stay unchanged.
+It contains all facts of a model that the passes know and that no plan changes, from the functions
+that the passes use. If the model has graph breaks, its graphs are concatenated.
 """
 
 from __future__ import annotations
@@ -61,12 +60,6 @@ class GraphReading:
         first: index of its first operator.
         points: number of cast points in the preceding graphs.
         pinned: formats that a user's pass assigned, by operator id.
-
-    Attributes:
-        operators: its operators, without costs.
-        outputs: returned values that contain tensors.
-        parameters: parameters by path, each with the indices of the operators that read it.
-        points: number of cast points up to and including this graph.
     """
 
     def __init__(
@@ -104,7 +97,6 @@ class GraphReading:
         return self._first_point + len(self._points)
 
     def name(self, node_name: str) -> str:
-        """Return a node's name, unique in the model."""
         return f"{self.number}:{node_name}" if self.number else node_name
 
     def _enter(self, graph: PrecisionGraph) -> None:
@@ -114,8 +106,6 @@ class GraphReading:
                     p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)
                 }
                 self._enter(body)
-
-    # Values.
 
     def _tensors(self, node: fx.Node) -> list[torch.Tensor]:
         return tensors(self.flow.graph.value(node))
@@ -157,8 +147,6 @@ class GraphReading:
         if node_metadata.PATH.get(source) or source.op == "get_attr":
             return "buffer"
         return "input" if source.op == "placeholder" else "constant"
-
-    # Operators.
 
     def _operator(self, site: OperandSite) -> ModelOperator:
         note = node_metadata.NOTE[site.node]
@@ -290,8 +278,7 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     """Return the model graph of an explained model.
 
     Args:
-        formats: formats that plans may request, by default all; costs cover the states that these
-            lead to.
+        formats: formats that plans may request, by default all; costs cover their states.
 
     Raises:
         ProfileError: the model has no graph, or a size that cannot be serialized.
@@ -354,7 +341,6 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
 
 
 def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> list[ModelParameter]:
-    """Return the registered parameters in order, then those with a path known only to graphs."""
     readers: dict[str, list[int]] = {}
     visited: dict[str, torch.nn.Parameter] = {}
     for graph in graphs:

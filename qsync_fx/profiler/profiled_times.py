@@ -1,9 +1,8 @@
 """`Times` of a profile: operator times under any plan, from the measured runs.
 
-Kernels are fused across operators and casts, so an operator's time depends on its state and on its
-neighbours' states. The lookup selects the runs with the most similar state, then those with the
-most similar neighbours, and averages them. A measured plan of the user is an anchor: its operator
-times are scaled so that, with quantizers and the rest, they add up to the measured passes.
+Kernels are fused across operators and casts, so the lookup averages the runs with the most similar
+state of the operator, and among these of its neighbours. The times of a user's plan are scaled so
+that, with quantizers and the rest, they add up to the measured passes.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class ProfiledTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        """Return the time of an operator: see `qsync_fx.predictor.times.Times`."""
         standing = self._standing(operator, state)
         neighbours = dict(zip(NEIGHBOURS, around, strict=False))
         # Among equal neighbours, plans of the user win.
@@ -105,7 +103,6 @@ class ProfiledTimes:
         return [states - {None} if len(states) > 1 else () for states in distinct]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
-        """Return the runs whose state is most similar, for any neighbours."""
         if operator not in self._seen:
             raise ProfileError(
                 "the profile knows nothing of an operator",
@@ -137,22 +134,19 @@ class ProfiledTimes:
         return Seconds(line.seconds(numel), 0.0, interpolated=interpolated)
 
     def outside(self) -> Seconds:
-        """Return the time outside operators: the mean of all runs, as it depends on no format."""
+        """Return the time outside operators: the mean of all runs."""
         forward, backward = zip(*(run.outside for run in self._profile.runs), strict=True)
         return Seconds(statistics.fmean(forward), statistics.fmean(backward))
 
     def optimizer(self) -> float:
-        """Return the seconds of the optimizer's step; 0 if none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
 
 
 def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
-    """Return the similarity of a run to a state; larger is better."""
     return observed.state == state, observed.state[0] == state[0], observed.state[1] == state[1]
 
 
 def _near(observed: _OperatorRun, neighbours: Beside) -> int:
-    """Return the similarity of a run to the states of neighbours; larger is better."""
     result = 0
     for by, weight, state in zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True):
         if by in neighbours:

@@ -27,11 +27,7 @@ _LATE = 0.005
 
 
 def collectives(device: torch.device = CPU) -> list[Collective]:
-    """Measure all-reduces of FP32 values on a device, on all ranks at once.
-
-    Returns:
-        an empty list if torch.distributed is not initialized, or has one rank.
-    """
+    """Measure all-reduces of FP32 values on all ranks at once; none for a single rank."""
     if (count := ranks()) == 1:
         return []
     table = []
@@ -57,9 +53,6 @@ def all_reduces(
 
     All ranks call this together, and each rank belongs to a group.
 
-    Args:
-        groups: ranks of each group.
-
     Returns:
         pairs of bytes per rank and seconds of the slowest rank, equal on all ranks.
     """
@@ -78,8 +71,8 @@ def all_reduces(
 def buffers_seconds(module: nn.Module) -> float:
     """Return the seconds to broadcast a module's buffers from rank 0; equal on all ranks.
 
-    By default DistributedDataParallel does this before each forward pass. All buffers of a dtype
-    are one message. All ranks call this together; no buffer changes.
+    DistributedDataParallel does this before each forward pass, one message per dtype. All ranks
+    call this together; no buffer changes.
     """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in module.buffers():
@@ -104,9 +97,8 @@ def buffers_seconds(module: nn.Module) -> float:
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the isotonic regression of seconds over bytes, by pooling adjacent violators.
 
-    The result is the non-decreasing table nearest in least squares, with the same sum. It removes
-    noise: while ranks wait, cores sleep, and a small all-reduce needs either 0.5 ms or 3 ms. The
-    median of a few samples is one or the other by chance, but a step sends buckets of many sizes.
+    It removes noise: while ranks wait, cores sleep, and a small all-reduce needs 0.5 ms or 3 ms by
+    chance, but a step sends buckets of many sizes.
     """
     pooled: list[list[float]] = []
     for _, seconds in table:

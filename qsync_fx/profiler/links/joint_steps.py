@@ -1,9 +1,8 @@
 """Steps of all ranks together: the cost of copying, sending and coding gradients.
 
 DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in
-training. Steps cycle through the variants of `_Treatment`, whose differences give the cost of
-copying gradients into buckets, of sending them, and of a codec. These include the cores that
-communication uses, the waiting for other ranks, and contention for the interpreter lock.
+training. The differences between the variants of `_Treatment` include the cores that communication
+uses, the waiting for other ranks, and contention for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class JointSteps:
     Attributes:
         own, slowest: steps without sending, of this rank and the slowest one.
         sending: seconds of the slowest rank's steps with all-reduces.
-        bucket_bytes: size limit of a bucket.
         coded: seconds of the slowest rank's steps with gradients in `CODEC`; None if not measured.
     """
 
@@ -83,13 +81,7 @@ class JointSteps:
 
 @dataclass
 class _Hook:
-    """Communication hook of DistributedDataParallel.
-
-    Attributes:
-        codes: sends gradients in a codec; None for gradients that are not on the CPU.
-        group: process group of the all-reduces; None for the default one.
-        way: treatment of the next gradients.
-    """
+    """Communication hook of DistributedDataParallel; `way` treats the next gradients."""
 
     codes: DdpCompressor | None
     group: distributed.ProcessGroup | None
@@ -113,8 +105,6 @@ class _Hook:
 
 @dataclass
 class _Wrapped:
-    """A model that is wrapped and compiled, and its hook."""
-
     model: Any
     parallel: DistributedDataParallel
     hook: _Hook
@@ -197,6 +187,6 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
 
 
 def _rounds(seconds: float) -> tuple[int, int]:
-    """Return the consecutive steps of a variant, and the rounds, for the duration of a step."""
+    """Return the consecutive steps of a variant, and the rounds, by the seconds of a step."""
     row = max(1, round(_ROW_S / seconds))
     return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_Treatment) * seconds))))

@@ -68,17 +68,13 @@ def linked(
     compiled: Callable[[nn.Module, TrainingStep, Plan], Any],
     training: TrainingStep,
 ) -> list[Collective]:
-    """Measure all-reduces, and steps with and without them, on all ranks at once.
+    """Measure all-reduces, and steps with and without them; [] for a single rank.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
 
     Args:
         profile: this rank's profile, without links.
-        module, training: as for `together`.
         compiled: compiles a module under a plan.
-
-    Returns:
-        an empty list for a single rank.
     """
     device = next(module.parameters()).device
     links = collectives(device)
@@ -119,13 +115,11 @@ def taken_in_steps(
     """Return a collective fitted so that the replayer predicts the measured steps.
 
     Slowdown, copies, busy and coding are fitted to the total over all plans. `coding` includes
-    overhead besides coding time, such as contention for the interpreter lock and waiting for
-    control messages at the end of a step.
+    overhead such as contention for the interpreter lock and waiting for control messages.
 
     Args:
         profile: this rank's profile.
         alone: durations of all-reduces without concurrent computation.
-        steps: plans with their measured steps.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     measured = [joint for _, joint in steps]
@@ -156,7 +150,6 @@ def taken_in_steps(
 
 
 def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
-    """Return devices that compute and copy like the slowest rank, with the measured buckets."""
     slowdown = observed.slowest.left / schedule.seconds
     copied = max(0.0, observed.slowest.copied - observed.slowest.left)
     copies = copied / (2 * _nbytes(schedule) * slowdown)
@@ -165,7 +158,6 @@ def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster
 
 
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
-    """Return the seconds of a step of such devices, with gradients in a codec or plain."""
     schedules, settings = {_RANK: schedule}, None
     if codec is not None:
         speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)

@@ -26,16 +26,12 @@ Jump = tuple[Tensor, float, float]
 Kinks = Callable[[dict[str, Any]], list[tuple[float, float]]]
 
 
-def _at_zero(arguments: dict[str, Any]) -> list[tuple[float, float]]:
-    return [(0.0, 1.0)]
-
-
 def _number(value: Any) -> list[tuple[float, float]]:
     return [(float(value), 1.0)] if isinstance(value, (int, float)) else []
 
 
 _KINKS: dict[str, Kinks] = {
-    "relu": _at_zero,
+    "relu": lambda value: [(0.0, 1.0)],
     "relu6": lambda value: [(0.0, 1.0), (6.0, 1.0)],
     "leaky_relu": lambda value: [(0.0, 1.0 - float(value["negative_slope"]))],
     "threshold": lambda value: [(float(value["threshold"]), 1.0)],
@@ -57,12 +53,10 @@ class NonsmoothOperator:
 
     Attributes:
         name: unique in the model.
-        entry: edge of the gradient of its input.
-        exit: edge of the gradient of its output.
+        entry, exit: edges of the gradients of its input and output.
         numel: number of elements that noise may move.
         places: for each jump, the bin of each element (uint8), the height and the position.
-        rivals: for max pooling, the indices of the largest and second largest element of each
-            window.
+        rivals: for max pooling, the indices of the two largest elements of each window.
         reads: index of the call whose result it reads unchanged; None if there is none.
     """
 
@@ -75,12 +69,7 @@ class NonsmoothOperator:
     reads: int | None = None
 
     def weights(self, slope: Tensor, incoming: Tensor) -> Tensor:
-        """Return the effect of flipping each element, for a jump of height 1.
-
-        Args:
-            slope: derivative of the probed sum of gradients by the gradient at `entry`.
-            incoming: gradient at `exit`.
-        """
+        """Return the effect of flipping each element, for a jump of height 1."""
         if self.rivals is not None:
             spatial = self.rivals[0].dim() - 2
             first, second = (
@@ -146,7 +135,6 @@ def _rivals(
 
 
 def _bins(distance: Tensor) -> Tensor:
-    """Return the bin of each distance, uint8."""
     last = _BINS - 1
     result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
     return result.nan_to_num(nan=last, posinf=last, neginf=0).clamp(0, last).to(torch.uint8)

@@ -1,9 +1,8 @@
 """Rounding sites: the tensors that an operator rounds in a precision, compared with FP32.
 
 They are derived from the node metadata under the plan that gives only this operator the precision,
-so they include the effects of the device and the cascade. The cascade also narrows followers: a
-GELU behind a BF16 product computes in BF16, and rounds its result and its gradient. Operators that
-move or select values (views, ReLU) do not round, as their inputs are on the format's grid.
+so they include the effects of the device and the cascade, which narrows followers: a GELU behind a
+BF16 product computes in BF16, and rounds its result and its gradient.
 """
 
 from __future__ import annotations
@@ -32,19 +31,14 @@ CHOOSING: Final = frozenset(
     "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad "
     "constant_pad_nd".split()
 )
-"""Dependent operators that select values and so do not round; others only move values."""
+"""Dependent operators that select values and so do not round."""
 
 Narrow = Mapping[fx.Node, Operator]
 
 
 @dataclass(frozen=True)
 class Follower:
-    """An operator that the cascade narrows to `fmt`.
-
-    Attributes:
-        leaves: whether its result is read in a wider format, so that the incoming gradient is
-            rounded.
-    """
+    """An operator that the cascade narrows; `leaves` if a wider one reads its result."""
 
     operator: str
     fmt: Precision
@@ -52,7 +46,6 @@ class Follower:
 
 
 def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | None]) -> Narrow:
-    """Return the dependent operators under a plan whose format differs from `before`."""
     return {
         op.node: op
         for op in operators
@@ -61,7 +54,6 @@ def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | Non
 
 
 def followers(narrow: Narrow) -> tuple[Follower, ...]:
-    """Return the narrowed operators that round."""
     return tuple(
         Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
         for node, op in narrow.items()
@@ -86,7 +78,6 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
 
 
 def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
-    """Return the places of the floating-point tensors in an argument."""
     used: dict[Place, Any] = {index: argument}
     if isinstance(argument, (list, tuple)):
         used = {(index, item): element for item, element in enumerate(argument)}
@@ -126,7 +117,6 @@ class Rounded:
 
     @property
     def random(self) -> bool:
-        """Whether the rounding error is random."""
         return self.rounding == "stochastic"
 
 
@@ -135,7 +125,6 @@ class RoundingSite:
     """Rounding of one operator in one precision.
 
     Attributes:
-        rounded: the rounded tensors.
         inside: format in which the operator computes internally, if it rounds more than its
             tensors.
         places: places of the tensors with errors.
@@ -149,14 +138,9 @@ class RoundingSite:
     following: tuple[Follower, ...] = ()
     handed: Precision | None = None
 
-    @property
-    def random(self) -> bool:
-        """Whether any rounding is random."""
-        return any(item.random for item in self.rounded)
-
     def draws(self, most: int) -> int:
         """Return the useful number of runs: `most`, or 1 if rounding is deterministic."""
-        return most if self.random else 1
+        return most if any(item.random for item in self.rounded) else 1
 
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]
@@ -210,7 +194,6 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
-    """Return the roundings of torch's own operator on converted operands."""
     row, back = operator.row, options.gradient_rounding
     inputs = tuple(arguments(operator.node).values())
     assert row is not None

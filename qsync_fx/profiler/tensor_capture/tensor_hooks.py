@@ -1,8 +1,7 @@
 """Taps on the operators of a running graph, and a recorder of their tensors and gates.
 
-`tapped` interprets a graph node by node and passes adjustable or named operators to a tap, which
-observes or changes them. Bodies of higher-order operators (activation checkpointing) are inlined
-and run once. Without a change the results are bit-identical to the graph's.
+`tapped` interprets a graph node by node. Bodies of higher-order operators (activation
+checkpointing) are inlined and run once.
 """
 
 from __future__ import annotations
@@ -89,12 +88,10 @@ class Tapped:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator.
+    """One call of an operator, with its detached arguments `given`.
 
     Attributes:
         tensors: tensors it may round, by place; for a follower all inputs and the result.
-        given: its detached arguments.
-        call: the operator's function.
         converted: indices of the arguments that a plan converts.
     """
 
@@ -110,11 +107,9 @@ class OperatorCall:
 class Taps:
     """Recorder of operator calls and gates in one run; copies tensors that are mutated later.
 
-    Args:
+    Attributes:
         wanted: places to record, by operator.
         following: operators to record completely.
-
-    Attributes:
         unrecorded: operators that ran with autograd disabled.
     """
 
@@ -128,7 +123,7 @@ class Taps:
 
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
-        """Edge of each tensor's gradient, by the index of the call and the tensor's place."""
+        """Edge of each tensor's gradient, by the index of the call and the place."""
         return {
             (index, place): tapped.edge
             for index, visited in enumerate(self.seen)
@@ -136,10 +131,7 @@ class Taps:
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
-        """Run and record an operator, as a `Tap`.
-
-        Inputs are replaced by views, whose gradients come from this reader alone.
-        """
+        """Run and record an operator on views, whose gradients come from this reader alone."""
         name = str(operator.id)
         follows = name in self.following
         places = self.wanted.get(name, set())
@@ -220,7 +212,6 @@ class Taps:
         return torch.equal(noted.value.flatten(), x.detach().flatten())
 
     def _written(self, operator: Operator) -> bool:
-        """Return whether the model mutates an input or the result of the operator."""
         memory = self._memory.setdefault(operator.graph, AliasSets(operator.graph))
         node = operator.node
         return any(memory.of(used) & memory.written for used in (node, *node.all_input_nodes))
