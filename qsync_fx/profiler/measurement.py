@@ -192,12 +192,7 @@ class ProfilingSession:
         sensitivity: str | None = None,
         joint_steps: bool = False,
     ) -> Profile:
-        """Return the profile of all plans, without sensitivity and links.
-
-        Args:
-            requested: plans of the user.
-            sensitivity, joint_steps: later stages, for the estimated cost.
-        """
+        """Return the profile of all plans; later stages are for the estimated cost."""
         with without_training(self._module, self._optimizer), compiling() as compile_under:
             visited = observed(self._module, self.training, self._options)
             plans = self._plans(visited, formats, requested)
@@ -328,7 +323,10 @@ class ProfilingSession:
                     run = self._run(compiled[label], files, states)
                     complete.append(replace(run, label=label))
                     advance(label)
-                samples.add_round(complete, self._samples_path)
+                for run in complete:
+                    samples.plans[run.label].append(run)
+                if self._samples_path is not None:
+                    SAMPLES.write(self._samples_path, SAMPLES.encode(samples))
 
     def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
         """Return the run of one step, with operator times of another one, scaled to the first."""
@@ -378,12 +376,7 @@ def _formats_of(plan: Plan) -> Iterable[str]:
 
 
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
-    """Return the module to measure, without its wrappers.
-
-    Raises:
-        OptionError: an argument is invalid.
-        ProfileError: the parameters are not all on the CPU, or not all on one GPU.
-    """
+    """Return the module to measure, without its wrappers; raise for invalid arguments."""
     if not isinstance(model, nn.Module):
         raise OptionError(
             f"measure takes a module, not {type(model).__name__}", do="give the model to train"
@@ -419,9 +412,6 @@ def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | 
     """Return the given optimizer, or the one that the given function makes; None for none.
 
     Warns of parameters that are not the model's, as the predicted memory excludes them.
-
-    Raises:
-        OptionError: the result is no optimizer, or updates no parameter of the model.
     """
     if value is None:
         return None
@@ -534,8 +524,7 @@ def _loaded_base(
 def corrected(profile: Profile, result: Profile) -> Profile:
     """Return a profile with the user plans of a new measurement, which replace equal ones.
 
-    The new runs are scaled by the speed of the machine, which the run of the profile's first plan
-    shows. If the profile has no memory of the loss, the new one is used.
+    The run of the profile's first plan shows the speed of the machine, and scales the new runs.
     """
     first = profile.runs[0]
     same = (run for run in result.runs if not run.planned or run.states == first.states)
@@ -574,12 +563,6 @@ class Samples:
     @property
     def rounds(self) -> int:
         return min(map(len, self.plans.values()), default=0)
-
-    def add_round(self, runs: Sequence[MeasuredRun], path: pathlib.Path | None) -> None:
-        for run in runs:
-            self.plans[run.label].append(run)
-        if path is not None:
-            SAMPLES.write(path, SAMPLES.encode(self))
 
 
 SAMPLES = Schema(

@@ -54,12 +54,8 @@ if TYPE_CHECKING:
 class GraphReading:
     """One graph of an explanation, with operators, values and cast points numbered across graphs.
 
-    Args:
-        graph: its index in the model.
-        values: values of the preceding graphs; this graph's values are appended.
-        first: index of its first operator.
-        points: number of cast points in the preceding graphs.
-        pinned: formats that a user's pass assigned, by operator id.
+    `first` and `points` are the numbers of operators and cast points in the preceding graphs. Values
+    are appended to `values`. `pinned` has the formats that a user's pass assigned, by operator.
     """
 
     def __init__(
@@ -275,10 +271,7 @@ class GraphReading:
 
 
 def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
-    """Return the model graph of an explained model.
-
-    Args:
-        formats: formats that plans may request, by default all; costs cover their states.
+    """Return the model graph of an explained model, for plans with the given or all formats.
 
     Raises:
         ProfileError: the model has no graph, or a size that cannot be serialized.

@@ -46,7 +46,6 @@ class Model:
     """Identity of the profiled model.
 
     Attributes:
-        name: name of the model's class.
         digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
         parameters: number of parameter elements.
         options: non-default options of the backend.
@@ -85,16 +84,12 @@ class Collective:
 
     Attributes:
         seconds: pairs of bytes per rank and seconds of the slowest rank.
-        busy: delay of concurrent computation on a rank, as a fraction of `seconds`; more than 1
-            if both slow each other down.
-        coding: the same fraction of the seconds in which codecs encode and decode; None if not
-            measured.
-        slowdown: factor on this rank's step time while other ranks train concurrently and no
-            gradients are sent.
+        busy: delay of concurrent computation on a rank, as a fraction of `seconds`.
+        coding: the same fraction of the seconds in which codecs encode and decode.
+        slowdown: factor on this rank's step time while other ranks train and nothing is sent.
         copies: seconds per byte in which DistributedDataParallel copies gradients into a bucket,
-            and again out of it, at the profile's machine speed; None if not measured.
-        buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics; 0
-            without buffers.
+            and again out of it, at the profile's machine speed.
+        buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics.
     """
 
     backend: str
@@ -163,10 +158,9 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
-        """Load a profile.
+        """Load a profile that `save` wrote.
 
         Args:
-            path: file that `save` wrote.
             any_machine: accept profiles of other machines or other versions of torch or qsync_fx,
                 for the other devices of a cluster.
 
@@ -268,11 +262,7 @@ PROFILE = Schema(
 
 
 def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
-    """Return each run with its operator states and peak memory, to correct predicted memory.
-
-    Args:
-        planned: restrict the result to user plans with a measured peak.
-    """
+    """Return each run, or `planned` ones of users, to correct predicted memory."""
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
     result: list[Anchor] = []
@@ -291,8 +281,7 @@ def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
 def profile_table(profile: Profile) -> RenderableType:
     """Return the profile for a rich console: a table of operators, one of runs, and notes.
 
-    The time of an operator in a format is from the uniform run in that format. Operators without
-    time and saved tensors are only counted.
+    The time of an operator in a format is from the uniform run in that format.
     """
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
     free = {item.operator for item in uniform[0].operators} - {

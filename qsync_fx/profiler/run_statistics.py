@@ -53,8 +53,7 @@ class MeasuredRun:
         label: the plan in words; the name of a format for a uniform plan.
         steps: seconds of the forward pass, the backward pass and the optimizer, for each step.
         peak_bytes: peak memory of a step beyond the memory allocated before it.
-        operators: in program order; medians over the steps.
-        quantized: in execution order; medians over the steps.
+        operators, quantized: in program and execution order; medians over the steps.
         planned: whether this is a plan of the user, not one that every profile measures.
     """
 

@@ -49,12 +49,9 @@ def ranks() -> int:
 def all_reduces(
     groups: Sequence[Sequence[int]], device: torch.device = CPU
 ) -> list[tuple[int, float]]:
-    """Measure all-reduces within each group of ranks, all groups at once.
+    """Return bytes per rank and seconds of all-reduces within all groups of ranks at once.
 
-    All ranks call this together, and each rank belongs to a group.
-
-    Returns:
-        pairs of bytes per rank and seconds of the slowest rank, equal on all ranks.
+    All ranks call this together, and each rank belongs to a group. Seconds are the slowest rank's.
     """
     full = carrying(device)
     backend = distributed.get_backend(full) if full is not None else None
@@ -120,10 +117,6 @@ def all_reduce_seconds(
 
     In a step, ranks arrive at different times; the early ones sleep and have to wake up. So each
     rank in turn computes for `_LATE` seconds more than the others. All ranks call this together.
-
-    Args:
-        nbytes: bytes per rank, FP32.
-        group: group of this rank; None for the default group of the device's gradients.
     """
     if group is None:
         group = carrying(device)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.control_group import carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
+from qsync_fx.plan.plan import Plan
 from qsync_fx.profiler.run_statistics import faster_half
 from qsync_fx.profiler.timing.step_timers import TrainingStep
 
@@ -129,14 +130,17 @@ class _Wrapped:
         return result
 
 
+CompilePlan = Callable[[nn.Module, TrainingStep, Plan], Any]
+"""Compiles a module under a plan by training it for a step."""
+
+
 def together(
-    module: nn.Module, compiled: Callable[[nn.Module, TrainingStep], Any], training: TrainingStep
+    module: nn.Module, compiled: CompilePlan, training: TrainingStep, plan: Plan
 ) -> JointSteps:
     """Measure steps of a model on all ranks, which call this together.
 
     Args:
         module: the same on all ranks; no parameters are sent.
-        compiled: compiles a module by training it for a step.
         training: step of the model; with an optimizer, parameters change differently on each rank.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -151,7 +155,7 @@ def together(
         hook = _Hook(codes, group)
         parallel.register_comm_hook(None, hook.take)
         training = replace(training, zero=module.zero_grad)
-        wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
+        wrapped = _Wrapped(compiled(parallel, training, plan), parallel, hook, training)
         warm = [wrapped.round(1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _rounds(*slowest([max(warm[-1])]))
         result = [wrapped.round(row) for _ in range(rounds)]

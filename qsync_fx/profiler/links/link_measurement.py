@@ -11,7 +11,7 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice,
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Schedule
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
-from qsync_fx.profiler.links.joint_steps import CODEC, JointSteps, together
+from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
 
@@ -65,16 +65,12 @@ PLANS: Final = 2
 def linked(
     profile: Profile,
     module: nn.Module,
-    compiled: Callable[[nn.Module, TrainingStep, Plan], Any],
+    compiled: CompilePlan,
     training: TrainingStep,
 ) -> list[Collective]:
     """Measure all-reduces, and steps with and without them; [] for a single rank.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
-
-    Args:
-        profile: this rank's profile, without links.
-        compiled: compiles a module under a plan.
     """
     device = next(module.parameters()).device
     links = collectives(device)
@@ -82,15 +78,10 @@ def linked(
         return []
     alone = replace(links[0], buffers=buffers_seconds(module))
 
-    def measured(plan: Plan) -> JointSteps:
-        return together(
-            module, lambda wrapped, training: compiled(wrapped, training, plan), training
-        )
-
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
     try:
-        steps = [(plan, measured(plan)) for plan in plans]
+        steps = [(plan, together(module, compiled, training, plan)) for plan in plans]
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - a step may fail in any way with a DDP model
@@ -116,10 +107,6 @@ def taken_in_steps(
 
     Slowdown, copies, busy and coding are fitted to the total over all plans. `coding` includes
     overhead such as contention for the interpreter lock and waiting for control messages.
-
-    Args:
-        profile: this rank's profile.
-        alone: durations of all-reduces without concurrent computation.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     measured = [joint for _, joint in steps]

@@ -305,12 +305,9 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
     """Return whether the mean over steps is known for each operator and precision.
 
     A plan compares operators, so the tolerance is on their ratio to the sum over all operators.
-    Variation that is common to all operators, such as a batch with a larger loss, does not matter;
-    the sum itself needs only half the accuracy.
-
-    Args:
-        within: tolerance of the standard error, relative to the larger of the operator's mean and
-            `SHARE` of its precision's sum.
+    Variation that is common to all operators does not matter; the sum needs only half the accuracy.
+    The tolerance of the standard error is relative to the larger of the operator's mean and `SHARE`
+    of its precision's sum.
     """
     if len(trace) < LEAST:
         return False

@@ -45,12 +45,10 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A sensitivity method.
+    """A sensitivity method, which `make` makes for a model.
 
     Attributes:
-        make: makes an instance for a model.
-        passes: approximate forward and backward passes per step, from the numbers of operators and
-            precisions.
+        passes: approximate passes per step, from the numbers of operators and precisions.
         twice: whether it uses second derivatives, which fused attention kernels lack.
     """
 
@@ -100,10 +98,8 @@ class GradientStep:
     """A repeatable step of a captured model.
 
     Attributes:
-        loss: computes the loss of the step's batch.
         again: restores buffers and generators before a pass; the number of the sample selects the
             draws of rounding.
-        changes: rounding sites of each operator in each precision.
         generator: for draws outside the model.
         samples: number of samples in the batch.
     """

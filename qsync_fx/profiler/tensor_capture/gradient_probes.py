@@ -182,9 +182,9 @@ def probed(
     """
     try:
         return _probed(loss, parameters, edges, draws, generator)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         raise _not_twice(str(error).partition("\n")[0]) from error
 
 

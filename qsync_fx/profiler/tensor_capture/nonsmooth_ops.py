@@ -49,11 +49,9 @@ _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 @dataclass(eq=False)
 class NonsmoothOperator:
-    """A gate in one run.
+    """A gate in one run, with the edges of the gradients of its input and output.
 
     Attributes:
-        name: unique in the model.
-        entry, exit: edges of the gradients of its input and output.
         numel: number of elements that noise may move.
         places: for each jump, the bin of each element (uint8), the height and the position.
         rivals: for max pooling, the indices of the two largest elements of each window.

@@ -45,22 +45,6 @@ class Follower:
     leaves: bool
 
 
-def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | None]) -> Narrow:
-    return {
-        op.node: op
-        for op in operators
-        if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
-    }
-
-
-def followers(narrow: Narrow) -> tuple[Follower, ...]:
-    return tuple(
-        Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
-        for node, op in narrow.items()
-        if op.precision is not None and op.precision.plain and not _hands_on(op)
-    )
-
-
 def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
     """Return whether a wider operator reads a result, directly or through non-rounding ones."""
     for user in node.users:
@@ -102,12 +86,7 @@ def _holds_floats(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor that is rounded to `fmt`, or whose gradient is.
-
-    Attributes:
-        place: argument index of the operand; `OUTPUT` for the result.
-        keep: dimensions with one scale per index.
-    """
+    """A tensor that is rounded, or its gradient; `keep` has dimensions with separate scales."""
 
     place: Place
     fmt: Precision
@@ -125,8 +104,7 @@ class RoundingSite:
     """Rounding of one operator in one precision.
 
     Attributes:
-        inside: format in which the operator computes internally, if it rounds more than its
-            tensors.
+        inside: format in which it computes internally, if it rounds more than its tensors.
         places: places of the tensors with errors.
         following: operators that the cascade narrows because of this one.
         handed: format in which the gradient of the result arrives; None for FP32.
@@ -165,7 +143,12 @@ def changes(
                 plan = Plan("fp32", operators={str(item.id): name})
                 operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
                 owned = next(op for op in operators if op.id == item.id)
-                sites[name] = _change(owned, narrowed(operators, before), options)
+                narrow = {
+                    op.node: op
+                    for op in operators
+                    if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
+                }
+                sites[name] = _change(owned, narrow, options)
     return result
 
 
@@ -178,7 +161,11 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
     assert row is not None
     if fmt is None or out is None or _wide(fmt):
         return RoundingSite()
-    following = followers(narrow)
+    following = tuple(
+        Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
+        for node, op in narrow.items()
+        if op.precision is not None and op.precision.plain and not _hands_on(op)
+    )
     handed = None
     if following and not leaves(operator.graph, operator.node, narrow):
         handed = out

@@ -204,9 +204,8 @@ def computed_by(
 ) -> list[list[fx.Node]]:
     """Return the nodes that each kernel computes, from its name and Inductor's provenance.
 
-    The provenance is too broad around library calls: a call with several results lists all nodes of
-    its operands, and the kernels that write these operands list the call. A library call computes
-    the last of its nodes, and no fused kernel computes that node.
+    The provenance is too broad around library calls. A library call computes the last of its nodes,
+    and no fused kernel computes that node.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     called = [

@@ -112,12 +112,9 @@ def loss_in_step(
 ) -> LossMemory | None:
     """Return the memory of the loss in a user's step: all that the step computes after the model.
 
-    It is unknown if no output requires a gradient, an output is not on the CPU or in a container
-    unknown to pytree, or the step uses other parts of the model.
-
-    Args:
-        step: runs twice, with a model that returns immediately.
-        returned: the model's output for the batch.
+    The step runs twice, with a model that returns immediately. The memory is unknown if no output
+    requires a gradient, one is not on the CPU or in a container unknown to pytree, or the step uses
+    other parts of the model.
     """
     leaves, spec = pytree.tree_flatten(returned)
     differentiated = {
@@ -158,10 +155,7 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
     """Return the memory of an optimizer, in FP32 values per parameter element.
 
     The peak for n equal parameters is modelled as temporary + before (if n > 1) + n * together.
-
-    Raises:
-        ProfileError: its class and defaults do not suffice to make a copy, or its step needs more
-            than parameters.
+    Raises `ProfileError` if no copy can be made, or its step needs more than parameters.
     """
     item, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
     together = three[1] - two[1]
