@@ -1,8 +1,7 @@
 """Measurement of a model's profile: `measure`, in the stages of a `ProfilingSession`.
 
 Every plan is compiled once. Then all plans run interleaved in one process, so that other load
-affects all of them. In each round a plan runs a step to warm up, one that is timed as a unit, and
-one that is timed line by line.
+affects all of them. A round of a plan has a warmup, a timed step, and one timed line by line.
 """
 
 from __future__ import annotations
@@ -61,11 +60,10 @@ from qsync_fx.progress import progress as shown_progress
 from qsync_fx.serialization.schema import Path, Schema
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
-"""An optimizer of the model, or a function that makes one from its parameters."""
 
 REPEATS: Final = 7
 SETTLED: Final = 0.1
-"""Tolerance of the sensitivity: see `qsync_fx.profiler.sensitivity.estimate.settled`."""
+"""Tolerance of `settled`."""
 _ROUND_STEPS: Final = 3
 
 
@@ -211,14 +209,10 @@ class ProfilingSession:
                 compiled, peaks = self._compile_plans(plans, compile_under, files)
                 self._run_rounds(rounds, plans, compiled, samples, files)
         names = [fmt.name for fmt in formats]
-        runs = [
-            replace(
-                merged(samples.plans[label]),
-                peak_bytes=peaks[label],
-                planned=label == label_of(plan),
-            )
-            for label, (plan, _) in plans.items()
-        ]
+        runs = []
+        for label, (plan, _) in plans.items():
+            run, planned = merged(samples.plans[label]), label == label_of(plan)
+            runs.append(replace(run, peak_bytes=peaks[label], planned=planned))
         allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
         return Profile(
             samples.machine,
@@ -264,7 +258,6 @@ class ProfilingSession:
     def _plans(
         self, visited: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
     ) -> dict[str, tuple[Plan, States]]:
-        """Return the user's plans, and those of a profile or the first of `base`."""
         explanation = visited.explanation
         result: dict[str, tuple[Plan, States]] = {}
         if self.base is None:
@@ -292,7 +285,6 @@ class ProfilingSession:
         compile_under: CompileUnder,
         files: WatchedLowering,
     ) -> tuple[dict[str, Compiled], dict[str, int]]:
-        """Return the model compiled under each plan, and the peak memory of a step in bytes."""
         compiled: dict[str, Compiled] = {}
         peaks: dict[str, int] = {}
         with shown_progress("compiling", len(plans), self._progress) as advance:
@@ -378,9 +370,8 @@ def _formats_of(plan: Plan) -> Iterable[str]:
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
     """Return the module to measure, without its wrappers; raise for invalid arguments."""
     if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"measure takes a module, not {type(model).__name__}", do="give the model to train"
-        )
+        message = f"measure takes a module, not {type(model).__name__}"
+        raise OptionError(message, do="give the model to train")
     if rounds < 1:
         message = f"a plan cannot be measured {rounds} times"
         raise OptionError(message, where="repeats", do="give 1 or more")
@@ -451,11 +442,8 @@ def estimated_seconds(
 ) -> tuple[float, float]:
     """Return `steps_s` plus the seconds to compile all plans, with cached graphs and without."""
     operators = len(observed.explanation.operators)
-    (cached, cached_each), (new, new_each) = _CACHED, _NEW
-    return (
-        plans * (cached + cached_each * operators) + steps_s,
-        plans * (new + new_each * operators) + steps_s,
-    )
+    cached, new = (plans * (fixed + each * operators) for fixed, each in (_CACHED, _NEW))
+    return cached + steps_s, new + steps_s
 
 
 def step_count(plans: int, rounds: int) -> int:
@@ -479,7 +467,6 @@ def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
 
 
 def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: int) -> str:
-    """Return the estimated cost of measuring the sensitivity; "" without one."""
     if sensitivity is None:
         return ""
     least, most = map(roughly, sensitivity_seconds(observed, sensitivity, formats))
@@ -487,7 +474,6 @@ def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: 
 
 
 def sending_costs(observed: ObservedStep, ranks: int) -> str:
-    """Return the estimated cost of measuring joint steps of all ranks; "" for a single rank."""
     if ranks == 1:
         return ""
     steps_s = PLANS * planned_seconds(observed.seconds.full)

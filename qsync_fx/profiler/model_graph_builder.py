@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class GraphReading:
     """One graph of an explanation, with operators, values and cast points numbered across graphs.
 
-    `first` and `points` are the numbers of operators and cast points in the preceding graphs. Values
+    `first` and `points` count the operators and cast points in the preceding graphs. Values
     are appended to `values`. `pinned` has the formats that a user's pass assigned, by operator.
     """
 

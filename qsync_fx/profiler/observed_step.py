@@ -1,8 +1,7 @@
 """Observation of a user's training step, and the plans under which its model is measured.
 
-An operator's time depends on its state and on the formats of its neighbours. Uniform plans never
-show an INT8 product among FP32 operators, or an FP32 product among narrow operators. So products
-run in each format combined with each float format of the other operators.
+An operator's time depends on its state and on the formats of its neighbours. So products run in
+each format combined with each float format of the other operators.
 """
 
 from __future__ import annotations

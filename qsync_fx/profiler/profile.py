@@ -119,10 +119,8 @@ class Profile:
         stored: the model graph in its serialized form.
         precisions: names of the measured formats.
         runs: one per plan; first the plans of every profile, then user plans.
-        optimizer: class name of the optimizer; "" for none.
         collectives: one per backend of torch.distributed.
-        fingerprint: identity of the model's graphs for the plan cache; None if the model was not
-            run here.
+        fingerprint: identity for the plan cache; None if the model was not run here.
     """
 
     machine: Machine
@@ -144,7 +142,6 @@ class Profile:
 
     @property
     def optimizer_seconds(self) -> float:
-        """Median seconds of the optimizer's step over all runs."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
     def save(self, path: Path) -> pathlib.Path:
@@ -177,7 +174,6 @@ class Profile:
         return result
 
     def times(self) -> Times:
-        """Return the operator times under any plan, for the cost mapper."""
         from qsync_fx.profiler.profiled_times import ProfiledTimes
 
         return ProfiledTimes(self)

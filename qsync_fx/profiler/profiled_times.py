@@ -1,8 +1,7 @@
 """`Times` of a profile: operator times under any plan, from the measured runs.
 
 Kernels are fused across operators and casts, so the lookup averages the runs with the most similar
-state of the operator, and among these of its neighbours. The times of a user's plan are scaled so
-that, with quantizers and the rest, they add up to the measured passes.
+states of the operator and its neighbours. A user's plan is scaled to its measured passes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ _WEIGHTS = (4, 4, 1, 1)
 
 @dataclass(frozen=True)
 class _OperatorRun:
-    """An operator in one run; `own` marks a plan of the user."""
-
     state: StateNames
     around: tuple[StateNames | None, ...]
     seconds: Seconds
@@ -34,8 +31,6 @@ class _OperatorRun:
 
 
 class ProfiledTimes:
-    """Operator times of a profile, for any plan; implements `Times`."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
@@ -52,7 +47,7 @@ class ProfiledTimes:
         self._formats = sorted(filter(None, measured_formats))
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
-        """Return the scale factors of a run's operator times in the forward and backward pass."""
+        """Return the scale factors of a run's operator times in each pass."""
         outside = self.outside()
         # Quantizers of the backward pass are not predicted, and count as time of its operators.
         calls = [call for call in run.quantized if not call.backward]

@@ -81,7 +81,6 @@ class MeasuredRun:
         return statistics.median(step[0] + step[1] for step in self.steps)
 
     def at_pace(self, pace: float) -> MeasuredRun:
-        """Return the run with all times multiplied by `pace`."""
         operators = [
             replace(item, forward=item.forward * pace, backward=item.backward * pace)
             for item in self.operators
@@ -100,7 +99,7 @@ class MeasuredRun:
 
     @property
     def outside(self) -> tuple[float, float]:
-        """Seconds of the forward and backward pass that belong to no operator."""
+        """Seconds of each pass that belong to no operator."""
         forward = sum(item.forward for item in self.operators)
         inside = [forward, sum(item.backward for item in self.operators)]
         for call in self.quantized:
@@ -114,7 +113,7 @@ def faster_half(seconds: Sequence[float]) -> float:
 
 
 def merged(runs: Sequence[MeasuredRun]) -> MeasuredRun:
-    """Return the runs of a plan as one: all steps, and the medians of operators and quantizers."""
+    """Return the runs of a plan as one, with medians of operators and quantizers."""
     operators = [
         replace(
             same[0],

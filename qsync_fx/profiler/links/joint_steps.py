@@ -1,8 +1,7 @@
 """Steps of all ranks together: the cost of copying, sending and coding gradients.
 
-DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in
-training. The differences between the variants of `_Treatment` include the cores that communication
-uses, the waiting for other ranks, and contention for the interpreter lock.
+DistributedDataParallel wraps the model, as in training. The differences between the variants of
+`_Treatment` include waiting for cores, for other ranks and for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Times of steps of all ranks at once.
+    """Times of steps of all ranks at once, without sending of this rank and the slowest one.
 
     Attributes:
-        own, slowest: steps without sending, of this rank and the slowest one.
         sending: seconds of the slowest rank's steps with all-reduces.
         coded: seconds of the slowest rank's steps with gradients in `CODEC`; None if not measured.
     """
@@ -104,30 +102,25 @@ class _Hook:
     take.__annotations__.clear()
 
 
-@dataclass
-class _Wrapped:
-    model: Any
-    parallel: DistributedDataParallel
-    hook: _Hook
-    training: TrainingStep
-
-    def round(self, row: int) -> list[float]:
-        """Return the seconds per step of each variant, over `row` consecutive steps."""
-        result = []
-        for self.hook.way in _Treatment:
-            if self.hook.way is _Treatment.CODED and self.hook.codes is None:
-                break
-            meet()
-            begin = time.perf_counter()
-            with contextlib.ExitStack() as stack:
-                if self.hook.way is _Treatment.LEFT:
-                    stack.enter_context(self.parallel.no_sync())
-                for _ in range(row):
-                    self.training.run(self.model)
-            if self.parallel.device_type == "cuda":
-                torch.cuda.synchronize(self.parallel.device)
-            result.append((time.perf_counter() - begin) / row)
-        return result
+def _round(
+    model: Any, parallel: DistributedDataParallel, hook: _Hook, training: TrainingStep, row: int
+) -> list[float]:
+    """Return the seconds per step of each variant, over `row` consecutive steps."""
+    result = []
+    for hook.way in _Treatment:
+        if hook.way is _Treatment.CODED and hook.codes is None:
+            break
+        meet()
+        begin = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if hook.way is _Treatment.LEFT:
+                stack.enter_context(parallel.no_sync())
+            for _ in range(row):
+                training.run(model)
+        if parallel.device_type == "cuda":
+            torch.cuda.synchronize(parallel.device)
+        result.append((time.perf_counter() - begin) / row)
+    return result
 
 
 CompilePlan = Callable[[nn.Module, TrainingStep, Plan], Any]
@@ -155,15 +148,15 @@ def together(
         hook = _Hook(codes, group)
         parallel.register_comm_hook(None, hook.take)
         training = replace(training, zero=module.zero_grad)
-        wrapped = _Wrapped(compiled(parallel, training, plan), parallel, hook, training)
-        warm = [wrapped.round(1) for _ in range(_WARMUP_STEPS)]
+        model = compiled(parallel, training, plan)
+        warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _rounds(*slowest([max(warm[-1])]))
-        result = [wrapped.round(row) for _ in range(rounds)]
+        result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
     own = [faster_half(seconds) for seconds in zip(*result, strict=True)]
     unmeasured = [math.inf] * (len(_Treatment) - len(own))
     left, copied, sending, coded = slowest([*own, *unmeasured])
     # This frees the hooks that DistributedDataParallel registered on parameters.
-    del parallel, wrapped
+    del parallel, model
     gc.collect()
     return JointSteps(
         own=Unsent(own[0], own[1]),
@@ -176,7 +169,6 @@ def together(
 
 @contextlib.contextmanager
 def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
-    """Yield the compressor of a model's gradients; None for a model that is not on the CPU."""
     group = distributed.new_group(backend="gloo")
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
     assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])

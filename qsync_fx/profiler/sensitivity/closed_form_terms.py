@@ -25,9 +25,7 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 class Looked:
     """One call of an operator after a step, with its tensors' gradients by place.
 
-    Attributes:
-        depth, deepest: depth of the operator and of the model.
-        gamma: derivative of a mean over the batch, 1 / samples.
+    `gamma` is the derivative of a mean over the batch, 1 / samples.
     """
 
     seen: OperatorCall
@@ -98,10 +96,9 @@ def _flatten(
 def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
-    Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,
-    such as softmax and norms, the variance of their inputs in the forward pass and none in the
-    backward pass; an embedding, which reads indices, has none at all. Products of two activations,
-    which the paper leaves in FP32, are treated as products with a weight.
+    Products have the variances of Eq. (4) and (5), also those of activations, which the paper leaves in
+    FP32. The paper gives unary operators, such as softmax and norms, the variance of their inputs in
+    the forward pass only, and embeddings none.
     """
     fmt = precision(name)
     values = looked.seen.tensors

@@ -79,12 +79,10 @@ def sensitivity(
         batches: a list repeats if it is shorter than `steps`; an iterator ends the steps.
         method: name of a method, of `gradient_step.methods`.
         precisions: by default those below 32 bits that the device computes natively.
-        steps: number of batches in the mean.
         fraction: fraction of each batch that is used.
         optimizer: makes the optimizer that trains the model between the steps, such as `lambda p:
             torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters.
         options: options of the backend, for rounding and scaling.
-        seed: seed of all random draws.
         say: callback for cost and progress messages; by default they go to standard error.
         path: output file. Intermediate results are stored after each step in a file next to it that
             ends in ".partial"; a call with the same weights and batches resumes from it.
@@ -234,7 +232,6 @@ class _SensitivityRun:
         yield now
 
     def through(self, now: Callable[[], GradientStep]) -> None:
-        """Run a step only to capture its graphs."""
         step = now()
         step.again(0)
         with self.captured.running(as_it_is):

@@ -113,7 +113,6 @@ class GradientStep:
 
     @property
     def keys(self) -> list[Key]:
-        """Operators and precisions with a rounding site."""
         sites = [(op, name, site) for op, by in self.changes.items() for name, site in by.items()]
         return [(operator, name) for operator, name, site in sites if site.places]
 

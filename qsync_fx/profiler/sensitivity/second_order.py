@@ -1,9 +1,8 @@
-"""Methods "second_order" and "hessian", from second derivatives.
+"""Methods "second_order", from second derivatives, and "hessian", HAWQ's indicator.
 
-"second_order": an error e of a tensor changes the gradients of all parameters by H e, through the
-forward pass and the operator's own backward pass. `probed` estimates |H e|**2. Random errors are
-uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding to nearest are known and may
-add up. Flips of gates (`nonsmooth_ops`) are added. "hessian" is HAWQ's indicator.
+An error e of a tensor changes the gradients of all parameters by H e, and `probed` estimates
+|H e|**2. Random errors are uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding
+to nearest are known and may add up. Flips of gates (`nonsmooth_ops`) are added.
 """
 
 from __future__ import annotations
@@ -183,7 +182,6 @@ class SecondOrder:
 
 
 KeyErrors = tuple[Sequence[Key], Sequence[Erring]]
-"""Errors in a call of an operator, and the operators and precisions that cause them."""
 
 
 def _errors(
@@ -330,9 +328,8 @@ def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], 
     def chance(position: float) -> Tensor:
         if deviation is None:
             return torch.ne(value > position, moved > position).double()
-        distance = torch.where(
-            value > position, moved.double() - position, position - moved.double()
-        )
+        shift = moved.double() - position
+        distance = torch.where(value > position, shift, -shift)
         # Without noise, 0 / 0 is NaN; the probability is 0.
         result: Tensor = torch.special.ndtr(-distance / deviation)
         return result.nan_to_num(nan=0.0)

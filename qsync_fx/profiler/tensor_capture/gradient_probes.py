@@ -1,8 +1,7 @@
 """Errors of an operator's tensors in a precision, and probes of their effect on the gradients.
 
 For random signs r, p = r'G is a sum of all parameters' gradients G. Its derivative by a tensor t is
-H'r with H = dG/dt. For an error e, the mean of (e'H'r)**2 over r is the squared norm of its effect
-on G. Each probe is one backward pass through the backward pass, for any number of tensors.
+H'r with H = dG/dt. The mean of (e'H'r)**2 over r is the squared norm of an error e's effect on G.
 """
 
 from __future__ import annotations
@@ -51,14 +50,11 @@ def erring(
     gradients: Mapping[Place, Tensor],
     handed: Precision | None = None,
 ) -> list[Erring]:
-    """Return the errors in a call of an operator.
+    """Return the errors in a call of an operator, given the gradients of its tensors by place.
 
     Products round their operands and results, so their errors follow from the tensors by formula.
     Norms and softmax compute internally in the narrow format; they are rerun in it and compared.
-
-    Args:
-        gradients: gradients of its tensors by place, if they have one.
-        handed: format in which its result's gradient arrives; the follower accounts for that error.
+    If the result's gradient arrives in the format `handed`, the follower accounts for that error.
     """
     if change.inside is not None:
         return _measured(observed, change.inside, gradients, handed)

@@ -1,9 +1,8 @@
 """Gates: operators whose derivative jumps, and the gradient error of flipping them.
 
 Noise with standard deviation s flips an element at distance z from a jump with the probability
-Phi(-z/s). The flip changes the passing gradient by the height of the jump times the incoming
-gradient, c when squared. The squared error F(s) = sum c Phi(-z/s) grows with s, not s**2, and no
-second derivative shows it. F is stored as a histogram of c over z with four bins per octave.
+Phi(-z/s), which adds the squared change c of the gradient: F(s) = sum c Phi(-z/s). No second
+derivative shows it. F is stored as a histogram of c over z with four bins per octave.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class NonsmoothOperator:
         return (incoming.double() * slope.double()).square()
 
     def histogram(self, weights: Tensor) -> Tensor:
-        """Return c by bin, [256], FP64."""
         result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
             mass = torch.bincount(bins.flatten().long(), weights.flatten(), _BINS)

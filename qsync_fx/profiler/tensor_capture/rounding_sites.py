@@ -1,8 +1,7 @@
 """Rounding sites: the tensors that an operator rounds in a precision, compared with FP32.
 
-They are derived from the node metadata under the plan that gives only this operator the precision,
-so they include the effects of the device and the cascade, which narrows followers: a GELU behind a
-BF16 product computes in BF16, and rounds its result and its gradient.
+They follow from the plan that gives only this operator the precision, with the cascade: a GELU
+behind a BF16 product computes in BF16, and rounds its result and its gradient.
 """
 
 from __future__ import annotations

@@ -80,8 +80,6 @@ OUTPUT = -1
 
 @dataclass(frozen=True)
 class Tapped:
-    """A tensor of an operator, and the edge of its gradient."""
-
     value: Tensor
     edge: GradientEdge
 
@@ -107,10 +105,8 @@ class OperatorCall:
 class Taps:
     """Recorder of operator calls and gates in one run; copies tensors that are mutated later.
 
-    Attributes:
-        wanted: places to record, by operator.
-        following: operators to record completely.
-        unrecorded: operators that ran with autograd disabled.
+    Calls are recorded at the places that are `wanted`, and completely for `following` operators.
+    `unrecorded` operators ran with autograd disabled.
     """
 
     wanted: Mapping[str, set[Place]]
@@ -196,7 +192,7 @@ class Taps:
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
-        """Return the index of the call whose result a node reads, possibly moved by other nodes."""
+        """Return the index of the call whose result a node reads, possibly moved."""
         source = next(iter(node.args), None)
         read = self._given.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
@@ -218,7 +214,6 @@ class Taps:
 
 
 def put(argument: list[Any], place: Place, value: Tensor) -> None:
-    """Replace the tensor at a place among the arguments of a call."""
     if isinstance(place, int):
         argument[place] = value
     else:

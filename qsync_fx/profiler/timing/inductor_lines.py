@@ -28,11 +28,9 @@ from qsync_fx.serialization.schema import Schema
 
 @dataclass(frozen=True)
 class KernelOutput:
-    """A node that a kernel computes, and the bytes that it reads and writes; 0 for views.
+    """A node that a kernel computes for an operator, and the bytes it moves; 0 for views.
 
-    Attributes:
-        owner: id of the operator that its time belongs to; None for no operator.
-        quantizes: for a quantizer, the source and target format and the number of elements.
+    `quantizes` has the source format, the target format and the number of elements of a quantizer.
     """
 
     owner: str | None
@@ -121,9 +119,8 @@ class WatchedLowering(dict[str, Mapping[int, InductorKernel]]):
 def watching(model: str = "") -> Iterator[WatchedLowering]:
     """Yield the kernels of wrappers that are compiled or loaded within the context.
 
-    Args:
-        model: digest of the model, its inputs and its operator ids, which the keys of graph caches
-            do not contain; "" to disable these caches.
+    The keys of graph caches lack the operator ids that the digest `model` contains; "" disables the
+    caches.
     """
     import torch._inductor.config
     import torch.compiler.config

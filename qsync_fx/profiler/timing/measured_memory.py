@@ -137,7 +137,6 @@ def loss_in_step(
 
 @contextmanager
 def _returning(module: nn.Module, result: object) -> Iterator[None]:
-    """Replace a module's forward by one that returns `result` for any arguments."""
     before = vars(module).get("forward")
     vars(module)["forward"] = lambda *_, **__: result
     try:
@@ -178,7 +177,6 @@ def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
 
 
 def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
-    """Return the state and the peak with `count` parameters, in FP32 values per element."""
     parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
     available = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in available}

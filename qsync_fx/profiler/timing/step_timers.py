@@ -1,9 +1,7 @@
 """A user's training step: checks, compilation under plans, and timers of steps and their lines.
 
-On the CPU, a trace function reads a clock per line of Inductor's wrappers, which costs less than
-1 us. On a GPU, events are queued around each kernel. The GPU is blocked while Python queues, so
-that the time between events contains no launch latency. The rest of an untraced step is time in
-which the GPU waits for Python; it is split among lines by Python's time in each.
+On the CPU, a trace function reads a clock per line of Inductor's wrappers. On a GPU, events are
+queued around each kernel while the GPU is blocked, so that they exclude launch latency.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.options import Options
 
 StepFunction = Callable[[Any, Any], Tensor]
-"""A user's step: from a model and a batch to the loss."""
 
 
 def check_batches(batches: object) -> None:
@@ -168,9 +165,7 @@ def compiling() -> Iterator[CompileUnder]:
     ) -> Compiled:
         inputs: dict[str, Any] = dict(options)
         with collecting(Options.parse(options)) as log:
-            compiled: Compiled = torch.compile(
-                module, backend="qsync", options=inputs, dynamic=False
-            )
+            compiled = torch.compile(module, backend="qsync", options=inputs, dynamic=False)
             training.run(compiled)
             codes.update(code for code, _ in log.frames)
         return compiled
@@ -207,7 +202,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class LineTimer:
-    """Accumulated line times of a step; its runner sets `backward` during the backward pass."""
+    """Accumulated line times of a step; its runner sets `backward`."""
 
     def __init__(self) -> None:
         self.backward = False
@@ -258,8 +253,6 @@ _QUEUED: Final = 250
 
 
 class GpuTimer:
-    """A CUDA device and its current stream."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.hold()
