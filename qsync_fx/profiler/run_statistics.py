@@ -86,9 +86,7 @@ class MeasuredRun:
             for item in self.operators
         ]
         quantized = [replace(item, seconds=item.seconds * pace) for item in self.quantized]
-        steps = [
-            (forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps
-        ]
+        steps = [(first * pace, second * pace, rest * pace) for first, second, rest in self.steps]
         return replace(self, steps=steps, operators=operators, quantized=quantized)
 
     @property

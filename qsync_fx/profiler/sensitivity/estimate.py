@@ -276,9 +276,8 @@ class _SensitivityRun:
 
 def _check(model: nn.Module, fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ProfileError(
-            f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1"
-        )
+        message = f"a fraction of {fraction} is no part of a batch"
+        raise ProfileError(message, do="give a number above 0, at most 1")
     if not trained(model):
         message = f"{type(model).__name__} has no parameter that requires a gradient"
         raise ProfileError(message, do="give the model in training")
