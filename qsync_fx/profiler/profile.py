@@ -61,10 +61,10 @@ class Model:
     @property
     def conditions(self) -> str:
         """Non-default options and modes, under which alone times are valid."""
-        conditions = [self.options] if self.options else []
+        conditions = [self.options]
         if self.evaluated:
             conditions.append(f"{self.evaluated} modules in eval mode")
-        return ", ".join(conditions)
+        return ", ".join(filter(None, conditions))
 
     def check(self, current: Model) -> None:
         if self.digest != current.digest:
@@ -258,7 +258,7 @@ PROFILE = Schema(
 
 
 def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
-    """Return each run, or `planned` ones of users, to correct predicted memory."""
+    """Return each run's states and peak memory; if `planned`, only of user plans with a peak."""
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
     result: list[Anchor] = []
@@ -318,7 +318,9 @@ def _operators(profile: Profile, uniform: Sequence[MeasuredRun], free: Set[str])
 
 def _columns(profile: Profile, run: MeasuredRun) -> list[str]:
     columns = [f"{run.label} ms", "saved"]
-    return [*columns, "variance"] if _variances(profile, run) else columns
+    if _variances(profile, run):
+        columns.append("variance")
+    return columns
 
 
 def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> list[str]:

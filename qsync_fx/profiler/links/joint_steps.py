@@ -64,7 +64,7 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Times of steps of all ranks at once, without sending of this rank and the slowest one.
+    """Times of steps of all ranks at once; `own` and `slowest` are of ranks that send nothing.
 
     Attributes:
         sending: seconds of the slowest rank's steps with all-reduces.

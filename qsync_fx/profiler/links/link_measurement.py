@@ -88,7 +88,7 @@ def linked(
         why, steps = str(error) or type(error).__name__, []
     if not steps:
         gc.collect()  # frees the hooks that DistributedDataParallel registered on parameters
-        busy = 1.0 if device.type == "cpu" else 0.0
+        busy = float(device.type == "cpu")
         warnings.warn(
             f"no step could be trained with DistributedDataParallel ({why}): predictions assume "
             f"that sending delays computation by {busy:.0%} of its time",

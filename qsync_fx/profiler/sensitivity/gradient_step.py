@@ -215,8 +215,10 @@ def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]
         result[name] = {}
         for codec in codecs:
             fitted = codec.fitted(gradient.shape)
-            columns = fitted.columns(gradient)
-            values = (gradient if columns is None else columns).detach().float().cpu().flatten()
+            values = fitted.columns(gradient)
+            if values is None:
+                values = gradient
+            values = values.detach().float().cpu().flatten()
             part = _part(values.contiguous())
             result[name][codec.name] = fitted.variance(part) * values.numel() / part.numel()
     return result
