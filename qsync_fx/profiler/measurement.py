@@ -321,7 +321,7 @@ class ProfilingSession:
                     SAMPLES.write(self._samples_path, SAMPLES.encode(samples))
 
     def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
-        """Return the run of one step, with operator times of another one, scaled to the first."""
+        """Return the run of one step, with operator times of another one, scaled to it."""
         training = self.training
         training.run(compiled)
         full = training.run(compiled)
@@ -447,7 +447,7 @@ def estimated_seconds(
 
 
 def step_count(plans: int, rounds: int) -> int:
-    """Return the number of steps under `plans` plans, with those that compile and measure peaks."""
+    """Return the number of steps, with those that compile and measure peaks."""
     return plans * (rounds * _ROUND_STEPS + 3)
 
 

@@ -249,7 +249,6 @@ class GraphReading:
         )
 
     def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
-        """Return the operator whose output format a node has, or the node's fixed format."""
         while node not in self.index:
             source = self._given.get(node) or handed_on(graph, node, automatic=False)
             if source is None:

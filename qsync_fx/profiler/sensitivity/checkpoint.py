@@ -115,7 +115,6 @@ class SensitivityCheckpoint:
         self.seconds = dict.fromkeys(methods, 0.0)
 
     def resume(self, batch: Any) -> None:
-        """Load the file if there is one, and check that it is of the same estimate."""
         if self.path is None:
             return
         self._about = f"{self._about}, batches of {shapes_of(batch)}"

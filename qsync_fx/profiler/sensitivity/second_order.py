@@ -72,7 +72,6 @@ class HessianIndicator:
         return dict(sums)
 
     def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
-        """Return the largest absolute eigenvalue of the derivative of `slope` at `edge`."""
         vector = self._vectors.get(name)
         if vector is None or vector.shape != slope.shape:
             vector = torch.randn(slope.shape, generator=step.generator).to(slope)
