@@ -174,7 +174,7 @@ class ProfilingSession:
         self.training = TrainingStep(step, batch, optimizer, zero_grad, clock)
 
     def formats(self, precisions: Sequence[str | Precision] | None) -> list[Precision]:
-        """Return the formats to measure: those of `base`, else as requested."""
+        """Return the formats to measure: from `base`, else as requested."""
         if self.base is not None:
             return [precision(name) for name in self.base.graph.formats]
         if precisions is None:

@@ -86,7 +86,7 @@ class Collective:
         seconds: pairs of bytes per rank and seconds of the slowest rank.
         busy: delay of concurrent computation on a rank, as a fraction of `seconds`.
         coding: the same fraction of the seconds in which codecs encode and decode.
-        slowdown: factor on this rank's step time while other ranks train and nothing is sent.
+        slowdown: factor on this rank's step time while other ranks train without sending.
         copies: seconds per byte in which DistributedDataParallel copies gradients into a bucket,
             and again out of it, at the profile's machine speed.
         buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics.

@@ -64,7 +64,7 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Times of steps of all ranks at once; `own` and `slowest` are of ranks that send nothing.
+    """Times of steps of all ranks at once; `own` and `slowest` exclude sending.
 
     Attributes:
         sending: seconds of the slowest rank's steps with all-reduces.

@@ -96,8 +96,8 @@ def _flatten(
 def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
-    Products have the variances of Eq. (4) and (5), also those of activations, which the paper
-    leaves in FP32. The paper gives unary operators, such as softmax and norms, the variance of
+    Products have the variances of Eq. (4) and (5), even if both factors are activations, which the
+    paper leaves in FP32. The paper gives unary operators, such as softmax and norms, the variance of
     their inputs in the forward pass only, and embeddings none.
     """
     fmt = precision(name)

@@ -287,7 +287,7 @@ def attribute(seconds: Seconds, files: Files) -> Attributed:
 def _with_following_lines(
     lines: Mapping[int, float], kernels: Mapping[int, InductorKernel]
 ) -> list[tuple[InductorKernel, float]]:
-    """Return each kernel's seconds, with those of adjacent lines without a kernel."""
+    """Return each kernel's seconds, including adjacent lines without a kernel."""
     result: list[tuple[InductorKernel, float]] = []
     before = 0.0
     for line in sorted(lines):
