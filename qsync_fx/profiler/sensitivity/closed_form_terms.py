@@ -97,8 +97,8 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
     Products have the variances of Eq. (4) and (5), even if both factors are activations, which the
-    paper leaves in FP32. The paper gives unary operators, such as softmax and norms, the variance of
-    their inputs in the forward pass only, and embeddings none.
+    paper leaves in FP32. The paper gives unary operators, such as softmax and norms, the variance
+    of their inputs in the forward pass only, and embeddings none.
     """
     fmt = precision(name)
     values = looked.seen.tensors
