@@ -53,12 +53,9 @@ def catalog_profile(
 
     Args:
         device: from `qsync_fx.devices.get`, its name, or the path of a TOML file that describes it.
-        model, step: as for `qsync_fx.measure`.
-        batch: the argument of `step`.
+        model, step, optimizer: as for `qsync_fx.measure`.
         precisions: formats that plans may use; by default those that the device has units for, up
             to 32 bits.
-        optimizer: an optimizer of the model, or a callable that makes one of its parameters; None
-            to omit its time and memory.
 
     Raises:
         DeviceError: there is no such device.
@@ -143,11 +140,10 @@ def _quantized(result: States, times: DeviceTimes) -> list[Quantized]:
 
 
 def _collectives(device: Device) -> list[Collective]:
-    result = []
-    for item in device.reductions:
-        seconds = [(size, device.allreduce_seconds(size, item.ranks)) for size in _SIZES]
-        result.append(Collective("nccl", item.ranks, seconds))
-    return result
+    def seconds(ranks: int) -> list[tuple[int, float]]:
+        return [(size, device.allreduce_seconds(size, ranks)) for size in _SIZES]
+
+    return [Collective("nccl", item.ranks, seconds(item.ranks)) for item in device.reductions]
 
 
 def _moved(optimizer: Optimizer | None) -> float:

@@ -1,8 +1,7 @@
 """Measurement of a model's profile: `measure`, in the stages of a `ProfilingSession`.
 
 Every plan is compiled once. Then all plans run interleaved in one process, so that other load
-affects all of them. In each round a plan runs `_ROUND_STEPS` steps: one to warm up memory and
-caches, one that is timed as a unit, and one that is timed line by line. Completed rounds are saved.
+affects all of them. A round of a plan has a warmup, a timed step, and one timed line by line.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linke
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
 from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
-from qsync_fx.profiler.run_statistics import (
-    MeasuredOperator,
-    MeasuredRun,
-    levelled,
-    merged,
-)
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, levelled, merged
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
 from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, attribute, watching
@@ -66,16 +60,11 @@ from qsync_fx.progress import progress as shown_progress
 from qsync_fx.serialization.schema import Path, Schema
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
-"""An optimizer of the model, or a function that makes one from its parameters."""
-
-PlanStates = dict[str, tuple[Plan, States]]
-"""Plans by label, with the operator states that each one leads to."""
 
 REPEATS: Final = 7
 SETTLED: Final = 0.1
-"""Tolerance of the sensitivity: see `qsync_fx.profiler.sensitivity.estimate.settled`."""
+"""Tolerance of `settled`."""
 _ROUND_STEPS: Final = 3
-"""Steps of a plan in one round."""
 
 
 def measure(
@@ -103,26 +92,23 @@ def measure(
         model: a module, in the mode (train or eval) to measure.
         step: function of the model and a batch that returns the loss.
         batches: the first one is used for all timed steps.
-        precisions: formats to measure; by default those that the device computes natively.
+        precisions: by default the formats that the device computes natively.
         optimizer: optimizer of the model, or a function that makes one from a list of its
             parameters; without it the profile covers the forward and backward pass only.
         plan: one or more plans, also as returned by find_plan, to measure themselves; this corrects
             their predictions.
         profile: an earlier profile of the same model on this machine, or its path. Then only `plan`
             is measured, interleaved with the profile's first plan to determine the current speed of
-            the machine, and the corrected profile is returned. Its sensitivity and all-reduces are
-            unchanged.
+            the machine, and the corrected profile is returned.
         repeats: number of rounds per plan.
-        sensitivity: method that estimates each operator's contribution to the variance of the
-            gradients (`qsync_fx.sensitivity`). It uses the first 50 batches, or fewer once the
-            standard error is below 10%; a shorter list is repeated. None to omit it.
+        sensitivity: method of `qsync_fx.sensitivity`. It uses the first 50 batches, or fewer once
+            the standard error is below 10%; a shorter list is repeated. None to omit it.
         path: file for the profile. Intermediate results are stored next to it, in files that end in
             ".partial", and an interrupted measurement resumes from them.
         options: options of the backend, for all plans.
         all_reduce: whether to measure all-reduces, and the cost of sending gradients during a step,
             if torch.distributed is initialized; this synchronizes all ranks. A function is called
             before, and returns when all ranks are ready.
-        progress: whether to show progress.
 
     Raises:
         ProfileError: the step does not train the model, the profile or an interrupted measurement
@@ -159,16 +145,7 @@ def measure(
 
 
 class ProfilingSession:
-    """The stages of one measurement, in the order in which `measure` runs them.
-
-    `time_plans` observes a step, compiles the model under every plan, and times the plans in
-    interleaved rounds. For a new profile, `measure_sensitivity` and `measure_links` follow.
-
-    Attributes:
-        device: device of the module.
-        training: the step on the first batch, with the optimizer and the clock of the device.
-        base: profile to correct; None for a new profile.
-    """
+    """Stages of one measurement; with `base`, they correct that profile."""
 
     def __init__(
         self,
@@ -197,7 +174,7 @@ class ProfilingSession:
         self.training = TrainingStep(step, batch, optimizer, zero_grad, clock)
 
     def formats(self, precisions: Sequence[str | Precision] | None) -> list[Precision]:
-        """Return the formats to measure: of the base profile if there is one, else as requested."""
+        """Return the formats to measure: from `base`, else as requested."""
         if self.base is not None:
             return [precision(name) for name in self.base.graph.formats]
         if precisions is None:
@@ -213,13 +190,7 @@ class ProfilingSession:
         sensitivity: str | None = None,
         joint_steps: bool = False,
     ) -> Profile:
-        """Return the profile of all plans, without sensitivity and links.
-
-        Args:
-            requested: plans of the user.
-            repeats: rounds per plan, with the rounds of an interrupted measurement.
-            sensitivity, joint_steps: later stages, for the estimated cost.
-        """
+        """Return the profile of all plans; later stages are for the estimated cost."""
         with without_training(self._module, self._optimizer), compiling() as compile_under:
             visited = observed(self._module, self.training, self._options)
             plans = self._plans(visited, formats, requested)
@@ -238,14 +209,10 @@ class ProfilingSession:
                 compiled, peaks = self._compile_plans(plans, compile_under, files)
                 self._run_rounds(rounds, plans, compiled, samples, files)
         names = [fmt.name for fmt in formats]
-        runs = [
-            replace(
-                merged(samples.plans[label]),
-                peak_bytes=peaks[label],
-                planned=label == label_of(plan),
-            )
-            for label, (plan, _) in plans.items()
-        ]
+        runs = []
+        for label, (plan, _) in plans.items():
+            run, planned = merged(samples.plans[label]), label == label_of(plan)
+            runs.append(replace(run, peak_bytes=peaks[label], planned=planned))
         allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
         return Profile(
             samples.machine,
@@ -262,7 +229,6 @@ class ProfilingSession:
     def measure_sensitivity(
         self, model: nn.Module, batches: Any, name: str, formats: Sequence[Precision]
     ) -> Sensitivity:
-        """Return the sensitivity by the method called `name`."""
         (result,) = sensitivities(
             model,
             self._step,
@@ -291,10 +257,9 @@ class ProfilingSession:
 
     def _plans(
         self, visited: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
-    ) -> PlanStates:
-        """Return the plans of every profile or, for a correction, its first, and the user's."""
+    ) -> dict[str, tuple[Plan, States]]:
         explanation = visited.explanation
-        result: PlanStates = {}
+        result: dict[str, tuple[Plan, States]] = {}
         if self.base is None:
             result = profile_plans(explanation, formats)
         else:
@@ -307,20 +272,19 @@ class ProfilingSession:
         return result
 
     def _check_base(self, base: Profile, model: Model) -> None:
-        """Raise `ProfileError` for a base profile of another machine, model or optimizer."""
         base.machine.check(self._machine)
         base.model.check(model)
         if base.optimizer != self._optimizer_name:
             now = self._optimizer_name or "no optimizer"
-            message = (
-                f"it was measured with {base.optimizer or 'no optimizer'}, and this is with {now}"
-            )
+            message = f"it was measured with {base.optimizer or 'no optimizer'}, not {now}"
             raise ProfileError(message, where="optimizer", do="give the same optimizer")
 
     def _compile_plans(
-        self, plans: PlanStates, compile_under: CompileUnder, files: WatchedLowering
+        self,
+        plans: Mapping[str, tuple[Plan, States]],
+        compile_under: CompileUnder,
+        files: WatchedLowering,
     ) -> tuple[dict[str, Compiled], dict[str, int]]:
-        """Return the model compiled under each plan, and the peak memory of a step in bytes."""
         compiled: dict[str, Compiled] = {}
         peaks: dict[str, int] = {}
         with shown_progress("compiling", len(plans), self._progress) as advance:
@@ -338,12 +302,12 @@ class ProfilingSession:
     def _run_rounds(
         self,
         rounds: int,
-        plans: PlanStates,
+        plans: Mapping[str, tuple[Plan, States]],
         compiled: Mapping[str, Compiled],
         samples: Samples,
         files: Files,
     ) -> None:
-        """Time every plan once in each round; only complete rounds are added to the samples."""
+        """Time every plan once per round; only complete rounds are added."""
         with shown_progress("measuring", len(plans) * rounds, self._progress) as advance:
             for _ in range(rounds):
                 complete: list[MeasuredRun] = []
@@ -351,10 +315,13 @@ class ProfilingSession:
                     run = self._run(compiled[label], files, states)
                     complete.append(replace(run, label=label))
                     advance(label)
-                samples.add_round(complete, self._samples_path)
+                for run in complete:
+                    samples.plans[run.label].append(run)
+                if self._samples_path is not None:
+                    SAMPLES.write(self._samples_path, SAMPLES.encode(samples))
 
     def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
-        """Return the run of one step, with operator times of another one, scaled to the first."""
+        """Return the run of one step, with operator times of another one, scaled to it."""
         training = self.training
         training.run(compiled)
         full = training.run(compiled)
@@ -382,19 +349,16 @@ class ProfilingSession:
 
 
 def checked_precisions(precisions: Sequence[str | Precision]) -> list[Precision]:
-    """Return the formats; raise `OptionError` if there is none."""
     if result := named(precisions):
         return result
     raise OptionError("the list of precisions is empty", where="precisions", do="name one or more")
 
 
 def optimizer_name(optimizer: Optimizer | None) -> str:
-    """Return the class name of an optimizer; "" for none."""
     return "" if optimizer is None else type(optimizer).__name__
 
 
 def label_of(plan: Plan) -> str:
-    """Return the label of a user plan."""
     return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
 
 
@@ -403,20 +367,11 @@ def _formats_of(plan: Plan) -> Iterable[str]:
     return [fmt.name for fmt in (plan.default, *plan.operators.values(), *patterns) if fmt]
 
 
-# Arguments.
-
-
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
-    """Return the module to measure, without its wrappers.
-
-    Raises:
-        OptionError: the model is no module, or `rounds` or an option is invalid.
-        ProfileError: the parameters are not all on the CPU, or not all on one GPU.
-    """
+    """Return the module to measure, without its wrappers; raise for invalid arguments."""
     if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"measure takes a module, not {type(model).__name__}", do="give the model to train"
-        )
+        message = f"measure takes a module, not {type(model).__name__}"
+        raise OptionError(message, do="give the model to train")
     if rounds < 1:
         message = f"a plan cannot be measured {rounds} times"
         raise OptionError(message, where="repeats", do="give 1 or more")
@@ -448,9 +403,6 @@ def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | 
     """Return the given optimizer, or the one that the given function makes; None for none.
 
     Warns of parameters that are not the model's, as the predicted memory excludes them.
-
-    Raises:
-        OptionError: the result is no optimizer, or updates no parameter of the model.
     """
     if value is None:
         return None
@@ -479,15 +431,10 @@ def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | 
     return result
 
 
-# Estimated cost.
-
 _CACHED: Final = (1.0, 0.015)
-"""Seconds to compile a model, fixed and per operator, if its graphs are in torch's caches."""
+"""Seconds to compile a model from torch's caches: fixed, and per operator."""
 _NEW: Final = (5.0, 0.2)
-"""The same without cached graphs; most of it is the C++ compiler, for distinct kernels.
-
-Measured on two cores: 45 s for BERT-base (302 operators), 40 s of CPU time for ResNet-18 (69).
-"""
+"""The same without cached graphs, measured on two cores for BERT-base and ResNet-18."""
 
 
 def estimated_seconds(
@@ -495,27 +442,22 @@ def estimated_seconds(
 ) -> tuple[float, float]:
     """Return `steps_s` plus the seconds to compile all plans, with cached graphs and without."""
     operators = len(observed.explanation.operators)
-    (cached, cached_each), (new, new_each) = _CACHED, _NEW
-    return (
-        plans * (cached + cached_each * operators) + steps_s,
-        plans * (new + new_each * operators) + steps_s,
-    )
+    cached, new = (plans * (fixed + each * operators) for fixed, each in (_CACHED, _NEW))
+    return cached + steps_s, new + steps_s
 
 
 def step_count(plans: int, rounds: int) -> int:
-    """Return the number of steps under `plans` plans, with those that compile and measure peaks."""
+    """Return the number of steps, with those that compile and measure peaks."""
     return plans * (rounds * _ROUND_STEPS + 3)
 
 
 def sensitivity_seconds(observed: ObservedStep, name: str, formats: int) -> tuple[float, float]:
-    """Return the least and the most seconds to estimate the sensitivity."""
     passes = method(name).passes(len(observed.explanation.plan().operators), formats)
     each = FRACTION * passes * observed.seconds.passes
     return LEAST * each, STEPS * each
 
 
 def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
-    """Return the estimated cost of measuring a model under `plans` plans in `rounds` rounds."""
     steps = step_count(plans, rounds)
     seconds = estimated_seconds(observed, plans, steps * observed.seconds.full)
     return (
@@ -525,7 +467,6 @@ def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
 
 
 def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: int) -> str:
-    """Return the estimated cost of measuring the sensitivity; "" without one."""
     if sensitivity is None:
         return ""
     least, most = map(roughly, sensitivity_seconds(observed, sensitivity, formats))
@@ -533,7 +474,6 @@ def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: 
 
 
 def sending_costs(observed: ObservedStep, ranks: int) -> str:
-    """Return the estimated cost of measuring joint steps of all ranks; "" for a single rank."""
     if ranks == 1:
         return ""
     steps_s = PLANS * planned_seconds(observed.seconds.full)
@@ -546,8 +486,6 @@ def _about(seconds: tuple[float, float]) -> str:
     return f"about {cached} with the compiled code in torch's caches, {new} without"
 
 
-# Correction of a profile.
-
 _LEAST_SPREAD: Final = 0.02
 """Minimum relative spread of steps, as few samples underestimate it."""
 _OF_MEDIAN: Final = 1.86
@@ -557,7 +495,6 @@ _OF_MEDIAN: Final = 1.86
 def _loaded_base(
     profile: Profile | Path | None, plans: Sequence[Plan], precisions: object
 ) -> Profile | None:
-    """Return the profile to correct, loaded from its file if necessary; None for none."""
     if profile is None:
         return None
     do = "or leave the profile out to measure the model again"
@@ -573,8 +510,7 @@ def _loaded_base(
 def corrected(profile: Profile, result: Profile) -> Profile:
     """Return a profile with the user plans of a new measurement, which replace equal ones.
 
-    The new runs are scaled by the speed of the machine, which the run of the profile's first plan
-    shows. If the profile has no memory of the loss, the new one is used.
+    The run of the profile's first plan shows the speed of the machine, and scales the new runs.
     """
     first = profile.runs[0]
     same = (run for run in result.runs if not run.planned or run.states == first.states)
@@ -598,11 +534,7 @@ def _pace(before: MeasuredRun, now: MeasuredRun) -> float:
 
 
 def _uncertain(run: MeasuredRun) -> float:
-    """Return the relative standard error of a run's median passes."""
     return _OF_MEDIAN * max(_LEAST_SPREAD, run.spread) / math.sqrt(len(run.steps))
-
-
-# Checkpoint of an interrupted measurement: complete rounds, each with a run of every plan.
 
 
 @dataclass(frozen=True)
@@ -616,15 +548,7 @@ class Samples:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds that every plan has completed."""
         return min(map(len, self.plans.values()), default=0)
-
-    def add_round(self, runs: Sequence[MeasuredRun], path: pathlib.Path | None) -> None:
-        """Add a complete round, and save all rounds."""
-        for run in runs:
-            self.plans[run.label].append(run)
-        if path is not None:
-            SAMPLES.write(path, SAMPLES.encode(self))
 
 
 SAMPLES = Schema(
@@ -639,11 +563,7 @@ SAMPLES = Schema(
 
 
 def resumed(path: Path, empty: Samples) -> Samples:
-    """Return the samples of an interrupted measurement at `path`, or `empty` if there is no file.
-
-    Raises:
-        ProfileError: the file is invalid, or belongs to another measurement.
-    """
+    """Return the samples of an interrupted measurement, or `empty` if there is no file."""
 
     def differs(result: Samples) -> str | None:
         try:

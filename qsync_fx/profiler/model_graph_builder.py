@@ -1,8 +1,7 @@
 """Builder of the predictor's `ModelGraph` from an explanation.
 
-The model graph contains all facts of a model that the passes know and that no plan changes.
-They come from the same functions that the passes use. If the model has graph breaks, its graphs are
-concatenated. The FX graphs stay unchanged.
+It contains all facts of a model that the passes know and that no plan changes, from the functions
+that the passes use. If the model has graph breaks, its graphs are concatenated.
 """
 
 from __future__ import annotations
@@ -55,18 +54,8 @@ if TYPE_CHECKING:
 class GraphReading:
     """One graph of an explanation, with operators, values and cast points numbered across graphs.
 
-    Args:
-        graph: its index in the model.
-        values: values of the preceding graphs; this graph's values are appended.
-        first: index of its first operator.
-        points: number of cast points in the preceding graphs.
-        pinned: formats that a user's pass assigned, by operator id.
-
-    Attributes:
-        operators: its operators, without costs.
-        outputs: returned values that contain tensors.
-        parameters: parameters by path, each with the indices of the operators that read it.
-        points: number of cast points up to and including this graph.
+    `first` and `points` count the operators and cast points in the preceding graphs. Values
+    are appended to `values`. `pinned` has the formats that a user's pass assigned, by operator.
     """
 
     def __init__(
@@ -104,7 +93,6 @@ class GraphReading:
         return self._first_point + len(self._points)
 
     def name(self, node_name: str) -> str:
-        """Return a node's name, unique in the model."""
         return f"{self.number}:{node_name}" if self.number else node_name
 
     def _enter(self, graph: PrecisionGraph) -> None:
@@ -114,8 +102,6 @@ class GraphReading:
                     p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)
                 }
                 self._enter(body)
-
-    # Values.
 
     def _tensors(self, node: fx.Node) -> list[torch.Tensor]:
         return tensors(self.flow.graph.value(node))
@@ -157,8 +143,6 @@ class GraphReading:
         if node_metadata.PATH.get(source) or source.op == "get_attr":
             return "buffer"
         return "input" if source.op == "placeholder" else "constant"
-
-    # Operators.
 
     def _operator(self, site: OperandSite) -> ModelOperator:
         note = node_metadata.NOTE[site.node]
@@ -265,7 +249,6 @@ class GraphReading:
         )
 
     def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
-        """Return the operator whose output format a node has, or the node's fixed format."""
         while node not in self.index:
             source = self._given.get(node) or handed_on(graph, node, automatic=False)
             if source is None:
@@ -287,11 +270,7 @@ class GraphReading:
 
 
 def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
-    """Return the model graph of an explained model.
-
-    Args:
-        formats: formats that plans may request, by default all; costs cover the states that these
-            lead to.
+    """Return the model graph of an explained model, for plans with the given or all formats.
 
     Raises:
         ProfileError: the model has no graph, or a size that cannot be serialized.
@@ -354,7 +333,6 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
 
 
 def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> list[ModelParameter]:
-    """Return the registered parameters in order, then those with a path known only to graphs."""
     readers: dict[str, list[int]] = {}
     visited: dict[str, torch.nn.Parameter] = {}
     for graph in graphs:

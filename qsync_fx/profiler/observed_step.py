@@ -1,8 +1,7 @@
 """Observation of a user's training step, and the plans under which its model is measured.
 
-An operator's time depends on its state and on the formats of its neighbours. Uniform plans never
-show an INT8 product among FP32 operators, or an FP32 product among narrow operators. So products
-run in each format combined with each float format of the other operators.
+An operator's time depends on its state and on the formats of its neighbours. So products run in
+each format combined with each float format of the other operators.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep, chec
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """Results of running a step as written; the explanation is without a plan.
-
-    Attributes:
-        fingerprint: identity of the model for the plan cache.
-        loss: memory of the loss; None if unknown.
-    """
+    """Results of running a step as written; the explanation is without a plan."""
 
     explanation: Explanation
     model: Model
@@ -57,8 +51,7 @@ def observed(
     The second step is timed, since the first one allocates and initializes.
 
     Raises:
-        ProfileError: the step does not train the model: it does not call the model, differentiates
-            the loss itself, or returns no loss or a non-finite one.
+        ProfileError: the step does not call the model, or returns no loss of it.
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []
@@ -103,7 +96,6 @@ def observed(
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
-    """Return the identity of a model: its operators, shapes, train/eval modes and options."""
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lines += [f"{name} {describe(tensor)}" for name, tensor in tensors]
@@ -126,13 +118,12 @@ def _alone(returned: Any) -> Any:
 
 
 States = tuple[tuple[str, OperandState], ...]
-"""Id and state of each operator, in program order."""
 
 
 def profile_plans(
     explanation: Explanation, precisions: Sequence[Precision]
 ) -> dict[str, tuple[Plan, States]]:
-    """Return the plans to measure, by label, with the operator states that each one leads to."""
+    """Return the plans to measure, by label, with the resulting states of the operators."""
     result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
         add(result, str(fmt), Plan.uniform(fmt), explanation)

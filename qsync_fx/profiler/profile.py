@@ -46,7 +46,6 @@ class Model:
     """Identity of the profiled model.
 
     Attributes:
-        name: name of the model's class.
         digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
         parameters: number of parameter elements.
         options: non-default options of the backend.
@@ -61,14 +60,13 @@ class Model:
 
     @property
     def conditions(self) -> str:
-        """Non-default options and modes in words; times are valid only under these conditions."""
-        conditions = [self.options] if self.options else []
+        """Non-default options and modes, under which alone times are valid."""
+        conditions = [self.options]
         if self.evaluated:
             conditions.append(f"{self.evaluated} modules in eval mode")
-        return ", ".join(conditions)
+        return ", ".join(filter(None, conditions))
 
     def check(self, current: Model) -> None:
-        """Raise `ProfileError` if `current` is another model."""
         if self.digest != current.digest:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
@@ -86,16 +84,12 @@ class Collective:
 
     Attributes:
         seconds: pairs of bytes per rank and seconds of the slowest rank.
-        busy: delay of concurrent computation on a rank, as a fraction of `seconds`; more than 1
-            if both slow each other down.
-        coding: the same fraction of the seconds in which codecs encode and decode; None if not
-            measured.
-        slowdown: factor on this rank's step time while other ranks train concurrently and no
-            gradients are sent.
+        busy: delay of concurrent computation on a rank, as a fraction of `seconds`.
+        coding: the same fraction of the seconds in which codecs encode and decode.
+        slowdown: factor on this rank's step time while other ranks train without sending.
         copies: seconds per byte in which DistributedDataParallel copies gradients into a bucket,
-            and again out of it, at the profile's machine speed; None if not measured.
-        buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics; 0
-            without buffers.
+            and again out of it, at the profile's machine speed.
+        buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics.
     """
 
     backend: str
@@ -125,14 +119,8 @@ class Profile:
         stored: the model graph in its serialized form.
         precisions: names of the measured formats.
         runs: one per plan; first the plans of every profile, then user plans.
-        optimizer: class name of the optimizer; "" for none.
         collectives: one per backend of torch.distributed.
-        sensitivity: None if not measured.
-        optimizer_memory: None if unknown.
-        fingerprint: identity of the model's graphs for the plan cache; None if the model was not
-            run here.
-        codecs: empty if not measured.
-        loss_memory: None if unknown.
+        fingerprint: identity for the plan cache; None if the model was not run here.
     """
 
     machine: Machine
@@ -150,34 +138,26 @@ class Profile:
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
-        """The model graph, from which states, casts and memory of any plan are computed."""
         return restored(self.stored)
 
     @property
     def optimizer_seconds(self) -> float:
-        """Median seconds of the optimizer's step over all runs, as it depends on no format."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
     def save(self, path: Path) -> pathlib.Path:
-        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` caches it.
-
-        Raises:
-            ProfileError: if it cannot be written.
-        """
+        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` caches it."""
         PROFILE.write(path, self.to_json())
         return pathlib.Path(path)
 
     def to_json(self) -> str:
-        """Return the profile as the text of its file."""
         sensitivity = self.sensitivity and self.sensitivity.finite()
         return PROFILE.encode(replace(self, sensitivity=sensitivity))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
-        """Load a profile.
+        """Load a profile that `save` wrote.
 
         Args:
-            path: file that `save` wrote.
             any_machine: accept profiles of other machines or other versions of torch or qsync_fx,
                 for the other devices of a cluster.
 
@@ -194,7 +174,6 @@ class Profile:
         return result
 
     def times(self) -> Times:
-        """Return the operator times under any plan, for the cost mapper."""
         from qsync_fx.profiler.profiled_times import ProfiledTimes
 
         return ProfiledTimes(self)
@@ -247,7 +226,6 @@ def _check_profile(profile: Profile) -> str | None:
 
 
 def _check_operators(profile: Profile) -> None:
-    """Raise `ProfileError` if the measured operators are not the model's."""
     measured = [item.operator for item in profile.runs[0].operators]
     expected = [operator.id for operator in profile.graph.operators]
     if measured != expected:
@@ -259,13 +237,10 @@ def _check_operators(profile: Profile) -> None:
 
 
 _CHECKS: Final[Mapping[Any, Any]] = {
-    MeasuredOperator: check_numbers,
+    **dict.fromkeys((MeasuredOperator, Quantized, Model, LossMemory), check_numbers),
     MeasuredRun: check_run,
-    Quantized: check_numbers,
-    Model: check_numbers,
     Collective: _check_collective,
     CodecSpeed: _check_codec,
-    LossMemory: check_numbers,
     Profile: _check_profile,
     **SENSITIVITY.checks,
 }
@@ -283,11 +258,7 @@ PROFILE = Schema(
 
 
 def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
-    """Return each run with its operator states and peak memory, to correct predicted memory.
-
-    Args:
-        planned: restrict the result to user plans with a measured peak.
-    """
+    """Return each run's states and peak memory; if `planned`, only of user plans with a peak."""
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
     result: list[Anchor] = []
@@ -306,8 +277,7 @@ def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
 def profile_table(profile: Profile) -> RenderableType:
     """Return the profile for a rich console: a table of operators, one of runs, and notes.
 
-    The time of an operator in a format is from the uniform run in that format. Operators without
-    time and saved tensors are only counted.
+    The time of an operator in a format is from the uniform run in that format.
     """
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
     free = {item.operator for item in uniform[0].operators} - {
@@ -348,7 +318,9 @@ def _operators(profile: Profile, uniform: Sequence[MeasuredRun], free: Set[str])
 
 def _columns(profile: Profile, run: MeasuredRun) -> list[str]:
     columns = [f"{run.label} ms", "saved"]
-    return [*columns, "variance"] if _variances(profile, run) else columns
+    if _variances(profile, run):
+        columns.append("variance")
+    return columns
 
 
 def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> list[str]:
@@ -360,7 +332,6 @@ def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> li
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
-    """Return the operators' gradient variances; empty if the run's format has none."""
     sensitivity = profile.sensitivity
     if sensitivity is None or run.label not in sensitivity.precisions:
         return {}
@@ -378,7 +349,6 @@ def _runs(profile: Profile) -> Table:
 
 
 def _empty_table(name: str, numbers: Sequence[str]) -> Table:
-    """Return an empty table whose first column wraps, followed by columns of numbers."""
     table = table_of([name, *numbers], right=numbers)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
@@ -386,7 +356,7 @@ def _empty_table(name: str, numbers: Sequence[str]) -> Table:
 
 def _notes(profile: Profile) -> list[str]:
     machine = profile.machine
-    lines = [f"{profile.model}"]
+    lines = [str(profile.model)]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
     lines.append("peak beyond state: without parameters, buffers, batch and optimizer state")
@@ -406,6 +376,6 @@ def _notes(profile: Profile) -> list[str]:
         if collective.buffers:
             text += f"; buffers in {milliseconds(collective.buffers)} ms"
         lines.append(f"all-reduce over {collective.backend}, {collective.ranks} ranks: {text}")
-    versions = f"torch {machine.torch}, qsync_fx {machine.qsync_fx}"
-    threads = many(machine.threads, "thread")
-    return [*lines, f"{machine.device} {machine.name}, {threads}, {versions}"]
+    versions = f"{many(machine.threads, 'thread')}, torch {machine.torch}"
+    machine_text = f"{machine.device} {machine.name}, {versions}, qsync_fx {machine.qsync_fx}"
+    return [*lines, machine_text]

@@ -1,9 +1,7 @@
 """`Times` of a profile: operator times under any plan, from the measured runs.
 
-Kernels are fused across operators and casts, so an operator's time depends on its state and on its
-neighbours' states. The lookup selects the runs with the most similar state, then those with the
-most similar neighbours, and averages them. A measured plan of the user is an anchor: its operator
-times are scaled so that, with quantizers and the rest, they add up to the measured passes.
+Kernels are fused across operators and casts, so the lookup averages the runs with the most similar
+states of the operator and its neighbours. A user's plan is scaled to its measured passes.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ _WEIGHTS = (4, 4, 1, 1)
 
 @dataclass(frozen=True)
 class _OperatorRun:
-    """An operator in one run; `own` marks a plan of the user."""
-
     state: StateNames
     around: tuple[StateNames | None, ...]
     seconds: Seconds
@@ -35,8 +31,6 @@ class _OperatorRun:
 
 
 class ProfiledTimes:
-    """Operator times of a profile, for any plan; implements `Times`."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
@@ -53,7 +47,7 @@ class ProfiledTimes:
         self._formats = sorted(filter(None, measured_formats))
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
-        """Return the scale factors of a run's operator times in the forward and backward pass."""
+        """Return the scale factors of a run's operator times in each pass."""
         outside = self.outside()
         # Quantizers of the backward pass are not predicted, and count as time of its operators.
         calls = [call for call in run.quantized if not call.backward]
@@ -70,7 +64,6 @@ class ProfiledTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        """Return the time of an operator: see `qsync_fx.predictor.times.Times`."""
         standing = self._standing(operator, state)
         neighbours = dict(zip(NEIGHBOURS, around, strict=False))
         # Among equal neighbours, plans of the user win.
@@ -105,7 +98,6 @@ class ProfiledTimes:
         return [states - {None} if len(states) > 1 else () for states in distinct]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
-        """Return the runs whose state is most similar, for any neighbours."""
         if operator not in self._seen:
             raise ProfileError(
                 "the profile knows nothing of an operator",
@@ -137,22 +129,19 @@ class ProfiledTimes:
         return Seconds(line.seconds(numel), 0.0, interpolated=interpolated)
 
     def outside(self) -> Seconds:
-        """Return the time outside operators: the mean of all runs, as it depends on no format."""
+        """Return the time outside operators: the mean of all runs."""
         forward, backward = zip(*(run.outside for run in self._profile.runs), strict=True)
         return Seconds(statistics.fmean(forward), statistics.fmean(backward))
 
     def optimizer(self) -> float:
-        """Return the seconds of the optimizer's step; 0 if none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
 
 
 def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
-    """Return the similarity of a run to a state; larger is better."""
     return observed.state == state, observed.state[0] == state[0], observed.state[1] == state[1]
 
 
 def _near(observed: _OperatorRun, neighbours: Beside) -> int:
-    """Return the similarity of a run to the states of neighbours; larger is better."""
     result = 0
     for by, weight, state in zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True):
         if by in neighbours:

@@ -16,12 +16,7 @@ from qsync_fx.predictor.model.model_graph import StateNames
 
 @dataclass(frozen=True)
 class MeasuredOperator:
-    """Seconds of an operator in one run.
-
-    Attributes:
-        precision, output: names of the compute and output formats; None without a floating-point
-            result.
-    """
+    """Seconds of an operator in one run, and its compute and output format if it has any."""
 
     operator: str
     precision: str | None
@@ -58,8 +53,7 @@ class MeasuredRun:
         label: the plan in words; the name of a format for a uniform plan.
         steps: seconds of the forward pass, the backward pass and the optimizer, for each step.
         peak_bytes: peak memory of a step beyond the memory allocated before it.
-        operators: in program order; medians over the steps.
-        quantized: in execution order; medians over the steps.
+        operators, quantized: in program and execution order; medians over the steps.
         planned: whether this is a plan of the user, not one that every profile measures.
     """
 
@@ -72,36 +66,27 @@ class MeasuredRun:
 
     @property
     def states(self) -> list[tuple[str, StateNames]]:
-        """Id and state of each operator."""
         return [(item.operator, item.state) for item in self.operators]
 
     @property
     def forward(self) -> float:
-        """Median seconds of the forward pass over all steps."""
         return statistics.median(step[0] for step in self.steps)
 
     @property
     def backward(self) -> float:
-        """Median seconds of the backward pass over all steps."""
         return statistics.median(step[1] for step in self.steps)
 
     @property
     def passes(self) -> float:
-        """Median seconds of forward and backward pass together over all steps."""
         return statistics.median(step[0] + step[1] for step in self.steps)
 
     def at_pace(self, pace: float) -> MeasuredRun:
-        """Return the run with all times multiplied by `pace`."""
-        if pace == 1:
-            return self
         operators = [
             replace(item, forward=item.forward * pace, backward=item.backward * pace)
             for item in self.operators
         ]
         quantized = [replace(item, seconds=item.seconds * pace) for item in self.quantized]
-        steps = [
-            (forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps
-        ]
+        steps = [(first * pace, second * pace, rest * pace) for first, second, rest in self.steps]
         return replace(self, steps=steps, operators=operators, quantized=quantized)
 
     @property
@@ -112,9 +97,9 @@ class MeasuredRun:
 
     @property
     def outside(self) -> tuple[float, float]:
-        """Seconds of the forward and backward pass that belong to no operator."""
-        inside = [sum(item.forward for item in self.operators), 0.0]
-        inside[1] = sum(item.backward for item in self.operators)
+        """Seconds of each pass that belong to no operator."""
+        forward = sum(item.forward for item in self.operators)
+        inside = [forward, sum(item.backward for item in self.operators)]
         for call in self.quantized:
             inside[call.backward] += call.seconds
         return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
@@ -126,7 +111,7 @@ def faster_half(seconds: Sequence[float]) -> float:
 
 
 def merged(runs: Sequence[MeasuredRun]) -> MeasuredRun:
-    """Return the runs of a plan as one: all steps, and the medians of operators and quantizers."""
+    """Return the runs of a plan as one, with medians of operators and quantizers."""
     operators = [
         replace(
             same[0],
@@ -149,9 +134,6 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
     Other processes only lengthen steps, and by chance lengthen one plan more than another. The
     ratio between plans is therefore the ratio of their faster halves. The common ratio of typical
     to fast steps is the median over all plans.
-
-    Args:
-        plans: seconds of the steps of each plan.
     """
     shares = [faster_half(seconds) / statistics.median(seconds) for seconds in plans]
     level = statistics.median(shares)
@@ -159,7 +141,6 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
 
 
 def levelled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Return the runs of interleaved plans with equalized interference: see `paces`."""
     used = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
     return [run.at_pace(pace) for run, pace in zip(runs, used, strict=True)]
 
@@ -177,7 +158,6 @@ class Quantizing:
 
 
 def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
-    """Return the fitted quantizer cost of each pair of source and target format, by name."""
     times: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for run in runs:
         for call in run.quantized:
@@ -186,7 +166,7 @@ def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
 
 
 def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
-    """Fit a non-negative line by least squares; weights 1 / seconds balance small and large."""
+    """Fit a non-negative line by least squares with weights 1 / seconds."""
     numel, seconds = numpy.array(times, dtype=float).T
     weights = 1 / numpy.sqrt(numpy.maximum(seconds, 1e-9))
     rows = numpy.stack([numpy.ones_like(numel), numel], axis=1) * weights[:, None]
@@ -208,7 +188,6 @@ def check_numbers(value: Any) -> str | None:
 
 
 def check_run(run: MeasuredRun) -> str | None:
-    """Return an error text for a run without steps or with impossible times, else None."""
     if not run.steps:
         return f" holds no step of the run {run.label!r}"
     for step in run.steps:

@@ -142,7 +142,7 @@ def test_a_profile_of_something_else_is_refused() -> None:
     with pytest.raises(ProfileError, match="with rounding=nearest"):
         correct(layer(), Counted(), before, options={"rounding": "nearest"})
     model = layer()
-    with pytest.raises(ProfileError, match="with no optimizer, and this is with SGD"):
+    with pytest.raises(ProfileError, match="measured with no optimizer, not SGD"):
         correct(model, Counted(), before, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(ProfileError, match="another machine"):
         correct(

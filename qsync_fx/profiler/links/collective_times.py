@@ -27,11 +27,7 @@ _LATE = 0.005
 
 
 def collectives(device: torch.device = CPU) -> list[Collective]:
-    """Measure all-reduces of FP32 values on a device, on all ranks at once.
-
-    Returns:
-        an empty list if torch.distributed is not initialized, or has one rank.
-    """
+    """Measure all-reduces of FP32 values on all ranks at once; none for a single rank."""
     if (count := ranks()) == 1:
         return []
     table = []
@@ -53,15 +49,9 @@ def ranks() -> int:
 def all_reduces(
     groups: Sequence[Sequence[int]], device: torch.device = CPU
 ) -> list[tuple[int, float]]:
-    """Measure all-reduces within each group of ranks, all groups at once.
+    """Return bytes per rank and seconds of all-reduces within all groups of ranks at once.
 
-    All ranks call this together, and each rank belongs to a group.
-
-    Args:
-        groups: ranks of each group.
-
-    Returns:
-        pairs of bytes per rank and seconds of the slowest rank, equal on all ranks.
+    All ranks call this together, and each rank belongs to a group. Seconds are the slowest rank's.
     """
     full = carrying(device)
     backend = distributed.get_backend(full) if full is not None else None
@@ -78,8 +68,8 @@ def all_reduces(
 def buffers_seconds(module: nn.Module) -> float:
     """Return the seconds to broadcast a module's buffers from rank 0; equal on all ranks.
 
-    By default DistributedDataParallel does this before each forward pass. All buffers of a dtype
-    are one message. All ranks call this together; no buffer changes.
+    DistributedDataParallel does this before each forward pass, one message per dtype. All ranks
+    call this together; no buffer changes.
     """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in module.buffers():
@@ -104,9 +94,8 @@ def buffers_seconds(module: nn.Module) -> float:
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the isotonic regression of seconds over bytes, by pooling adjacent violators.
 
-    The result is the non-decreasing table nearest in least squares, with the same sum. It removes
-    noise: while ranks wait, cores sleep, and a small all-reduce needs either 0.5 ms or 3 ms. The
-    median of a few samples is one or the other by chance, but a step sends buckets of many sizes.
+    It removes noise: while ranks wait, cores sleep, and a small all-reduce needs 0.5 ms or 3 ms by
+    chance, but a step sends buckets of many sizes.
     """
     pooled: list[list[float]] = []
     for _, seconds in table:
@@ -128,10 +117,6 @@ def all_reduce_seconds(
 
     In a step, ranks arrive at different times; the early ones sleep and have to wake up. So each
     rank in turn computes for `_LATE` seconds more than the others. All ranks call this together.
-
-    Args:
-        nbytes: bytes per rank, FP32.
-        group: group of this rank; None for the default group of the device's gradients.
     """
     if group is None:
         group = carrying(device)

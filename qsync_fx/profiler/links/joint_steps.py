@@ -1,9 +1,7 @@
 """Steps of all ranks together: the cost of copying, sending and coding gradients.
 
-DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in
-training. Steps cycle through the variants of `_Treatment`, whose differences give the cost of
-copying gradients into buckets, of sending them, and of a codec. These include the cores that
-communication uses, the waiting for other ranks, and contention for the interpreter lock.
+DistributedDataParallel wraps the model, as in training. The differences between the variants of
+`_Treatment` include waiting for cores, for other ranks and for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.control_group import carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
+from qsync_fx.plan.plan import Plan
 from qsync_fx.profiler.run_statistics import faster_half
 from qsync_fx.profiler.timing.step_timers import TrainingStep
 
@@ -65,12 +64,10 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Times of steps of all ranks at once.
+    """Times of steps of all ranks at once; `own` and `slowest` exclude sending.
 
     Attributes:
-        own, slowest: steps without sending, of this rank and the slowest one.
         sending: seconds of the slowest rank's steps with all-reduces.
-        bucket_bytes: size limit of a bucket.
         coded: seconds of the slowest rank's steps with gradients in `CODEC`; None if not measured.
     """
 
@@ -83,13 +80,7 @@ class JointSteps:
 
 @dataclass
 class _Hook:
-    """Communication hook of DistributedDataParallel.
-
-    Attributes:
-        codes: sends gradients in a codec; None for gradients that are not on the CPU.
-        group: process group of the all-reduces; None for the default one.
-        way: treatment of the next gradients.
-    """
+    """Communication hook of DistributedDataParallel; `way` treats the next gradients."""
 
     codes: DdpCompressor | None
     group: distributed.ProcessGroup | None
@@ -111,42 +102,38 @@ class _Hook:
     take.__annotations__.clear()
 
 
-@dataclass
-class _Wrapped:
-    """A model that is wrapped and compiled, and its hook."""
+def _round(
+    model: Any, parallel: DistributedDataParallel, hook: _Hook, training: TrainingStep, row: int
+) -> list[float]:
+    """Return the seconds per step of each variant, over `row` consecutive steps."""
+    result = []
+    for hook.way in _Treatment:
+        if hook.way is _Treatment.CODED and hook.codes is None:
+            break
+        meet()
+        begin = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if hook.way is _Treatment.LEFT:
+                stack.enter_context(parallel.no_sync())
+            for _ in range(row):
+                training.run(model)
+        if parallel.device_type == "cuda":
+            torch.cuda.synchronize(parallel.device)
+        result.append((time.perf_counter() - begin) / row)
+    return result
 
-    model: Any
-    parallel: DistributedDataParallel
-    hook: _Hook
-    training: TrainingStep
 
-    def round(self, row: int) -> list[float]:
-        """Return the seconds per step of each variant, over `row` consecutive steps."""
-        result = []
-        for self.hook.way in _Treatment:
-            if self.hook.way is _Treatment.CODED and self.hook.codes is None:
-                break
-            meet()
-            begin = time.perf_counter()
-            with contextlib.ExitStack() as stack:
-                if self.hook.way is _Treatment.LEFT:
-                    stack.enter_context(self.parallel.no_sync())
-                for _ in range(row):
-                    self.training.run(self.model)
-            if self.parallel.device_type == "cuda":
-                torch.cuda.synchronize(self.parallel.device)
-            result.append((time.perf_counter() - begin) / row)
-        return result
+CompilePlan = Callable[[nn.Module, TrainingStep, Plan], Any]
+"""Compiles a module under a plan by training it for a step."""
 
 
 def together(
-    module: nn.Module, compiled: Callable[[nn.Module, TrainingStep], Any], training: TrainingStep
+    module: nn.Module, compiled: CompilePlan, training: TrainingStep, plan: Plan
 ) -> JointSteps:
     """Measure steps of a model on all ranks, which call this together.
 
     Args:
         module: the same on all ranks; no parameters are sent.
-        compiled: compiles a module by training it for a step.
         training: step of the model; with an optimizer, parameters change differently on each rank.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -161,15 +148,15 @@ def together(
         hook = _Hook(codes, group)
         parallel.register_comm_hook(None, hook.take)
         training = replace(training, zero=module.zero_grad)
-        wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
-        warm = [wrapped.round(1) for _ in range(_WARMUP_STEPS)]
+        model = compiled(parallel, training, plan)
+        warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _rounds(*slowest([max(warm[-1])]))
-        result = [wrapped.round(row) for _ in range(rounds)]
+        result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
     measured = [faster_half(seconds) for seconds in zip(*result, strict=True)]
     unmeasured = [math.inf] * (len(_Treatment) - len(measured))
     left, copied, sending, coded = slowest([*measured, *unmeasured])
     # This frees the hooks that DistributedDataParallel registered on parameters.
-    del parallel, wrapped
+    del parallel, model
     gc.collect()
     return JointSteps(
         own=Unsent(measured[0], measured[1]),
@@ -182,7 +169,6 @@ def together(
 
 @contextlib.contextmanager
 def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
-    """Yield the compressor of a model's gradients; None for a model that is not on the CPU."""
     group = distributed.new_group(backend="gloo")
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
     assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])
@@ -197,6 +183,6 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
 
 
 def _rounds(seconds: float) -> tuple[int, int]:
-    """Return the consecutive steps of a variant, and the rounds, for the duration of a step."""
+    """Return the consecutive steps of a variant, and the rounds, by the seconds of a step."""
     row = max(1, round(_ROW_S / seconds))
     return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_Treatment) * seconds))))

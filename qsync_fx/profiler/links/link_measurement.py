@@ -11,7 +11,7 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice,
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Schedule
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
-from qsync_fx.profiler.links.joint_steps import CODEC, JointSteps, together
+from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
 
@@ -65,20 +65,12 @@ PLANS: Final = 2
 def linked(
     profile: Profile,
     module: nn.Module,
-    compiled: Callable[[nn.Module, TrainingStep, Plan], Any],
+    compiled: CompilePlan,
     training: TrainingStep,
 ) -> list[Collective]:
-    """Measure all-reduces, and steps with and without them, on all ranks at once.
+    """Measure all-reduces, and steps with and without them; [] for a single rank.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
-
-    Args:
-        profile: this rank's profile, without links.
-        module, training: as for `together`.
-        compiled: compiles a module under a plan.
-
-    Returns:
-        an empty list for a single rank.
     """
     device = next(module.parameters()).device
     links = collectives(device)
@@ -86,22 +78,17 @@ def linked(
         return []
     alone = replace(links[0], buffers=buffers_seconds(module))
 
-    def measured(plan: Plan) -> JointSteps:
-        return together(
-            module, lambda wrapped, training: compiled(wrapped, training, plan), training
-        )
-
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
     try:
-        steps = [(plan, measured(plan)) for plan in plans]
+        steps = [(plan, together(module, compiled, training, plan)) for plan in plans]
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - a step may fail in any way with a DDP model
         why, steps = str(error) or type(error).__name__, []
     if not steps:
         gc.collect()  # frees the hooks that DistributedDataParallel registered on parameters
-        busy = 1.0 if device.type == "cpu" else 0.0
+        busy = float(device.type == "cpu")
         warnings.warn(
             f"no step could be trained with DistributedDataParallel ({why}): predictions assume "
             f"that sending delays computation by {busy:.0%} of its time",
@@ -119,13 +106,7 @@ def taken_in_steps(
     """Return a collective fitted so that the replayer predicts the measured steps.
 
     Slowdown, copies, busy and coding are fitted to the total over all plans. `coding` includes
-    overhead besides coding time, such as contention for the interpreter lock and waiting for
-    control messages at the end of a step.
-
-    Args:
-        profile: this rank's profile.
-        alone: durations of all-reduces without concurrent computation.
-        steps: plans with their measured steps.
+    overhead such as contention for the interpreter lock and waiting for control messages.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     measured = [joint for _, joint in steps]
@@ -156,7 +137,6 @@ def taken_in_steps(
 
 
 def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
-    """Return devices that compute and copy like the slowest rank, with the measured buckets."""
     slowdown = observed.slowest.left / schedule.seconds
     copied = max(0.0, observed.slowest.copied - observed.slowest.left)
     copies = copied / (2 * _nbytes(schedule) * slowdown)
@@ -165,7 +145,6 @@ def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster
 
 
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
-    """Return the seconds of a step of such devices, with gradients in a codec or plain."""
     schedules, settings = {_RANK: schedule}, None
     if codec is not None:
         speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)

@@ -1,7 +1,4 @@
-"""Checkpoint of a sensitivity estimate: complete steps of all methods, in memory and in a file.
-
-A run resumes only for the same model, weights, batch shapes and settings.
-"""
+"""Checkpoint of a sensitivity estimate: complete steps of all methods, in memory and in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Values = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class MethodProgress:
-    """Results of one method: values of each step, seconds, and its state between steps by name."""
+    """Values of each step of one method, seconds, and its state between steps by name."""
 
     trace: list[Values] = field(default_factory=list)
     seconds: float = 0.0
@@ -37,7 +34,7 @@ class MethodProgress:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Content of the file: settings in words, digest of the model's tensors, and results."""
+    """Content of the file, for runs with the same model, weights, batch shapes and settings."""
 
     about: str
     weights: str
@@ -45,7 +42,6 @@ class Interrupted:
 
     @property
     def steps(self) -> int:
-        """Number of steps that all methods have completed."""
         return min((len(item.trace) for item in self.methods.values()), default=0)
 
 
@@ -105,17 +101,7 @@ def by_key(values: Values) -> dict[Key, float]:
 
 
 class SensitivityCheckpoint:
-    """Results so far, mirrored to a file.
-
-    Args:
-        path: the file; None for none.
-        about: settings, in words.
-
-    Attributes:
-        steps: number of steps that were resumed.
-        traces: values of all steps so far, by method.
-        seconds: time spent so far, by method.
-    """
+    """Results by method, mirrored to a file; `steps` steps were resumed."""
 
     def __init__(
         self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module
@@ -129,11 +115,6 @@ class SensitivityCheckpoint:
         self.seconds = dict.fromkeys(methods, 0.0)
 
     def resume(self, batch: Any) -> None:
-        """Load the file if there is one; `batch` is the first batch.
-
-        Raises:
-            ProfileError: the file is invalid, or belongs to something else.
-        """
         if self.path is None:
             return
         self._about = f"{self._about}, batches of {shapes_of(batch)}"
@@ -156,7 +137,6 @@ class SensitivityCheckpoint:
                 method.learn(item.learned)
 
     def add(self, name: str, values: dict[Key, float], seconds: float) -> None:
-        """Add the values of a method in a step, with the seconds spent."""
         Sensitivity(name, "", by_operator(values))  # validate now, not after all steps
         self.traces[name].append(values)
         self.seconds[name] += seconds
@@ -166,7 +146,6 @@ class SensitivityCheckpoint:
             INTERRUPTED.write(self.path, INTERRUPTED.encode(self._interrupted()))
 
     def seconds_left(self, steps: int, done: int) -> float:
-        """Return the estimated seconds for the rest of `steps` steps."""
         done = max(done, self.steps)
         return sum(self.seconds.values()) / done * (steps - done)
 

@@ -23,12 +23,9 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 
 @dataclass(frozen=True)
 class Looked:
-    """One call of an operator after a step.
+    """One call of an operator after a step, with its tensors' gradients by place.
 
-    Attributes:
-        gradients: gradients of its tensors, by place.
-        depth, deepest: depth of the operator and of the model.
-        gamma: derivative of a mean over the batch, 1 / samples.
+    `gamma` is the derivative of a mean over the batch, 1 / samples.
     """
 
     seen: OperatorCall
@@ -68,10 +65,7 @@ class Formulas:
 
 
 def model_depths(step: GradientStep) -> dict[str, int]:
-    """Return each operator's depth: the adjustable operators on the longest path to it, inclusive.
-
-    Graphs of the model count as consecutive.
-    """
+    """Return the adjustable operators on the longest path to each one, inclusive."""
     result: dict[str, int] = {}
     for part in step.captured.graphs:
         inputs: dict[fx.Node, list[fx.Node]] = {}
@@ -102,10 +96,9 @@ def _flatten(
 def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
-    Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,
-    such as softmax and norms, the variance of their inputs in the forward pass and none in the
-    backward pass; an embedding, which reads indices, has none at all. Products of two activations,
-    which the paper leaves in FP32, are treated as products with a weight.
+    Products have the variances of Eq. (4) and (5), even if both factors are activations, which the
+    paper leaves in FP32. The paper gives unary operators, such as softmax and norms, the variance
+    of their inputs in the forward pass only, and embeddings none.
     """
     fmt = precision(name)
     values = looked.seen.tensors
@@ -126,9 +119,5 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
 
 
 METHODS: Final = (
-    MethodSpec(
-        "paper",
-        lambda: Formulas(qsync_indicator),
-        lambda operators, precisions: 1,
-    ),
+    MethodSpec("paper", lambda: Formulas(qsync_indicator), lambda operators, formats: 1),
 )

@@ -1,7 +1,6 @@
 """Sensitivity estimation: `sensitivity` by one method, `several` by more on the same steps.
 
-Estimation stops early once the result is `settled`. This depends only on the results so far, so an
-interrupted run that resumes ends at the same step.
+It stops early once the result is `settled`, which depends only on the results so far.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 STEPS, FRACTION = 50, 0.5
 """Default number of batches, and fraction of each batch that is used, as in QSync."""
 LEAST: Final = 4
-"""Minimum number of steps for an estimate of the variation between steps."""
+"""Minimum number of steps to estimate their variation."""
 SHARE: Final = 0.2
 """Share of a precision's sum below which an operator's error tolerance stops shrinking."""
 
@@ -80,15 +79,11 @@ def sensitivity(
         batches: a list repeats if it is shorter than `steps`; an iterator ends the steps.
         method: name of a method, of `gradient_step.methods`.
         precisions: by default those below 32 bits that the device computes natively.
-        steps: number of batches in the mean.
         fraction: fraction of each batch that is used.
         optimizer: makes the optimizer that trains the model between the steps, such as `lambda p:
-            torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters. Parameters
-            are restored at the end.
+            torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters.
         options: options of the backend, for rounding and scaling.
-        seed: seed of all random draws.
-        say: callback for cost and progress messages; by default they go to standard error, as a bar
-            on a terminal, else as occasional lines.
+        say: callback for cost and progress messages; by default they go to standard error.
         path: output file. Intermediate results are stored after each step in a file next to it that
             ends in ".partial"; a call with the same weights and batches resumes from it.
 
@@ -128,8 +123,7 @@ def several(
 
     Args:
         partial: file of intermediate results.
-        within: tolerance at which to stop early, once all methods have `settled`; 0 to run all
-            steps.
+        within: tolerance at which to stop early, once all methods have `settled`; 0 for all steps.
         shown: whether to show progress on standard error if `say` is None.
     """
     check_batches(batches)
@@ -200,13 +194,7 @@ def _on_a_terminal(shown: bool, text: str) -> None:
 
 
 class _SensitivityRun:
-    """Rounding sites of a model's operators in all graphs so far; new shapes add graphs.
-
-    Attributes:
-        changes: rounding sites by operator and precision.
-        coding: gradient variance of codecs by parameter, from the first pass, even in a resumed
-            run.
-    """
+    """Rounding sites of a model's operators in all graphs so far; new shapes add graphs."""
 
     def __init__(
         self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int
@@ -218,7 +206,7 @@ class _SensitivityRun:
 
     @contextlib.contextmanager
     def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
-        """Yield a function that makes the step of a batch, with the same random state each time."""
+        """Yield a function that makes the step of a batch, with equal random state each time."""
         digest = hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
         step = checking(self.step, self.captured.model, f"step {index + 1}")
@@ -244,7 +232,6 @@ class _SensitivityRun:
         yield now
 
     def through(self, now: Callable[[], GradientStep]) -> None:
-        """Run a step only to capture its graphs."""
         step = now()
         step.again(0)
         with self.captured.running(as_it_is):
@@ -273,7 +260,6 @@ class _SensitivityRun:
     def result(
         self, method: str, steps: Sequence[Mapping[Key, float]], seconds: float
     ) -> Sensitivity:
-        """Return the sensitivity from the values of all steps."""
         order = [str(operator.id) for operator in self.captured.operators]
         keys = {op: self.changes[op].keys() for op in order if op in self.changes}
         trace = [
@@ -290,9 +276,8 @@ class _SensitivityRun:
 
 def _check(model: nn.Module, fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ProfileError(
-            f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1"
-        )
+        message = f"a fraction of {fraction} is no part of a batch"
+        raise ProfileError(message, do="give a number above 0, at most 1")
     if not trained(model):
         message = f"{type(model).__name__} has no parameter that requires a gradient"
         raise ProfileError(message, do="give the model in training")
@@ -316,13 +301,9 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
     """Return whether the mean over steps is known for each operator and precision.
 
     A plan compares operators, so the tolerance is on their ratio to the sum over all operators.
-    Variation that is common to all operators, such as a batch with a larger loss, does not matter;
-    the sum itself needs only half the accuracy.
-
-    Args:
-        trace: for each step, the variance that each operator adds in each precision.
-        within: tolerance of the standard error, relative to the larger of the operator's mean and
-            `SHARE` of its precision's sum.
+    Variation that is common to all operators does not matter; the sum needs only half the accuracy.
+    The tolerance of the standard error is relative to the larger of the operator's mean and `SHARE`
+    of its precision's sum.
     """
     if len(trace) < LEAST:
         return False
@@ -347,5 +328,4 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean."""
     return statistics.stdev(values) / math.sqrt(len(values))

@@ -1,8 +1,7 @@
 """Interface of the sensitivity methods: their registry, and their input, a repeatable step.
 
-A method is a `MethodSpec` in the tuple `METHODS` of a module of this package, or is added by
-`register` (docs/howto-indicator.md). All methods estimate the variance that is added to the
-gradients of all parameters, except "hessian", whose numbers only rank operators.
+All methods estimate the variance that is added to the gradients of all parameters, except
+"hessian", whose numbers only rank operators. docs/howto-indicator.md adds a method.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Gradients = dict[str, Tensor]
 class Method(Protocol):
     """A sensitivity method.
 
-    One that learns from step to step has a property `learned`, its state by name, operator and
-    precision for a checkpoint, and a method `learn` that restores it.
+    One that learns from step to step has a property `learned`, its state for a checkpoint, and a
+    method `learn` that restores it.
     """
 
     def look(self, step: GradientStep) -> dict[Key, float]:
@@ -46,13 +45,10 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A sensitivity method.
+    """A sensitivity method, which `make` makes for a model.
 
     Attributes:
-        name: name for users.
-        make: makes an instance for a model.
-        passes: approximate forward and backward passes per step, from the numbers of operators and
-            precisions.
+        passes: approximate passes per step, from the numbers of operators and precisions.
         twice: whether it uses second derivatives, which fused attention kernels lack.
     """
 
@@ -76,12 +72,10 @@ def _included() -> Mapping[str, MethodSpec]:
 
 
 def methods() -> Mapping[str, MethodSpec]:
-    """Return all methods by name."""
     return {**_included(), **_registered}
 
 
 def method(name: str) -> MethodSpec:
-    """Return the method called `name`; raise `ProfileError` if there is none."""
     if name not in methods():
         message = f"{name!r} is not a method to estimate a sensitivity"
         raise ProfileError(message, do=nearest(str(name), methods()))
@@ -94,7 +88,6 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
-    """Return the gradients of a loss by parameter name, for the parameters it depends on."""
     parameters = trained(model)
     result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: g.detach() for name, g in zip(parameters, result, strict=True) if g is not None}
@@ -105,11 +98,8 @@ class GradientStep:
     """A repeatable step of a captured model.
 
     Attributes:
-        captured: the model.
-        loss: computes the loss of the step's batch.
         again: restores buffers and generators before a pass; the number of the sample selects the
             draws of rounding.
-        changes: rounding sites of each operator in each precision.
         generator: for draws outside the model.
         samples: number of samples in the batch.
     """
@@ -123,13 +113,12 @@ class GradientStep:
 
     @property
     def keys(self) -> list[Key]:
-        """Operators and precisions with a rounding site."""
         sites = [(op, name, site) for op, by in self.changes.items() for name, site in by.items()]
         return [(operator, name) for operator, name, site in sites if site.places]
 
     @property
     def places(self) -> dict[str, set[Place]]:
-        """Places of the tensors of each operator that change in some precision."""
+        """Places of each operator's tensors that change in some precision."""
         return {
             op: {place for site in by.values() for place in site.places}
             for op, by in self.changes.items()
@@ -137,7 +126,7 @@ class GradientStep:
 
     @property
     def following(self) -> dict[str, dict[Follower, list[Key]]]:
-        """For each follower, how it follows, and the operators and precisions that cause it."""
+        """Followers, with the operators and precisions that cause them, by operator."""
         result: dict[str, dict[Follower, list[Key]]] = {}
         for op, name in self.keys:
             for item in self.changes[op][name].following:
@@ -179,11 +168,7 @@ def part_of(batch: Any, fraction: float) -> Any:
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
-    """Yield a part of a batch for each step; a short list repeats, an iterator ends.
-
-    Raises:
-        ProfileError: there is no batch.
-    """
+    """Yield a part of a batch for each step; a short list repeats, an iterator ends."""
     if isinstance(batches, Sequence):
         batches = itertools.cycle(batches)
     empty = True
@@ -191,9 +176,8 @@ def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any
         empty = False
         yield part_of(batch, fraction)
     if empty:
-        raise ProfileError(
-            "there are no batches to estimate with", do="give at least one batch and one step"
-        )
+        do = "give at least one batch and one step"
+        raise ProfileError("there are no batches to estimate with", do=do)
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -220,9 +204,8 @@ _CHUNKS: Final = 16
 def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return the variance that each codec of a plan except FP32 adds, by parameter.
 
-    The variance is exact for the given gradient, in closed form for stochastic rounding. For large
-    gradients it is extrapolated from `_CHUNKS` chunks. Parameters with empty or non-finite
-    gradients are omitted.
+    It is in closed form for stochastic rounding, and extrapolated from chunks for large gradients.
+    Parameters with empty or non-finite gradients are omitted.
     """
     codecs = [codec_named(name) for name in CODECS if name != PLAIN]
     result: dict[str, dict[str, float]] = {}

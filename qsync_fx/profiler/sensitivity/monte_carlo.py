@@ -18,11 +18,7 @@ from qsync_fx.profiler.tensor_capture.graph_capture import Run
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Method "monte_carlo".
-
-    Args:
-        draws: passes per operator, precision and step; one if rounding is deterministic.
-    """
+    """Method "monte_carlo"; one draw if rounding is deterministic."""
 
     draws: int = 4
     _lowered: dict[Key, Run] = field(default_factory=dict)
@@ -52,9 +48,5 @@ def lowered(plan: Plan) -> Run:
 
 
 METHODS: Final = (
-    MethodSpec(
-        "monte_carlo",
-        MonteCarlo,
-        lambda operators, precisions: 1 + 4 * operators * precisions,
-    ),
+    MethodSpec("monte_carlo", MonteCarlo, lambda ops, formats: 1 + 4 * ops * formats),
 )

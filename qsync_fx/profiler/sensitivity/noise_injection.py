@@ -1,8 +1,6 @@
 """Method "injected": noise of the exact variance is added at one operator at a time.
 
-Each draw costs one pass per operator and precision, in addition to one pass without noise. Random
-errors are drawn from a normal distribution instead of the rounding's own; deterministic errors are
-added exactly.
+Random errors are drawn from a normal distribution; deterministic errors are added exactly.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import (
 
 @dataclass(frozen=True)
 class Injected:
-    """Method "injected".
-
-    Args:
-        draws: passes with noise per operator, precision and step.
-    """
+    """Method "injected", with `draws` passes per operator, precision and step."""
 
     draws: int = 2
 
@@ -46,7 +40,6 @@ class Injected:
         return self.of(step, step.keys)
 
     def of(self, step: GradientStep, keys: Sequence[Key]) -> dict[Key, float]:
-        """Return the contribution of the operators in the precisions of `keys`."""
         exact = step.gradients()
         result: dict[Key, float] = {}
         for name, precision in keys:
@@ -58,7 +51,6 @@ class Injected:
 
 
 def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Tap:
-    """Return a tap that adds the errors of `change` to one operator."""
     following = {item.operator: item.fmt for item in change.following}
 
     def tap(operator: Operator, argument: list[Any], call: Call) -> Any:
@@ -96,13 +88,12 @@ def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Ta
 
 
 def _hook(value: Tensor, roundings: list[Rounded], generator: torch.Generator) -> None:
+    def with_error(gradient: Tensor, item: Rounded) -> Tensor:
+        return gradient + _drawn(item, gradient, generator)
+
     for item in roundings:
-        hook = functools.partial(_with_error, item, generator)
+        hook = functools.partial(with_error, item=item)
         value.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _with_error(item: Rounded, generator: torch.Generator, value: Tensor) -> Tensor:
-    return value + _drawn(item, value, generator)
 
 
 def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Call) -> Any:
@@ -127,10 +118,4 @@ def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     return (normal.to(of.device) * deviation).to(of.dtype)
 
 
-METHODS: Final = (
-    MethodSpec(
-        "injected",
-        Injected,
-        lambda operators, precisions: 1 + 2 * operators * precisions,
-    ),
-)
+METHODS: Final = (MethodSpec("injected", Injected, lambda ops, formats: 1 + 2 * ops * formats),)

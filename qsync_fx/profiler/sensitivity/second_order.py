@@ -1,9 +1,8 @@
-"""Methods "second_order" and "hessian", from second derivatives.
+"""Methods "second_order", from second derivatives, and "hessian", HAWQ's indicator.
 
-"second_order": an error e of a tensor changes the gradients of all parameters by H e, through the
-forward pass and the operator's own backward pass. `probed` estimates |H e|**2. Random errors are
-uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding to nearest are known and may
-add up. Flips of gates (`nonsmooth_ops`) are added. "hessian" is HAWQ's indicator.
+An error e of a tensor changes the gradients of all parameters by H e, and `probed` estimates
+|H e|**2. Random errors are uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding
+to nearest are known and may add up. Flips of gates (`nonsmooth_ops`) are added.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 class HessianIndicator:
     """HAWQ's indicator: largest eigenvalue of a weight's Hessian / weight size * squared error.
 
-    Operators without a weight contribute 0, as the method ignores activations.
-
-    Args:
-        iterations: power iterations per step; the vector persists between steps.
+    Operators without a weight contribute 0. The power iteration continues from step to step.
     """
 
     iterations: int = 4
@@ -76,7 +72,6 @@ class HessianIndicator:
         return dict(sums)
 
     def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
-        """Return the largest absolute eigenvalue of the derivative of `slope` at `edge`."""
         vector = self._vectors.get(name)
         if vector is None or vector.shape != slope.shape:
             vector = torch.randn(slope.shape, generator=step.generator).to(slope)
@@ -106,28 +101,23 @@ class Reach:
         return never or sorted(gates, key=lambda gate: self.runs[gate.name])[:most]
 
     def add(self, gate: NonsmoothOperator, squares: Mapping[Key, float]) -> None:
-        """Add the results of one run for a gate."""
         self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
         saved = self.sums.setdefault(gate.name, {})
         for key, square in squares.items():
             saved[key] = saved.get(key, 0.0) + square / max(1, gate.numel)
 
     def deviations(self, gate: str) -> dict[Key, float]:
-        """Return the standard deviation at a gate's input."""
         runs = self.runs.get(gate, 0)
         return {key: math.sqrt(total / runs) for key, total in self.sums.get(gate, {}).items()}
 
 
 @dataclass
 class SecondOrder:
-    """Method "second_order".
+    """Method "second_order", with `draws` sign vectors per step.
 
     The errors of an operator directly in front of a gate are known per element (`flipping`). The
     noise of other operators is measured for all gates once, then for `gates` of them per step, by
     one backward pass from each. Operators that run without autograd are left to "injected".
-
-    Args:
-        draws: sign vectors per step.
     """
 
     draws: int = 8
@@ -136,12 +126,10 @@ class SecondOrder:
 
     @property
     def learned(self) -> dict[str, Values]:
-        """State of the steps so far, for the checkpoint."""
         runs = {"runs": {gate: {"": float(count)} for gate, count in self.reach.runs.items()}}
         return {gate: by_operator(sums) for gate, sums in self.reach.sums.items()} | runs
 
     def learn(self, learned: Mapping[str, Values]) -> None:
-        """Restore the state of the steps before an interruption."""
         self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
         measured = self.reach.runs.keys() & learned.keys()
         self.reach.sums = {gate: by_key(learned[gate]) for gate in measured}
@@ -193,7 +181,6 @@ class SecondOrder:
 
 
 KeyErrors = tuple[Sequence[Key], Sequence[Erring]]
-"""Errors in a call of an operator, and the operators and precisions that cause them."""
 
 
 def _errors(
@@ -237,7 +224,6 @@ class _Sums:
             item.squares.update(self._random)
 
     def add(self, call: int, numbers: Mapping[Place, int], errors: Sequence[KeyErrors]) -> None:
-        """Add the errors of one call, grouped by operators and precisions with equal errors."""
         by_tensor: dict[tuple[int, bool], list[tuple[Sequence[Key], Erring]]] = defaultdict(list)
         for keys, of_keys in errors:
             for item in of_keys:
@@ -250,10 +236,7 @@ class _Sums:
     def _add_to_gradients(
         self, number: int, gradient: bool, errors: Sequence[tuple[Sequence[Key], Erring]]
     ) -> None:
-        """Add the effect of one tensor's errors on the gradients of all parameters.
-
-        The derivative is converted to FP64 once for all errors, which dominates the cost.
-        """
+        """Add the effect of one tensor's errors on the gradients; FP64 once for all errors."""
         probes = self._result.probes
         squares: Tensor | None = None
         for index, probe in enumerate(probes):
@@ -280,7 +263,6 @@ class _Sums:
     def _add_to_gates(
         self, call: int, number: int, errors: Sequence[tuple[Sequence[Key], Erring]]
     ) -> None:
-        """Add the effect of one tensor's errors at the inputs of the probed gates."""
         for requested in self._inputs:
             gain = requested.gains[number]
             if gain is None or requested.gate.reads == call:
@@ -292,7 +274,6 @@ class _Sums:
                     requested.squares[key] += square
 
     def total(self) -> dict[Key, float]:
-        """Return the contribution of each operator in each precision."""
         draws = len(self._result.probes)
         return {
             key: value + sum(item**2 for item in self._fixed[key]) / draws
@@ -301,11 +282,7 @@ class _Sums:
 
 
 def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | None:
-    """Return the effect of flips of a gate's elements; None if the gradients do not depend on them.
-
-    Args:
-        number: index of the gate's entry; its exit follows.
-    """
+    """Return the effect of flips of a gate, by its entry; None if no gradient depends on them."""
     incoming = result.gradients[number + 1]
     slopes = [probe.by_gradient.get(number) for probe in result.probes]
     total: Tensor | None = None
@@ -323,7 +300,6 @@ def _add_flips_behind(
     gate: NonsmoothOperator,
     weights: Tensor,
 ) -> None:
-    """Add the effect of a call's errors on the gate that reads its result."""
     for keys, of_keys in errors:
         chance = flipping(call, of_keys)
         square = 0.0
@@ -335,14 +311,10 @@ def _add_flips_behind(
 
 
 def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], Tensor]:
-    """Return the flip probabilities of a gate that reads a call's result unchanged.
+    """Return the flip probability by jump position, for a gate that reads a call's result.
 
     The noise in front of a gate correlates with its input: a sum of small values has small errors,
-    and is near the jump. So the distribution over all elements would overestimate the flips, and
-    the error of each element is used instead.
-
-    Returns:
-        a function from the position of a jump to the probability that each element crosses it.
+    and is near the jump. So the error of each element is used, not the distribution over all.
     """
     value = call.tensors[OUTPUT].value
     current = [item for item in errors if not item.gradient]
@@ -355,9 +327,8 @@ def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], 
     def chance(position: float) -> Tensor:
         if deviation is None:
             return torch.ne(value > position, moved > position).double()
-        distance = torch.where(
-            value > position, moved.double() - position, position - moved.double()
-        )
+        shift = moved.double() - position
+        distance = torch.where(value > position, shift, -shift)
         # Without noise, 0 / 0 is NaN; the probability is 0.
         result: Tensor = torch.special.ndtr(-distance / deviation)
         return result.nan_to_num(nan=0.0)
@@ -366,7 +337,6 @@ def flipping(call: OperatorCall, errors: Sequence[Erring]) -> Callable[[float], 
 
 
 def _moved(call: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
-    """Return a call's result with known errors."""
     of_inputs = [item for item in errors if item.place != OUTPUT]
     of_result = [item for item in errors if item.place == OUTPUT]
     moved = value
@@ -394,7 +364,7 @@ def _variance(call: OperatorCall, random: Mapping[Place, Tensor]) -> Tensor:
 
 
 def factored(call: OperatorCall) -> tuple[Product, Tensor, Tensor]:
-    """Return an operator without its bias as a product of two factors in FP64, and the factors."""
+    """Return an operator without bias as a product of two factors in FP64, and the factors."""
     row = call.row
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -416,16 +386,6 @@ def _wide(value: Tensor) -> Tensor:
 
 
 METHODS: Final = (
-    MethodSpec(
-        "second_order",
-        SecondOrder,
-        lambda operators, precisions: 20,
-        twice=True,
-    ),
-    MethodSpec(
-        "hessian",
-        HessianIndicator,
-        lambda operators, precisions: 2 + 8 * operators,
-        twice=True,
-    ),
+    MethodSpec("second_order", SecondOrder, lambda operators, formats: 20, twice=True),
+    MethodSpec("hessian", HessianIndicator, lambda operators, formats: 2 + 8 * operators, True),
 )

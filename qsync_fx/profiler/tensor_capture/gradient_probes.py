@@ -1,9 +1,7 @@
 """Errors of an operator's tensors in a precision, and probes of their effect on the gradients.
 
 For random signs r, p = r'G is a sum of all parameters' gradients G. Its derivative by a tensor t is
-H'r with H = dG/dt. Averaged over signs, the square of an element of H'r is the squared norm of the
-element's effect on G; (e'H'r)**2 is that norm for an error e. Each probe is one backward pass
-through the backward pass, for any number of tensors.
+H'r with H = dG/dt. The mean of (e'H'r)**2 over r is the squared norm of an error e's effect on G.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class Erring:
 
     Attributes:
         values: variance of each element if `random`, else its error; FP64.
-        ordered: whether they come from a single rounding to nearest, which preserves order with
-            respect to values on the grid.
+        ordered: whether they come from a single rounding to nearest, which preserves order.
     """
 
     place: Place
@@ -44,7 +41,6 @@ class Erring:
 
     @property
     def square(self) -> Tensor:
-        """Expected square of each element's error."""
         return self.values if self.random else self.values.square()
 
 
@@ -54,14 +50,11 @@ def erring(
     gradients: Mapping[Place, Tensor],
     handed: Precision | None = None,
 ) -> list[Erring]:
-    """Return the errors in a call of an operator.
+    """Return the errors in a call of an operator, given the gradients of its tensors by place.
 
     Products round their operands and results, so their errors follow from the tensors by formula.
     Norms and softmax compute internally in the narrow format; they are rerun in it and compared.
-
-    Args:
-        gradients: gradients of its tensors by place, if they have one.
-        handed: format in which its result's gradient arrives; the follower accounts for that error.
+    If the result's gradient arrives in the format `handed`, the follower accounts for that error.
     """
     if change.inside is not None:
         return _measured(observed, change.inside, gradients, handed)
@@ -116,7 +109,6 @@ def _measured(
 
 
 def _differences(narrow: Mapping[Place, Tensor], exact: Mapping[Place, Tensor]) -> list[Erring]:
-    """Return the errors of an operator's result, and of its inputs' gradients."""
     errors = {place: narrow[place].double() - item.double() for place, item in exact.items()}
     return [Erring(place, place != OUTPUT, item, random=False) for place, item in errors.items()]
 
@@ -127,12 +119,9 @@ def _run(
     before: Callable[[Tensor], Tensor],
     change: Callable[[Tensor, Place], Tensor],
 ) -> dict[Place, Tensor]:
-    """Return an operator's result and its inputs' gradients.
+    """Return an operator's result and its inputs' gradients, given the result's gradient.
 
-    Args:
-        incoming: gradient of the result.
-        before: maps the recorded inputs to the leaves that are differentiated.
-        change: maps a leaf to the argument of the call.
+    `before` maps inputs to the leaves that are differentiated, `change` these to arguments.
     """
     inputs: list[Any] = [tree_map_only(Tensor, torch.clone, value) for value in observed.given]
     leaves: dict[Place, Tensor] = {}
@@ -157,10 +146,7 @@ _EIGHT: Final = torch.tensor(
 
 @dataclass(frozen=True)
 class GradientProbe:
-    """Derivatives of one random sum of gradients: by the tensors at all edges, and by gradients.
-
-    `by_gradient` has the index of an edge as key.
-    """
+    """Derivatives of a random sum of gradients: by tensors, and by gradients at an edge."""
 
     by_value: Sequence[Tensor | None]
     by_gradient: Mapping[int, Tensor | None]
@@ -174,7 +160,6 @@ class Probed:
     probes: Sequence[GradientProbe]
 
     def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
-        """Return the gradients of a call's tensors by place, if they have one."""
         gradients = {place: self.gradients[number] for place, number in numbers.items()}
         return {place: g for place, g in gradients.items() if g is not None}
 
@@ -188,16 +173,14 @@ def probed(
 ) -> Probed:
     """Differentiate a loss, and `draws` random sums of its parameters' gradients.
 
-    The autograd graph is retained.
-
     Raises:
         ProfileError: an operator of the model has no second derivative.
     """
     try:
         return _probed(loss, parameters, edges, draws, generator)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         raise _not_twice(str(error).partition("\n")[0]) from error
 
 

@@ -1,7 +1,6 @@
 """Captured models, whose graphs any runner can execute: as written, observed, or lowered.
 
-Dynamo and the passes see the model once, in FP32. Then each call runs the graphs with the runner
-that `running` sets, so no other plan or observer recompiles it.
+Dynamo and the passes see the model once, in FP32; then calls run its graphs with any runner.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ _NORMS: Final = (torch.ops.aten.layer_norm.default, torch.ops.aten.group_norm.de
 def called(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None = None
 ) -> Any:
-    """Return an operator's result, which has the dtype of the activation on every device.
-
-    With wider parameters, a norm is computed in FP32 and rounded once.
-
-    Args:
-        device: device type to compute for; by default the operands'.
-    """
+    """Return an operator's result; a norm with wider parameters is rounded only once."""
     x = next(iter(args), None)
     if target in _NORMS and isinstance(x, Tensor) and (device or x.device.type) == "cuda":
         others = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, Tensor)]
@@ -50,24 +43,14 @@ _USED_OPTIONS: Final = (
 )
 
 Run = Callable[[Explained, Sequence[Any]], Any]
-"""Computes a graph from its inputs."""
 
 
 def as_it_is(part: Explained, inputs: Sequence[Any]) -> Any:
-    """Run a graph in FP32."""
     return part.graph.module(*inputs)
 
 
 class Captured:
-    """A model whose graphs are captured by Dynamo and the passes.
-
-    Args:
-        options: options of the backend; the plan is replaced by FP32.
-
-    Attributes:
-        graphs: graphs captured so far.
-        call: calls the model.
-    """
+    """A model, called by `call`, and the graphs that Dynamo and the passes captured so far."""
 
     def __init__(self, model: nn.Module, options: Options | None = None) -> None:
         used = {name: getattr(options or Options(), name) for name in _USED_OPTIONS}
@@ -90,7 +73,6 @@ class Captured:
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Run the model's graphs with `run` within the context."""
         before, self._run = self._run, run
         try:
             # Each captured model compiles equal code again, so the recompile limits are lifted.
@@ -101,7 +83,6 @@ class Captured:
             self._run = before
 
     def require(self) -> None:
-        """Raise `ProfileError` if the model has run and no graph was captured."""
         if not self.graphs:
             raise ProfileError(
                 "Dynamo compiled no part of the model, so its operators are not known",

@@ -1,9 +1,8 @@
 """Gates: operators whose derivative jumps, and the gradient error of flipping them.
 
 Noise with standard deviation s flips an element at distance z from a jump with the probability
-Phi(-z/s). The flip changes the passing gradient by the height of the jump times the incoming
-gradient, c when squared. The squared error F(s) = sum c Phi(-z/s) grows with s, not s**2, and no
-second derivative shows it. F is stored as a histogram of c over z with four bins per octave.
+Phi(-z/s), which adds the squared change c of the gradient: F(s) = sum c Phi(-z/s). No second
+derivative shows it. F is stored as a histogram of c over z with four bins per octave.
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ Jump = tuple[Tensor, float, float]
 Kinks = Callable[[dict[str, Any]], list[tuple[float, float]]]
 
 
-def _at_zero(arguments: dict[str, Any]) -> list[tuple[float, float]]:
-    return [(0.0, 1.0)]
-
-
 def _number(value: Any) -> list[tuple[float, float]]:
     return [(float(value), 1.0)] if isinstance(value, (int, float)) else []
 
 
 _KINKS: dict[str, Kinks] = {
-    "relu": _at_zero,
+    "relu": lambda value: [(0.0, 1.0)],
     "relu6": lambda value: [(0.0, 1.0), (6.0, 1.0)],
     "leaky_relu": lambda value: [(0.0, 1.0 - float(value["negative_slope"]))],
     "threshold": lambda value: [(float(value["threshold"]), 1.0)],
@@ -53,16 +48,12 @@ _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 @dataclass(eq=False)
 class NonsmoothOperator:
-    """A gate in one run.
+    """A gate in one run, with the edges of the gradients of its input and output.
 
     Attributes:
-        name: unique in the model.
-        entry: edge of the gradient of its input.
-        exit: edge of the gradient of its output.
         numel: number of elements that noise may move.
         places: for each jump, the bin of each element (uint8), the height and the position.
-        rivals: for max pooling, the indices of the largest and second largest element of each
-            window.
+        rivals: for max pooling, the indices of the two largest elements of each window.
         reads: index of the call whose result it reads unchanged; None if there is none.
     """
 
@@ -75,12 +66,7 @@ class NonsmoothOperator:
     reads: int | None = None
 
     def weights(self, slope: Tensor, incoming: Tensor) -> Tensor:
-        """Return the effect of flipping each element, for a jump of height 1.
-
-        Args:
-            slope: derivative of the probed sum of gradients by the gradient at `entry`.
-            incoming: gradient at `exit`.
-        """
+        """Return the effect of flipping each element, for a jump of height 1."""
         if self.rivals is not None:
             spatial = self.rivals[0].dim() - 2
             first, second = (
@@ -90,7 +76,6 @@ class NonsmoothOperator:
         return (incoming.double() * slope.double()).square()
 
     def histogram(self, weights: Tensor) -> Tensor:
-        """Return c by bin, [256], FP64."""
         result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
             mass = torch.bincount(bins.flatten().long(), weights.flatten(), _BINS)
@@ -146,7 +131,6 @@ def _rivals(
 
 
 def _bins(distance: Tensor) -> Tensor:
-    """Return the bin of each distance, uint8."""
     last = _BINS - 1
     result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
     return result.nan_to_num(nan=last, posinf=last, neginf=0).clamp(0, last).to(torch.uint8)

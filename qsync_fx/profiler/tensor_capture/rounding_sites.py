@@ -1,9 +1,7 @@
 """Rounding sites: the tensors that an operator rounds in a precision, compared with FP32.
 
-They are derived from the node metadata under the plan that gives only this operator the precision,
-so they include the effects of the device and the cascade. The cascade also narrows followers: a
-GELU behind a BF16 product computes in BF16, and rounds its result and its gradient. Operators that
-move or select values (views, ReLU) do not round, as their inputs are on the format's grid.
+They follow from the plan that gives only this operator the precision, with the cascade: a GELU
+behind a BF16 product computes in BF16, and rounds its result and its gradient.
 """
 
 from __future__ import annotations
@@ -32,41 +30,18 @@ CHOOSING: Final = frozenset(
     "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad "
     "constant_pad_nd".split()
 )
-"""Dependent operators that select values and so do not round; others only move values."""
+"""Dependent operators that select values and so do not round."""
 
 Narrow = Mapping[fx.Node, Operator]
 
 
 @dataclass(frozen=True)
 class Follower:
-    """An operator that the cascade narrows to `fmt`.
-
-    Attributes:
-        leaves: whether its result is read in a wider format, so that the incoming gradient is
-            rounded.
-    """
+    """An operator that the cascade narrows; `leaves` if a wider one reads its result."""
 
     operator: str
     fmt: Precision
     leaves: bool
-
-
-def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | None]) -> Narrow:
-    """Return the dependent operators under a plan whose format differs from `before`."""
-    return {
-        op.node: op
-        for op in operators
-        if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
-    }
-
-
-def followers(narrow: Narrow) -> tuple[Follower, ...]:
-    """Return the narrowed operators that round."""
-    return tuple(
-        Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
-        for node, op in narrow.items()
-        if op.precision is not None and op.precision.plain and not _hands_on(op)
-    )
 
 
 def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
@@ -86,7 +61,6 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
 
 
 def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
-    """Return the places of the floating-point tensors in an argument."""
     used: dict[Place, Any] = {index: argument}
     if isinstance(argument, (list, tuple)):
         used = {(index, item): element for item, element in enumerate(argument)}
@@ -111,12 +85,7 @@ def _holds_floats(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor that is rounded to `fmt`, or whose gradient is.
-
-    Attributes:
-        place: argument index of the operand; `OUTPUT` for the result.
-        keep: dimensions with one scale per index.
-    """
+    """A tensor that is rounded, or its gradient; `keep` has dimensions with separate scales."""
 
     place: Place
     fmt: Precision
@@ -126,7 +95,6 @@ class Rounded:
 
     @property
     def random(self) -> bool:
-        """Whether the rounding error is random."""
         return self.rounding == "stochastic"
 
 
@@ -135,9 +103,7 @@ class RoundingSite:
     """Rounding of one operator in one precision.
 
     Attributes:
-        rounded: the rounded tensors.
-        inside: format in which the operator computes internally, if it rounds more than its
-            tensors.
+        inside: format in which it computes internally, if it rounds more than its tensors.
         places: places of the tensors with errors.
         following: operators that the cascade narrows because of this one.
         handed: format in which the gradient of the result arrives; None for FP32.
@@ -149,14 +115,9 @@ class RoundingSite:
     following: tuple[Follower, ...] = ()
     handed: Precision | None = None
 
-    @property
-    def random(self) -> bool:
-        """Whether any rounding is random."""
-        return any(item.random for item in self.rounded)
-
     def draws(self, most: int) -> int:
         """Return the useful number of runs: `most`, or 1 if rounding is deterministic."""
-        return most if self.random else 1
+        return most if any(item.random for item in self.rounded) else 1
 
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]
@@ -181,7 +142,12 @@ def changes(
                 plan = Plan("fp32", operators={str(item.id): name})
                 operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
                 owned = next(op for op in operators if op.id == item.id)
-                sites[name] = _change(owned, narrowed(operators, before), options)
+                narrow = {
+                    op.node: op
+                    for op in operators
+                    if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
+                }
+                sites[name] = _change(owned, narrow, options)
     return result
 
 
@@ -194,7 +160,11 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
     assert row is not None
     if fmt is None or out is None or _wide(fmt):
         return RoundingSite()
-    following = followers(narrow)
+    following = tuple(
+        Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
+        for node, op in narrow.items()
+        if op.precision is not None and op.precision.plain and not _hands_on(op)
+    )
     handed = None
     if following and not leaves(operator.graph, operator.node, narrow):
         handed = out
@@ -210,7 +180,6 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
-    """Return the roundings of torch's own operator on converted operands."""
     row, back = operator.row, options.gradient_rounding
     inputs = tuple(arguments(operator.node).values())
     assert row is not None

@@ -1,8 +1,7 @@
 """Taps on the operators of a running graph, and a recorder of their tensors and gates.
 
-`tapped` interprets a graph node by node and passes adjustable or named operators to a tap, which
-observes or changes them. Bodies of higher-order operators (activation checkpointing) are inlined
-and run once. Without a change the results are bit-identical to the graph's.
+`tapped` interprets a graph node by node. Bodies of higher-order operators (activation
+checkpointing) are inlined and run once.
 """
 
 from __future__ import annotations
@@ -81,20 +80,16 @@ OUTPUT = -1
 
 @dataclass(frozen=True)
 class Tapped:
-    """A tensor of an operator, and the edge of its gradient."""
-
     value: Tensor
     edge: GradientEdge
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator.
+    """One call of an operator, with its detached arguments `given`.
 
     Attributes:
         tensors: tensors it may round, by place; for a follower all inputs and the result.
-        given: its detached arguments.
-        call: the operator's function.
         converted: indices of the arguments that a plan converts.
     """
 
@@ -110,12 +105,8 @@ class OperatorCall:
 class Taps:
     """Recorder of operator calls and gates in one run; copies tensors that are mutated later.
 
-    Args:
-        wanted: places to record, by operator.
-        following: operators to record completely.
-
-    Attributes:
-        unrecorded: operators that ran with autograd disabled.
+    Calls are recorded at the places that are `wanted`, and completely for `following` operators.
+    `unrecorded` operators ran with autograd disabled.
     """
 
     wanted: Mapping[str, set[Place]]
@@ -128,7 +119,7 @@ class Taps:
 
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
-        """Edge of each tensor's gradient, by the index of the call and the tensor's place."""
+        """Edge of each tensor's gradient, by the index of the call and the place."""
         return {
             (index, place): tapped.edge
             for index, visited in enumerate(self.seen)
@@ -136,10 +127,7 @@ class Taps:
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
-        """Run and record an operator, as a `Tap`.
-
-        Inputs are replaced by views, whose gradients come from this reader alone.
-        """
+        """Run and record an operator on views, whose gradients come from this reader alone."""
         name = str(operator.id)
         follows = name in self.following
         places = self.wanted.get(name, set())
@@ -204,7 +192,7 @@ class Taps:
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
-        """Return the index of the call whose result a node reads, possibly moved by other nodes."""
+        """Return the index of the call whose result a node reads, possibly moved."""
         source = next(iter(node.args), None)
         read = self._given.get(source) if isinstance(source, fx.Node) else None
         note = node_metadata.NOTE.get(node)
@@ -220,14 +208,12 @@ class Taps:
         return torch.equal(noted.value.flatten(), x.detach().flatten())
 
     def _written(self, operator: Operator) -> bool:
-        """Return whether the model mutates an input or the result of the operator."""
         memory = self._memory.setdefault(operator.graph, AliasSets(operator.graph))
         node = operator.node
         return any(memory.of(used) & memory.written for used in (node, *node.all_input_nodes))
 
 
 def put(argument: list[Any], place: Place, value: Tensor) -> None:
-    """Replace the tensor at a place among the arguments of a call."""
     if isinstance(place, int):
         argument[place] = value
     else:

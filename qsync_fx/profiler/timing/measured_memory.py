@@ -1,8 +1,7 @@
 """Measured memory of a training step, a loss and an optimizer.
 
-torch has no allocation statistics for the CPU, so the running sum of the profiler's memory events
-gives the live bytes. The profiler reports a release only if it recorded the allocation, so a step
-runs twice in one recording, and the second run counts.
+On the CPU, the running sum of the profiler's memory events gives the live bytes. The profiler
+reports a release only if it recorded the allocation, so the second of two recorded steps counts.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
     """Return the peak memory of `step` in bytes, beyond the bytes live before it.
 
     Args:
-        step: runs one training step; it is called twice, so one-time allocations such as the
-            optimizer's state are excluded.
+        step: runs one training step; it is called twice, so one-time allocations are excluded.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -71,7 +69,7 @@ class AllocationRecording:
             pass
 
     def stop(self) -> tuple[list[int], list[int]]:
-        """Stop; return both parts' allocations and negated releases, in bytes, in time order."""
+        """Stop; return both parts' allocations and negated releases, in bytes."""
         self._profiler.stop()
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
@@ -85,7 +83,7 @@ class AllocationRecording:
 
 
 def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
-    """Return the memory of a loss on the CPU, in bytes, with results while the loss needs them.
+    """Return the memory of a loss on the CPU, with results while the loss needs them.
 
     Args:
         loss: computes the scalar loss from results of the model.
@@ -114,13 +112,9 @@ def loss_in_step(
 ) -> LossMemory | None:
     """Return the memory of the loss in a user's step: all that the step computes after the model.
 
-    Args:
-        step: runs twice, with a model that returns immediately.
-        returned: the model's output for the batch.
-
-    Returns:
-        None if unknown: no output requires a gradient, an output is not on the CPU or in a
-            container unknown to pytree, or the step uses other parts of the model.
+    The step runs twice, with a model that returns immediately. The memory is unknown if no output
+    requires a gradient, one is not on the CPU or in a container unknown to pytree, or the step uses
+    other parts of the model.
     """
     leaves, spec = pytree.tree_flatten(returned)
     differentiated = {
@@ -143,7 +137,6 @@ def loss_in_step(
 
 @contextmanager
 def _returning(module: nn.Module, result: object) -> Iterator[None]:
-    """Replace a module's forward by one that returns `result` for any arguments."""
     before = vars(module).get("forward")
     vars(module)["forward"] = lambda *_, **__: result
     try:
@@ -161,10 +154,7 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
     """Return the memory of an optimizer, in FP32 values per parameter element.
 
     The peak for n equal parameters is modelled as temporary + before (if n > 1) + n * together.
-
-    Raises:
-        ProfileError: its class and defaults do not suffice to make a copy, or its step needs more
-            than parameters.
+    Raises `ProfileError` if no copy can be made, or its step needs more than parameters.
     """
     item, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
     together = three[1] - two[1]
@@ -187,7 +177,6 @@ def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
 
 
 def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
-    """Return the state and the peak with `count` parameters, in FP32 values per element."""
     parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
     available = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in available}

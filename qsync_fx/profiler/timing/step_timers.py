@@ -1,9 +1,7 @@
 """A user's training step: checks, compilation under plans, and timers of steps and their lines.
 
-On the CPU, a trace function reads a clock per line of Inductor's wrappers, which costs less than
-1 us. On a GPU, events are queued around each kernel. The GPU is blocked while Python queues, so
-that the time between events contains no launch latency. The rest of an untraced step is time in
-which the GPU waits for Python; it is split among lines by Python's time in each.
+On the CPU, a trace function reads a clock per line of Inductor's wrappers. On a GPU, events are
+queued around each kernel while the GPU is blocked, so that they exclude launch latency.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.options import Options
 
 StepFunction = Callable[[Any, Any], Tensor]
-"""A user's step: from a model and a batch to the loss."""
 
 
 def check_batches(batches: object) -> None:
@@ -50,11 +47,7 @@ def check_batches(batches: object) -> None:
 
 
 def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Return the first batch, and an iterable over all batches including the first.
-
-    Raises:
-        OptionError: `batches` is a single batch, or there is none.
-    """
+    """Return the first batch, and an iterable over all batches including the first."""
     check_batches(batches)
     rest = iter(batches)
     for batch in rest:
@@ -83,10 +76,7 @@ def checked_loss(loss: object, where: str) -> Tensor:
 
 
 def checking(step: StepFunction, module: nn.Module, where: str = "step") -> StepFunction:
-    """Return a step that raises `ProfileError` for its own backward() or an invalid loss.
-
-    The error comes from within the user's backward(), so that the traceback shows it.
-    """
+    """Return a step that raises `ProfileError` for its own backward() or an invalid loss."""
 
     def accumulated(_: Tensor) -> None:
         raise ProfileError(
@@ -159,7 +149,6 @@ class TrainingStep:
 
 Compiled = Callable[..., Any]
 CompileUnder = Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]
-"""Compiles a module with options of the backend, by training it for one step."""
 
 
 @contextlib.contextmanager
@@ -167,7 +156,7 @@ def compiling() -> Iterator[CompileUnder]:
     """Yield a function that compiles a module with options by training it for one step.
 
     Dynamo's recompile limits are lifted. On exit the compiled code is reset, so the user's own
-    compiled model recompiles at its next call. `plan_coverage` does not report these compilations.
+    compiled model recompiles at its next call.
     """
     codes: set[CodeType] = set()
 
@@ -176,9 +165,7 @@ def compiling() -> Iterator[CompileUnder]:
     ) -> Compiled:
         inputs: dict[str, Any] = dict(options)
         with collecting(Options.parse(options)) as log:
-            compiled: Compiled = torch.compile(
-                module, backend="qsync", options=inputs, dynamic=False
-            )
+            compiled = torch.compile(module, backend="qsync", options=inputs, dynamic=False)
             training.run(compiled)
             codes.update(code for code, _ in log.frames)
         return compiled
@@ -201,15 +188,12 @@ Seconds = Mapping[Line, float]
 def clock_for(threads: int) -> Clock:
     """Return the clock for a thread that computes with `threads` threads of torch.
 
-    The CPU time of a single thread is robust against other load. Several threads wait for one
-    another, so they need the wall clock.
+    The CPU time of a single thread is robust against other load, but excludes waiting for others.
     """
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return a wall clock for a GPU, which synchronizes the device first."""
-
     def clock() -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -218,7 +202,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class LineTimer:
-    """Accumulated line times of a step; its runner sets `backward` during the backward pass."""
+    """Accumulated line times of a step; its runner sets `backward`."""
 
     def __init__(self) -> None:
         self.backward = False
@@ -263,14 +247,12 @@ def _tracing(called: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
 _BLOCKED_S: Final = 0.03
 """Seconds to block the GPU; Python must queue `_QUEUED` events in less."""
 _CYCLES: Final = 2e9
-"""Upper bound on the GPU's clock rate in Hz, so that it sleeps at least as long as intended."""
+"""Upper bound on the GPU's clock rate in Hz, so that it sleeps at least as long."""
 _QUEUED: Final = 250
 """Events queued before the GPU is blocked again; the queue has room for 1,000 launches."""
 
 
 class GpuTimer:
-    """A CUDA device and its current stream."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.hold()
@@ -279,20 +261,17 @@ class GpuTimer:
         self._own = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
     def mark(self) -> Any:
-        """Record an event after all queued work and return it, for `between`."""
         kind: Any = torch.cuda.Event
         event = kind(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def hold(self) -> None:
-        """Wait for all queued work, and delay the work queued next."""
         torch.cuda.synchronize(self._device)
         sleep: Any = torch.cuda._sleep
         sleep(int(_BLOCKED_S * _CYCLES))
 
     def between(self, first: Any, last: Any) -> float:
-        """Return the seconds between two events."""
         last.synchronize()
         used: float = first.elapsed_time(last) - self._own
         return max(0.0, used / 1e3)
@@ -310,20 +289,17 @@ class Queued:
     _since: Any = None
 
     def clock(self) -> float:
-        """Begin a segment outside of wrappers; called between the passes as the step's clock."""
         self.end_outside()
         self.device.hold()
         self.begin_outside()
         return 0.0
 
     def end_outside(self) -> None:
-        """End a segment outside of wrappers."""
         if self._since is not None:
             self._outside.append((self.backward, self._since, self.device.mark()))
         self._since = None
 
     def begin_outside(self) -> None:
-        """Begin a segment outside of wrappers."""
         self._since = self.device.mark()
 
     def seconds(self, full: StepSeconds) -> Seconds:
@@ -349,8 +325,6 @@ class Queued:
 
 
 class _WrapperCall:
-    """Trace function of one call of a wrapper."""
-
     def __init__(self, result: Queued, file: str, kernels: Container[int]) -> None:
         self._result, self._file, self._kernels = result, file, kernels
         self._backward = result.backward
@@ -359,7 +333,6 @@ class _WrapperCall:
         self._since, self._marks = 0.0, 0
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
-        """Trace function: called before each line, and at the return."""
         now, device = None, self._result.device
         if self._line is not None:
             self._result.python[self._line] += time.perf_counter() - self._since
@@ -383,11 +356,7 @@ class _WrapperCall:
 
 @contextlib.contextmanager
 def timing_kernels(files: Mapping[str, Container[int]], device: GpuTimer) -> Iterator[Queued]:
-    """Time the lines of the wrappers that this thread runs within the context.
-
-    Args:
-        files: lines that call kernels, by path of the wrapper.
-    """
+    """Time the lines of wrappers that this thread runs; `files` has the lines of kernels."""
     result = Queued(device)
 
     def called(frame: FrameType, event: str, _: Any) -> Any:
