@@ -232,7 +232,6 @@ class Reducer:
     def _mean_of_all(
         self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
     ) -> IncomingMessages:
-        """Return the messages of all members for the parts of `mine`, to be averaged."""
         nbytes, messages = mine.memory.numel(), {self._own: mine.memory}
         for peer in self._others:
             messages[peer] = self.buffer(bucket.index, f"{name} {peer}", nbytes=nbytes)
@@ -262,7 +261,6 @@ class Reducer:
         outgoing: Sequence[tuple[OutgoingMessage, Sequence[int]]],
         incoming: Sequence[IncomingMessages],
     ) -> None:
-        """Send messages to members and decode incoming ones, chunk by chunk."""
         begin, coding = time.perf_counter(), self.tally.coding
         transfers = PendingTransfers(self.group, bucket.about)
         for item in incoming:
@@ -361,7 +359,6 @@ class NodeGroups:
         return len(self.ranks[0])
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's node."""
         return next(node for node in self.ranks if rank in node)
 
     def across(self, rank: int) -> tuple[int, ...]:
@@ -423,5 +420,4 @@ class Hierarchy:
         self.reducer.end(bucket, *volumes(shares, across.index(rank), len(across)))
 
     def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
-        """Return a parameter, cut into one shard for each rank of a node."""
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)

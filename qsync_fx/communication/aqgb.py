@@ -64,8 +64,7 @@ def mixed(ratio: float) -> dict[int, float]:
 
 _STEPS: Final = 5  # past steps for the prediction
 _LOG: Final = 10_000
-_SHORTEST: Final = 1e-6
-"""Shortest time in seconds, so that simultaneous blocks have a finite rate."""
+_SHORTEST: Final = 1e-6  # shortest time in seconds, so that simultaneous blocks have a finite rate
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,6 @@ class Controller:
             self._now = _Step(-1)
 
     def _end(self) -> None:
-        """End the current step, and keep its link rate and the times of its blocks."""
         self._rate = self._last_rate()
         ended, self._now = self._now, _Step(-1)
         if ended.needed is not None and ended.times:
@@ -227,7 +225,6 @@ class _Segment:
 
     @property
     def tags(self) -> tuple[int, int]:
-        """Tags of the header and the message."""
         return 2 * self.number, 2 * self.number + 1
 
 
@@ -270,7 +267,6 @@ class Gatherer:
         self.reducer.end(bucket, others * PLAIN.nbytes(size), others * theory)
 
     def _segments(self, transfers: PendingTransfers, size: int) -> list[_Segment]:
-        """Return the segments of a bucket, and post the receives of their headers."""
         step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
         cuts = range(0, size, step)
         headers = {
@@ -286,7 +282,6 @@ class Gatherer:
         return result
 
     def _announce(self, transfers: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Choose levels, encode, and send the header with the length of the message."""
         tally, values = self.reducer.tally, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
         segment.runs = self._runs(bucket, segment.begin, segment.end)
@@ -402,5 +397,4 @@ class Gatherer:
 
 
 def _most_bytes(values: int, pieces: int) -> int:
-    """Return an upper bound of the bytes for this many values and parameters, at any levels."""
     return Truncated(LEVELS[-1]).nbytes(values) + 16 * (pieces + 1)

@@ -64,7 +64,6 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_is_runnable() -> bool:
-    """Return whether a thread of gloo is runnable; False if the system does not report it."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, fields = task.read_text().partition("(")[2].rpartition(")")

@@ -168,7 +168,6 @@ class ShardedCompression(CompressorHandle):
         return message
 
     def _add(self, unit: FsdpUnit, sender: int, message: Tensor, total: Tensor, about: str) -> None:
-        """Add a received row to `total`, or record why it cannot be read."""
         rank = self._state.rank
         if (fault := self._header(unit, sender).fault(message)) is not None:
             text = point_to_point.unread(rank, sender, about, fault)
@@ -178,7 +177,6 @@ class ShardedCompression(CompressorHandle):
         unit.rows[rank].codec.decode(wire, total, add=True)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
-        """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
                 f"some parameters had no gradients, so the error feedback of {self.codec.name} "
@@ -227,7 +225,6 @@ class Scatter:
 
 
 def _divisor(op: Any, world: int) -> int:
-    """Return the divisor of the sum of all ranks' rows."""
     if op == distributed.ReduceOp.SUM:
         return 1
     if op == distributed.ReduceOp.AVG:

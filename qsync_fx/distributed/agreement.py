@@ -202,7 +202,6 @@ class Meeting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Report an error to the other ranks, or raise the failure that caused it."""
         self._stack.close()
         if isinstance(error, SystemExit) and not error.code:
             error = None
@@ -222,7 +221,6 @@ class Meeting:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[None]:
-        """Raise `RankError` if the store is lost."""
         try:
             yield
         except StoreLost:
@@ -289,7 +287,6 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _difference(stated: Mapping[int, Statement]) -> Failure | None:
-    """Return the first section that differs between the statements of ranks."""
     for section in dict.fromkeys(name for item in stated.values() for name in item):
         lines = {rank: tuple(item[section]) for rank, item in stated.items() if section in item}
         most, count = Counter(lines.values()).most_common(1)[0]
@@ -310,7 +307,6 @@ def _difference(stated: Mapping[int, Statement]) -> Failure | None:
 
 
 def _first_of(lines: Sequence[str]) -> str:
-    """Return the first three lines as text, with the number of all if there are more."""
     if not lines:
         return "the same lines in another order"
     more = f", ... ({len(lines)} in total)" if len(lines) > 3 else ""

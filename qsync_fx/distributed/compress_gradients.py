@@ -283,7 +283,6 @@ def _groups(module: Any) -> list[Any]:
 
 
 def _row(where: str, parameter: Any) -> int:
-    """Return the values of a parameter's padded shard."""
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):

@@ -25,10 +25,8 @@ from qsync_fx.profiler.links.collective_times import all_reduce_seconds
 
 Clock = Callable[[], float]
 _NOTE: Final = "link"
-_OUGHT: Final = 0.01
-"""Minimum seconds of the probe, well above clock and scheduler noise."""
-_LONGEST: Final = 0.5
-"""Seconds above which the probe uses fewer bytes."""
+_OUGHT: Final = 0.01  # minimum seconds of the probe, well above clock and scheduler noise
+_LONGEST: Final = 0.5  # seconds above which the probe uses fewer bytes
 _LATENCIES: Final = 3
 _REPEATS: Final = 3
 _SIZES: Final = tuple(2**power for power in range(12, 27, 2))

@@ -46,8 +46,7 @@ from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
 
-CODECS: Final = "codecs"
-"""Key of the plan note that lists the codecs that the solver may choose."""
+CODECS: Final = "codecs"  # key of the plan note that lists the codecs that the solver may choose
 
 
 @dataclass(frozen=True)
@@ -298,8 +297,6 @@ def measure_and_plan(
 
 
 class _Choosing:
-    """Solver loop of rank 0: from the profiles of all ranks to the final plan."""
-
     def __init__(
         self,
         classes: Sequence[str],
@@ -316,7 +313,6 @@ class _Choosing:
 
     @property
     def next(self) -> FleetPlan | None:
-        """The plan to run next; None at the end of the loop."""
         return self._found() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
@@ -338,7 +334,6 @@ class _Choosing:
 
 
 def _check_measuring(measuring: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later."""
     ours = ("model", "step", "batches", "precisions", "optimizer", "profile", "progress")
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
@@ -357,7 +352,6 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
 
 
 def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:
-    """Raise `PlanError` if `memory` names a class of devices that no rank has."""
     if not isinstance(memory, Mapping):
         return
     for name in memory:

@@ -114,7 +114,6 @@ class Guard:
         return () if self._replanner is None else tuple(self._replanner.history)
 
     def __enter__(self) -> Guard:
-        """Compare the statements of all ranks and install the hooks."""
         if not agreement.several_ranks():
             return self
         with contextlib.ExitStack() as stack:
@@ -142,7 +141,6 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Compare parameters after the last step; report an error, or raise its cause."""
         if error is not None or self._steps == 0 or not self._check_every:
             self._stack.__exit__(kind, error, traceback)
             return
@@ -182,7 +180,6 @@ class Guard:
         return agreement.uncompiled(compare)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Compare the parameters that previous steps produced."""
         if not self._trains(optimizer):
             return
         self._optimizers.add(optimizer)

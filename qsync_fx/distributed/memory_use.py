@@ -58,8 +58,7 @@ def free_bytes(device: torch.device) -> float | None:
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
-_FIRST = 3
-"""Steps that are not measured: they compile code and create the optimizer state."""
+_FIRST = 3  # steps that are not measured: they compile code and create the optimizer state
 
 
 class PeakCheck:
@@ -86,7 +85,6 @@ class PeakCheck:
 
     @property
     def _is_open(self) -> bool:
-        """Whether the plan has a limit and its peak is not measured yet."""
         return self._predicted.memory is not None and self.over is None
 
     def called(self) -> None:

@@ -48,8 +48,7 @@ class NodeLinks:
     uneven: bool = False  # whether nodes differ in the number of ranks
 
 
-FLAT: Final = NodeLinks()
-"""Topology without nodes."""
+FLAT: Final = NodeLinks()  # topology without nodes
 
 
 def nodes_to_plan_for(
@@ -127,7 +126,6 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
 
 
 def _node_names(meeting: Meeting, limit: float) -> list[str]:
-    """Return the node name of each rank: torchrun's group rank, or else the host name."""
     name = socket.gethostname()
     if (node := environment.text("GROUP_RANK")) and environment.text("LOCAL_WORLD_SIZE"):
         name = json.dumps(["torchrun's", node])

@@ -290,7 +290,6 @@ class Replanner:
         _LOG.warning("%s", decided)
 
     def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
-        """Return rank 0's decision and the plan to switch to, as a JSON-compatible dict."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
         limits = {name: self._planned.get(name, cap) for name, cap in self._caps.items()}
@@ -339,7 +338,6 @@ def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:
 
 
 def _check(model: nn.Module, result: FleetPlan) -> None:
-    """Raise `OptionError` if the model does not train under the plan, or is sharded."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise OptionError(
             "replanning supports DistributedDataParallel, but this model is sharded",

@@ -85,7 +85,6 @@ class Codec(ABC):
             self._coded(torch.zeros(3 * self.unit, dtype=torch.float32, device=device))
 
     def _coded(self, values: Tensor) -> Tensor:
-        """Return values after encoding and decoding, with zeros as error feedback."""
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         result = torch.empty_like(values)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)

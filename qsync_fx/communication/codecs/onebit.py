@@ -100,8 +100,6 @@ class Columns(Codec):
 
 @dataclass(frozen=True)
 class _Column(Reshaped):
-    """1bitSGD of a parameter whose columns have `size` values."""
-
     def theory(self, n: int) -> float:
         return n / self.size * (8 + 4 * -(-self.size // 32))
 

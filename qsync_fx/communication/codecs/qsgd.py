@@ -19,8 +19,7 @@ from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
-UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
-"""Unit sizes of the study by bits (section 4.1)."""
+UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}  # unit sizes of the study by bits (section 4.1)
 
 
 @dataclass(frozen=True)

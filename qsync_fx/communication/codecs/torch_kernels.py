@@ -69,8 +69,7 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 _LANES: Final = 16
-_FOLDED: Final = 128
-"""Largest unit whose order of summation is unrolled for the compiler."""
+_FOLDED: Final = 128  # largest unit whose order of summation is unrolled for the compiler
 _LOW: Final = 0xFFFFFFFF
 _LARGEST: Final = torch.finfo(torch.float32).max
 
@@ -214,7 +213,6 @@ def _padded(packed: Tensor, units: int, nbytes: int) -> Tensor:
 
 
 def _fill(rows: Tensor, by: int) -> Tensor:
-    """Return rows padded with zeros to a multiple of `by` columns."""
     return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
 
 
@@ -256,7 +254,6 @@ def _mix(word: Any) -> Any:
 
 
 def _start(draw: Draw, device: torch.device) -> Tensor:
-    """Return [[key of the random numbers, index of the first value]]."""
     key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
     return torch.tensor([[key, draw.first]], device=device)
 
@@ -277,13 +274,11 @@ def _over(x: Tensor, y: Tensor | float) -> Tensor:
 
 
 def _groups(size: int, bits: int) -> int:
-    """Return the padded number of values in a unit."""
     group = max(128 // bits, _LANES)
     return -(-size // group) * group
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    """Return the packed bytes of codes, [units, bytes], uint8."""
     code = _fill(code, _groups(1, bits))
     if bits == 16:
         return _bytes(code.to(torch.int16))

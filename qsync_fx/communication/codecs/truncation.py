@@ -18,8 +18,7 @@ from qsync_fx.communication.codecs import buffers
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 LEVELS = (12, 16, 20, 24, 28, 32)
-STEP = 420
-"""Bytes that contain a whole number of values at every level."""
+STEP = 420  # bytes that contain a whole number of values at every level
 
 
 @dataclass(frozen=True)

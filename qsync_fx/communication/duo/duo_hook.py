@@ -215,7 +215,6 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _after_lookahead(self, pending: PendingStep) -> None:
-        """Write the optimizer's parameters into the model, and start the slow reduction."""
         self._optimized.show(pending.step, self._checks(pending.step))
         self._worker.submit(lambda: self._reduce_in_fp32(pending))
 

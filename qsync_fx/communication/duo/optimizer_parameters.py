@@ -27,8 +27,7 @@ from qsync_fx.errors import OptionError
 
 _COUNTERS: Final = ("step",)
 """State entries that are not sharded, even if they have the shape of a parameter."""
-_PARAMETERS, _SUM, _STATE = 0, 1, 2
-"""Message numbers; for gradients the number is the bucket index."""
+_PARAMETERS, _SUM, _STATE = 0, 1, 2  # message numbers; for gradients the number is the bucket index
 _DIFFERENT_PARAMETERS: Final = (
     "the parameters of rank {} differ from those of rank {} after an optimizer step"
 )
@@ -286,5 +285,4 @@ class ShardedParameters(ReplicatedParameters):
 
 
 def _is_sharded(name: str, value: Any) -> bool:
-    """Return whether an entry of the optimizer's state is sharded like its parameter."""
     return isinstance(value, Tensor) and name not in _COUNTERS and value.dim() > 0

@@ -354,7 +354,6 @@ class Steps:
         self._after_lookahead(self.pending)
 
     def _use(self, averaged: PendingStep) -> tuple[Use, bool]:
-        """Return how the optimizer uses the gradients, and whether an infinity skips the step."""
         scale, infinite = functional_optimizer.scaling(self._optimizer)
         gradients = [p.grad for p in self._parameters.stepped]
         factor = averaged.factor_found(gradients, self._parameters.aside())
