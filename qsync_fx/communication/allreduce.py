@@ -18,24 +18,10 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication import bucket as geometry, point_to_point
-from qsync_fx.communication.bucket import (
-    Bucket,
-    ParameterSlice,
-    gathered,
-    giving,
-    scattering,
-    volumes,
-)
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.compressor_state import CompressorState
-from qsync_fx.communication.point_to_point import (
-    HEADER,
-    Chunk,
-    MessageHeader,
-    PendingTransfers,
-    StepOutcome,
-    chunks_of,
-)
+from qsync_fx.communication.point_to_point import HEADER, Chunk, StepOutcome, chunks_of
 from qsync_fx.communication.statistics import CommunicationStatistics
 
 
@@ -86,7 +72,7 @@ class Reducer:
         flats = self.flats(bucket)
         self.mean(bucket, flats)
         self.put_back(bucket, flats)
-        self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
+        self.end(bucket, *geometry.volumes(bucket.pieces, self._own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
@@ -94,7 +80,7 @@ class Reducer:
             return
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             self.state.spend(piece, flat)
-        in_full = gathered([piece.codec for piece in bucket.pieces], len(self.members))
+        in_full = geometry.gathered([piece.codec for piece in bucket.pieces], len(self.members))
         for is_full in (True, False):
             items = zip(bucket.pieces, flats, in_full, strict=True)
             selected = [(piece, flat) for piece, flat, full in items if full == is_full]
@@ -106,19 +92,17 @@ class Reducer:
                 self._gather_and_sum(part, values)
             else:
                 self.reduce_scatter(part, values)
-                shards = _cut(values, [piece.part(self._own) for piece in pieces])
-                self.all_gather(part, shards, values)
+                self.all_gather(part, _cut(values, part.parts(self._own)), values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
         flats = self.flats(bucket)
         self.reduce_scatter(bucket, flats)
-        for piece, flat in zip(bucket.pieces, flats, strict=True):
-            part = piece.part(self._own)
+        for part, flat in zip(bucket.parts(self._own), flats, strict=True):
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self._count(*scattering(bucket.pieces, self._own))
+        self._count(*geometry.scattering(bucket.pieces, self._own))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -128,7 +112,7 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self._count(*giving(bucket.pieces, self._own, len(self.members)))
+        self._count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
         self._count(raw, theory)
@@ -149,9 +133,7 @@ class Reducer:
     def settle(
         self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
     ) -> None:
-        """End a step after its last bucket, as `point_to_point.settle`; `compared` counts as a
-        check.
-        """
+        """End a step as `point_to_point.settle`; `compared` counts as a check."""
         self.tally.steps += 1
         rank, world = self.state.rank, self.state.world
         if world == 1:
@@ -162,8 +144,7 @@ class Reducer:
         self.tally.checks += compared
 
     def flats(self, bucket: Bucket) -> list[Tensor]:
-        begin = time.perf_counter()
-        room = None
+        begin, room = time.perf_counter(), None
         if size := bucket.reordered:
             key = bucket.index, "order"
             if key not in self._buffers or self._buffers[key].numel() != size:
@@ -202,10 +183,11 @@ class Reducer:
         """Write the mean into this rank's shards of `flats`; other values are undefined."""
         outgoing = []
         for owner in range(len(self.members)):
-            parts = [piece.part(owner) for piece in bucket.pieces]
+            parts = bucket.parts(owner)
             message = self._message(bucket, _cut(flats, parts), parts, f"to {owner}")
-            outgoing.append((message, [owner] if owner != self._own else []))
+            outgoing.append((message, [owner]))
         mine, _ = outgoing[self._own]
+        outgoing[self._own] = mine, []
         incoming = self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))
         self._exchange(bucket, outgoing, [incoming])
 
@@ -214,19 +196,15 @@ class Reducer:
     ) -> None:
         """Send this rank's shards to all, and write the shards of all ranks into `flats`."""
         incoming = []
-        own_parts = [piece.part(self._own) for piece in bucket.pieces]
-        mine = self._message(bucket, shards, own_parts, "mean", summed=True)
+        mine = self._message(bucket, shards, bucket.parts(self._own), "mean", summed=True)
         for owner in range(len(self.members)):
-            chunks, memory, parts = mine.chunks, mine.memory, own_parts
+            chunks, memory, parts = mine.chunks, mine.memory, bucket.parts(owner)
             if owner != self._own:
-                parts = [piece.part(owner) for piece in bucket.pieces]
                 chunks = chunks_of(bucket.pieces, parts)
                 nbytes = chunks[-1].wire.stop
                 memory = self.buffer(bucket.index, f"mean of {owner}", nbytes=nbytes)
-            targets = _cut(flats, parts)
-            incoming.append(
-                IncomingMessages(chunks, {owner: memory}, targets, summed=True, add=add)
-            )
+            means = IncomingMessages(chunks, {owner: memory}, _cut(flats, parts), True, add)
+            incoming.append(means)
         self._exchange(bucket, [(mine, self._others)], incoming)
 
     def _mean_of_all(
@@ -249,10 +227,8 @@ class Reducer:
         chunks = chunks_of(bucket.pieces, parts)
         message = self.buffer(bucket.index, name, nbytes=chunks[-1].wire.stop)
         self._header(bucket, self._own, message, summed).write(message)
-        residuals = [
-            self.state.residual(piece, part, summed)
-            for piece, part in zip(bucket.pieces, parts, strict=True)
-        ]
+        both = zip(bucket.pieces, parts, strict=True)
+        residuals = [self.state.residual(piece, part, summed) for piece, part in both]
         return OutgoingMessage(message, chunks, parts, values, residuals, summed)
 
     def _exchange(
@@ -262,7 +238,7 @@ class Reducer:
         incoming: Sequence[IncomingMessages],
     ) -> None:
         begin, coding = time.perf_counter(), self.tally.coding
-        transfers = PendingTransfers(self.group, bucket.about)
+        transfers = point_to_point.PendingTransfers(self.group, bucket.about)
         for item in incoming:
             for sender in set(item.messages) - {self._own}:
                 for number, chunk in enumerate(item.chunks):
@@ -339,9 +315,15 @@ class Reducer:
         buffers.synchronize(values[0])
         self.tally.decode += time.perf_counter() - begin
 
-    def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
-        number, length = 2 * bucket.index + summed, message.numel() - HEADER
-        return MessageHeader(self.state.codec, self.members[sender], number, bucket.step, length)
+    def _header(
+        self, bucket: Bucket, sender: int, message: Tensor, summed: bool
+    ) -> point_to_point.MessageHeader:
+        number, length, rank = (
+            2 * bucket.index + summed,
+            message.numel() - HEADER,
+            self.members[sender],
+        )
+        return point_to_point.MessageHeader(self.state.codec, rank, number, bucket.step, length)
 
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
@@ -402,8 +384,7 @@ class Hierarchy:
         pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
         plain = replace(bucket, pieces=pieces, measured=False)
         shares = [self.share(piece) for piece in bucket.pieces]
-        parts = [piece.part(self._place) for piece in pieces]
-        shards = [flat[part] for flat, part in zip(flats, parts, strict=True)]
+        shards = _cut(flats, plain.parts(self._place))
         self._inside.reduce_scatter(plain, flats)
         self.reducer.mean(replace(bucket, pieces=shares), shards)
         self._inside.all_gather(plain, shards, flats)
@@ -417,7 +398,7 @@ class Hierarchy:
         self.reducer.put_back(bucket, flats)
         rank = self.reducer.state.rank
         across = self.nodes.across(rank)
-        self.reducer.end(bucket, *volumes(shares, across.index(rank), len(across)))
+        self.reducer.end(bucket, *geometry.volumes(shares, across.index(rank), len(across)))
 
     def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from qsync_fx.communication.point_to_point import HEADER, MessageHeader, Pending
 from qsync_fx.communication.statistics import BitLevelSummary
 
 _FULL: Final = 32
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -101,22 +102,17 @@ class Controller:
     """
 
     def __init__(
-        self,
-        grace: float = 0.0,
-        elapsed: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, grace: float = 0.0, elapsed: bool = False, clock: Clock = time.perf_counter
     ) -> None:
-        self.ratio = 1.0
+        self.ratio, self.clock = 1.0, clock
         self.log: deque[AqgbEntry] = deque(maxlen=_LOG)
-        self.clock = clock
         self._grace, self._elapsed = grace, elapsed
         self._lock = threading.Lock()
         self._undelivered = 0
         self._rate: float | None = None
         self._past: deque[tuple[list[int], list[float]]] = deque(maxlen=_STEPS)
-        self._now = _Step(-1)
+        self._now, self._decisions = _Step(-1), 0
         self._levels: Counter[int] = Counter()
-        self._decisions = 0
 
     def came(self, step: int, size: int) -> None:
         """Record a block of `size` FP32 bytes that is ready, and decide its ratio."""
@@ -167,10 +163,8 @@ class Controller:
     def load(self, saved: Mapping[str, Any]) -> None:
         with self._lock:
             self._rate = saved.get("rate")
-            self._past = deque(
-                ((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ())), maxlen=_STEPS
-            )
-            self._now = _Step(-1)
+            past = ((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ()))
+            self._past, self._now = deque(past, maxlen=_STEPS), _Step(-1)
 
     def _end(self) -> None:
         self._rate = self._last_rate()
@@ -218,7 +212,7 @@ class _Segment:
     number: int
     begin: int
     end: int
-    headers: Mapping[int, Tensor]
+    headers: Sequence[Tensor]
     runs: list[ByteRun] = field(default_factory=list)
     messages: dict[int, Tensor] = field(default_factory=dict)
     sent: float = 0.0  # time of this rank's message, in seconds of the controller's clock
@@ -269,28 +263,23 @@ class Gatherer:
     def _segments(self, transfers: PendingTransfers, size: int) -> list[_Segment]:
         step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
         cuts = range(0, size, step)
-        headers = {
-            rank: torch.split(self._buffer(f"headers of {rank}", len(cuts) * _HEADERS), _HEADERS)
-            for rank in range(self._world)
-        }
-        result = []
+        nbytes, result = len(cuts) * _HEADERS, []
+        memory = [self._buffer(f"headers of {rank}", nbytes) for rank in range(self._world)]
         for number, begin in enumerate(cuts):
-            of_segment = {rank: memory[number] for rank, memory in headers.items()}
-            result.append(_Segment(number, begin, min(begin + step, size), of_segment))
+            headers = [item[number * _HEADERS : (number + 1) * _HEADERS] for item in memory]
+            result.append(_Segment(number, begin, min(begin + step, size), headers))
             for peer in self._others:
-                transfers.expect(peer, of_segment[peer], result[-1].tags[0])
+                transfers.expect(peer, headers[peer], result[-1].tags[0])
         return result
 
     def _announce(self, transfers: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
         tally, values = self.reducer.tally, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
         segment.runs = self._runs(bucket, segment.begin, segment.end)
-        full = values
-        if bucket.measured:
-            full = values.clone()
-            for run in segment.runs:
-                if run.residual is not None:
-                    full[run.begin - segment.begin : run.end - segment.begin] += run.residual
+        full = values.clone() if bucket.measured else values
+        for run in segment.runs:
+            if bucket.measured and run.residual is not None:
+                full[run.begin - segment.begin : run.end - segment.begin] += run.residual
         # Three buffers: one message is decoded, one is in flight, and this one is encoded.
         most = _most_bytes(values.numel(), len(bucket.pieces))
         message = self._encode(bucket, segment, self._buffer(f"message {segment.number % 3}", most))
@@ -362,9 +351,7 @@ class Gatherer:
                     continue
                 part = slice(a - start, b - start)
                 residual = self.reducer.state.residual(piece, part, summed=False)
-                bits = LEVELS[-1]
-                if isinstance(piece.codec, Adaptive):
-                    bits = level
+                bits = level if isinstance(piece.codec, Adaptive) else LEVELS[-1]
                 without = residual is None and result and result[-1].residual is None
                 if without and result[-1].bits == bits:
                     result[-1] = replace(result[-1], end=b)
@@ -388,8 +375,7 @@ class Gatherer:
             try:
                 self.codec.decode(segment.messages[sender], values, add=sender > 0)
             except ValueError:
-                fault = f"its levels do not fit {values.numel()} values"
-                self.reducer.fault(bucket, sender, fault)
+                self.reducer.fault(bucket, sender, f"its levels do not fit {values.numel()} values")
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _buffer(self, name: str, nbytes: int) -> Tensor:

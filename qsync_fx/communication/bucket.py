@@ -122,6 +122,10 @@ class Bucket:
     gradients: Sequence[Tensor]  # views of `values` with the shapes and strides of the parameters
     measured: bool = False  # whether to measure the coding error and compare results
 
+    def parts(self, owner: int) -> list[slice]:
+        """Return the shards that rank `owner` reduces."""
+        return [piece.part(owner) for piece in self.pieces]
+
     @property
     def reordered(self) -> int:
         """Number of values whose memory order differs from coding order."""
@@ -168,8 +172,8 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
     cut_pieces = [piece for piece, item in zip(pieces, full, strict=True) if not item]
     raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full_pieces)
     theory = (ranks - 1) * sum(piece.codec.theory(piece.size) for piece in full_pieces)
-    for phase_raw, phase_theory in (scattering(cut_pieces, rank), giving(cut_pieces, rank, ranks)):
-        raw, theory = raw + phase_raw, theory + phase_theory
+    for phase in (scattering(cut_pieces, rank), giving(cut_pieces, rank, ranks)):
+        raw, theory = raw + phase[0], theory + phase[1]
     return raw, theory
 
 

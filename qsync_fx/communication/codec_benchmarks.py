@@ -56,18 +56,12 @@ def measured(
     number of values coded at once, as in messages; all if None.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    return [_measured(codec, source, repeats, clock, chunk or values) for codec in codecs]
+
+
+def _measured(codec: Codec, source: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+    name, codec = codec.name, codec.fitted((source.numel(),))
     target = torch.zeros_like(source)
-    return [
-        _measured(
-            codec.fitted((values,)), codec.name, source, target, repeats, clock, chunk or values
-        )
-        for codec in codecs
-    ]
-
-
-def _measured(
-    codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int
-) -> Speed:
     chunks = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
     wires = [buffers.host(codec.nbytes(values.numel()), source.device) for values, _ in chunks]
     residuals: Sequence[Tensor | None] = [None] * len(chunks)
@@ -92,12 +86,8 @@ def _measured(
         for (_, output), wire in zip(chunks, wires, strict=True):
             codec.decode(buffers.on_device_of(wire, output), output, **settings)
 
-    calls: dict[str, Callable[[], object]] = {
-        "copy": copy,
-        "encode": encode,
-        "decode": lambda: decode(add=True),
-        "read": lambda: decode(last=True),
-    }
+    calls: dict[str, Callable[[], object]] = {"copy": copy, "encode": encode}
+    calls |= {"decode": lambda: decode(add=True), "read": lambda: decode(last=True)}
     for call in calls.values():
         call()
     rounds = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
@@ -116,9 +106,8 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
     return max(clock() - begin, 1e-9)
 
 
-PLAIN: Final = "torch fp32"
-HALF: Final = "torch fp16"
-"""Baselines of torch: all-reduce in FP32, and the comm hook that converts to FP16."""
+PLAIN: Final = "torch fp32"  # all-reduce
+HALF: Final = "torch fp16"  # comm hook that converts to FP16
 _WIDTH: Final = 1024
 _WARMUP: Final = 3
 
@@ -158,10 +147,8 @@ def reductions(
         index=lambda: 0,
         is_last=lambda: True,
     )
-    hooks: dict[str, Callable[[Any, Any], Any]] = {
-        PLAIN: default_hooks.allreduce_hook,
-        HALF: default_hooks.fp16_compress_hook,
-    }
+    hooks: dict[str, Callable[[Any, Any], Any]] = {PLAIN: default_hooks.allreduce_hook}
+    hooks[HALF] = default_hooks.fp16_compress_hook
     handles: dict[str, DdpCompressor] = {}
     for name in codecs:
         # One group for each codec, as `compress` creates.
@@ -185,13 +172,13 @@ def reductions(
         for _ in range(_WARMUP):
             seconds(method)
     before = {name: handle.report().tally for name, handle in handles.items()}
-    rounds: list[list[float]] = []
+    rounds: list[float] = []
     for turn in range(repeats):
         shift = turn % len(methods)
         times = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
-        rounds.append([times[method] for method in methods])
+        rounds += [times[method] for method in methods]
     # One collective finds the slowest rank of all rounds.
-    reported = slowest([used for times_of_round in rounds for used in times_of_round])
+    reported = slowest(rounds)
     by_method = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
 
     def speedup(baseline: str, method: str) -> float:

@@ -21,26 +21,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-LIMIT_S: Final = 60.0
-"""Seconds for all threads to end. Another rank may still compute the step of awaited messages."""
+LIMIT_S: Final = 60.0  # for all threads to end, while another rank may still compute its messages
 _GLOO: Final = "pt_gloo_runloop"
 _GLOO_LIMIT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _LOG = logging.getLogger("qsync_fx.communication")
-_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
-    weakref.WeakKeyDictionary()
-)
+_Stops = weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]]
+_stops = _Stops()
 
 
 def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread that is stopped and joined before the interpreter exits.
 
     A daemon thread in a C++ call of torch during interpreter finalization would end the process by
-    `std::terminate`; a thread that is no daemon would be joined without a limit.
-
-    Args:
-        stop: makes `run` return after its queued tasks, without blocking. It must not reference the
-            owner of the thread.
+    `std::terminate`; a thread that is no daemon would be joined without a limit. `stop` makes `run`
+    return after its queued tasks, without blocking; it must not reference the thread's owner.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     _stops[thread] = stop
@@ -83,17 +78,15 @@ def _join_all() -> None:
     for thread, _ in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            _LOG.error(
-                "the thread %r still waits for another rank after %g s; the process exits without "
-                "it. Check the logs of the other ranks for a stopped rank",
-                thread.name,
-                LIMIT_S,
-            )
+            message = "the thread %r still waits for another rank after %g s; the process exits "
+            message += "without it. Check the logs of the other ranks for a stopped rank"
+            _LOG.error(message, thread.name, LIMIT_S)
     if threads:
         wait_for_gloo()
 
 
 Work = Callable[[], Tensor]
+Tasks = queue.SimpleQueue[tuple[Work, Any, Any] | None]
 
 
 class Worker:
@@ -106,7 +99,7 @@ class Worker:
         self._devices: list[Any] = [device] if is_gpu else []
         make_stream: Any = torch.cuda.Stream
         self._stream: Any = make_stream(device) if is_gpu else None
-        self._todo: queue.SimpleQueue[tuple[Work, Any, Any] | None] = queue.SimpleQueue()
+        self._todo = Tasks()
         self._idle = threading.Condition()
         self._open = 0
         # The waiting thread has no strong reference to the worker: it ends with the last user.
@@ -160,9 +153,7 @@ def _result(done: Any) -> Any:
     return result
 
 
-def _run(
-    worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any, Any] | None]
-) -> None:
+def _run(worker: weakref.ref[Worker], todo: Tasks) -> None:
     while (inputs := todo.get()) is not None:
         alive = worker()
         if alive is None:

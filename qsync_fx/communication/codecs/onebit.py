@@ -9,7 +9,7 @@ feedback equal the input; the error feedback of a unit sums to zero up to roundi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import torch
@@ -34,10 +34,10 @@ class Reshaped(Codec):
         return self.size
 
     def nbytes(self, n: int) -> int:
-        return _C.onebit_bytes(n, self.size)
+        return _C.onebit_bytes(n, self.unit)
 
     def theory(self, n: int) -> float:
-        return n * (1 + 64 / self.size) / 8
+        return n * (1 + 64 / self.unit) / 8
 
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
@@ -45,7 +45,7 @@ class Reshaped(Codec):
         n = values.numel()
         if not buffers.native(values):
             feedback = torch.zeros_like(values) if residual is None else residual
-            coded, left = torch_kernels.onebit_encode(values, feedback, self.size)
+            coded, left = torch_kernels.onebit_encode(values, feedback, self.unit)
             wire[: coded.numel()].copy_(coded)
             feedback.copy_(left)
             return
@@ -56,7 +56,7 @@ class Reshaped(Codec):
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not buffers.native(values):
-            decoded = torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size)
+            decoded = torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.unit)
             buffers.put(decoded, values, add)
             return
         source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
@@ -64,15 +64,15 @@ class Reshaped(Codec):
 
 
 @dataclass(frozen=True)
-class Columns(Codec):
+class Columns(Reshaped):
     """1bitSGD: units are columns; `fitted` returns the codec for the shape of a parameter.
 
     A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
     of a vector, as in CNTK, which stores tensors with reversed dimensions.
     """
 
+    size: int = field(default=0, repr=False)
     name: str = "1bit"
-    residual: ClassVar[bool] = True
 
     def fitted(self, shape: Sequence[int]) -> Codec:
         if len(shape) == 2:
@@ -85,17 +85,6 @@ class Columns(Codec):
             "1bitSGD encodes columns and needs the shape of a parameter",
             do="call fitted(shape) first",
         )
-
-    def nbytes(self, n: int) -> int:
-        return self.unit
-
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
-        self.nbytes(values.numel())
-
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        self.nbytes(values.numel())
 
 
 @dataclass(frozen=True)
