@@ -65,11 +65,11 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     """Return the codecs of a plan; raise `PlanError` if it names an unknown parameter."""
     for name in planned:
         if name not in names:
-            raise PlanError(
-                f"the plan codes {shown(name)}, which is not a trained parameter of the model",
-                where="codecs",
-                do="use a plan of this model, whose parameters have other names",
+            description = (
+                f"the plan codes {shown(name)}, which is not a trained parameter of the model"
             )
+            do = "use a plan of this model, whose parameters have other names"
+            raise PlanError(description, where="codecs", do=do)
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
     coded = tuple(codec != PLAIN for codec in codecs)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
@@ -97,8 +97,7 @@ class DdpCompressor(CompressorHandle):
         nodes: NodeGroups | None = None,
     ) -> None:
         self.assigned, self.nodes = assigned, nodes
-        self.names = [name for name, _ in named]
-        self._parameters = [p for _, p in named]
+        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
@@ -170,11 +169,9 @@ class DdpCompressor(CompressorHandle):
         self.wait()
         adapts = self.controller is not None or assigned.adaptive is not None
         if adapts or self.nodes is not None:
-            raise OptionError(
-                "codecs between nodes, and AQGB, cannot change during training",
-                where="codecs",
-                do="remove hierarchical=True, use another codec, or train without replanning",
-            )
+            description = "codecs between nodes, and AQGB, cannot change during training"
+            do = "remove hierarchical=True, use another codec, or train without replanning"
+            raise OptionError(description, where="codecs", do=do)
         pieces = self._pieces(assigned, self._state.world)
         for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
             if old != new:
@@ -219,16 +216,12 @@ class DdpCompressor(CompressorHandle):
             self.controller.load(self._state.control)
 
     def report(self) -> Report:
-        sizes = [piece.size for piece in self.pieces]
-        coded = sum(size for size, item in zip(sizes, self.assigned.coded, strict=True) if item)
+        size, state = sum(piece.size for piece in self.pieces), self._state
+        both = zip(self.pieces, self.assigned.coded, strict=True)
+        coded = sum(piece.size for piece, is_coded in both if is_coded)
+        adapted, tally = self.controller and self.controller.adapted(), replace(self._reducer.tally)
         return Report(
-            codec=self.assigned.name,
-            rank=self._state.rank,
-            world=self._state.world,
-            coded=coded,
-            plain=sum(sizes) - coded,
-            tally=replace(self._reducer.tally),
-            adapted=None if self.controller is None else self.controller.adapted(),
+            self.assigned.name, state.rank, state.world, coded, size - coded, tally, adapted
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -237,11 +230,9 @@ class DdpCompressor(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         return {
             "gradient codec": codec,
-            "node layout": ["none" if self.nodes is None else str(self.nodes)],
+            "node layout": [str(self.nodes or "none")],
             "gradient seed": [str(self._state.seed)],
-            "tensor codec": [
-                f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces
-            ],
+            "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],
         }
 
     def _watch(self, step: int) -> None:

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication import point_to_point
+from qsync_fx.communication import compressor_state, point_to_point
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
-from qsync_fx.communication.compressor_state import (
-    CompressorHandle,
-    CompressorState,
-    finite,
-    is_scaled,
-    scale_of,
-)
+from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState, finite
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
 from qsync_fx.communication.statistics import Report
@@ -76,12 +70,11 @@ class ShardedCompression(CompressorHandle):
         scaler: Any = None,
         device: torch.device = CPU,
     ) -> None:
-        self.codec = codec
-        codecs = [codec if row * world >= least else PLAIN for row in sizes.values()]
-        self.units = tuple(
-            FsdpUnit.of(name, index, row, codecs[index], world)
-            for index, (name, row) in enumerate(sizes.items())
-        )
+        self.codec, units = codec, []
+        for index, (name, row) in enumerate(sizes.items()):
+            chosen = codec if row * world >= least else PLAIN
+            units.append(FsdpUnit.of(name, index, row, chosen, world))
+        self.units = tuple(units)
         self._check_every, self._begun = check_every, False
         self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
         self._reducer = Reducer(group, self._state)  # for statistics and the end of steps
@@ -154,13 +147,11 @@ class ShardedCompression(CompressorHandle):
         message = buffers.host(unit.length, values.device)
         near = buffers.device_buffer(message[HEADER:], values)
         self._header(unit, state.rank).write(message)
-        residual = state.residual(piece, slice(0, piece.size), summed=False)
+        residual, full = state.residual(piece, slice(0, piece.size), summed=False), values
         measured = self._check_every > 0 and state.step % self._check_every == 0
-        full = values
         if measured and residual is not None:
             full = values + residual
-        draw = state.draw(piece, state.step, 0, summed=False)
-        piece.codec.encode(values, near, draw, residual)
+        piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
             self._reducer.tally.measure(full, piece.codec, near)
         if not buffers.native(values):
@@ -168,13 +159,12 @@ class ShardedCompression(CompressorHandle):
         return message
 
     def _add(self, unit: FsdpUnit, sender: int, message: Tensor, total: Tensor, about: str) -> None:
-        rank = self._state.rank
-        if (fault := self._header(unit, sender).fault(message)) is not None:
-            text = point_to_point.unread(rank, sender, about, fault)
-            self._reducer.outcome.faults.append(text)
+        if (fault := self._header(unit, sender).fault(message)) is None:
+            wire = buffers.on_device_of(message[HEADER:], total)
+            unit.codec.decode(wire, total, add=True)
             return
-        wire = buffers.on_device_of(message[HEADER:], total)
-        unit.rows[rank].codec.decode(wire, total, add=True)
+        text = point_to_point.unread(self._state.rank, sender, about, fault)
+        self._reducer.outcome.faults.append(text)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:
@@ -194,7 +184,9 @@ class ShardedCompression(CompressorHandle):
         """Start a step, and queue its end after the backward pass."""
         if not self._begun:
             self._begun = True
-            self._state.begin(scale_of(self._loss_scaler), is_scaled(self._loss_scaler))
+            scaler = self._loss_scaler
+            scale, is_scaled = compressor_state.scale_of(scaler), compressor_state.is_scaled(scaler)
+            self._state.begin(scale, is_scaled)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
@@ -214,12 +206,7 @@ class Scatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = None
     ) -> None:
         self._compression.reduce(self._unit, output_tensor, input_tensor, op)
 
@@ -229,8 +216,6 @@ def _divisor(op: Any, world: int) -> int:
         return 1
     if op == distributed.ReduceOp.AVG:
         return world
-    raise QSyncError(
-        "FSDP divides gradients by a custom factor, but compression only sums or averages them",
-        where="FSDP",
-        do="remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)",
-    )
+    what = "FSDP divides gradients by a custom factor, but compression only sums or averages them"
+    do = "remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)"
+    raise QSyncError(what, where="FSDP", do=do)

@@ -101,9 +101,9 @@ class PendingTransfers:
             return do()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            description = f"rank {rank} no longer responds: {reason}"
-            remedy = "find the cause in its log, and restart all ranks"
-            raise _rank_error(rank, description, self._about, remedy) from error
+            what = f"rank {rank} no longer responds: {reason}"
+            do = "find the cause in its log, and restart all ranks"
+            raise _rank_error(rank, what, self._about, do) from error
 
 
 def exchange(
@@ -214,8 +214,7 @@ def settle(
 ) -> bool:
     """Exchange the outcome of a step; return whether all ranks have finite gradients.
 
-    Raise `RankError` on all ranks if one could not read a message or has another digest, which the
-    message `reported` tells.
+    Raise `RankError` on all ranks if one cannot read a message, or, as `reported`, digests differ.
     """
     mine = outcome.packed()
     messages = {peer: torch.empty_like(mine) for peer in range(world) if peer != rank}
@@ -225,20 +224,14 @@ def settle(
     for sender, item in enumerate(outcomes):
         if item.faults:
             where = f"the end of step {step}, on all ranks"
-            do = (
-                "check that all ranks run the same version and that the network works; resume "
-                "from the last checkpoint"
-            )
+            do = "check the version on all ranks and the network; resume from the last checkpoint"
             raise _rank_error(sender, item.faults[0], where, do)
     digests = [item.digest for item in outcomes]
     usual, count = Counter(digests).most_common(1)[0]
     if count != world:
         other = next(sender for sender in range(world) if digests[sender] != usual)
         description = f"{reported.format(other, digests.index(usual))}; they must be bit-identical"
-        do = (
-            "resume from the last checkpoint; if the error recurs, suspect a bug in qsync_fx or "
-            "a faulty processor"
-        )
+        do = "resume from the last checkpoint; if it recurs, suspect qsync_fx or a faulty processor"
         raise _rank_error(other, description, f"step {step}", do)
     return all(item.finite for item in outcomes)
 

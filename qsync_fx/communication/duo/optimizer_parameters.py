@@ -28,16 +28,11 @@ from qsync_fx.errors import OptionError
 _COUNTERS: Final = ("step",)
 """State entries that are not sharded, even if they have the shape of a parameter."""
 _PARAMETERS, _SUM, _STATE = 0, 1, 2  # message numbers; for gradients the number is the bucket index
-_DIFFERENT_PARAMETERS: Final = (
-    "the parameters of rank {} differ from those of rank {} after an optimizer step"
-)
+_DIFFERENT: Final = "the parameters of rank {} differ from those of rank {} after an optimizer step"
 
 
 class ReplicatedParameters:
-    """Parameters that the optimizer steps: all of them on every rank.
-
-    `committed` are their values before the lookahead step.
-    """
+    """Parameters that each rank's optimizer steps; `committed` are those before the lookahead."""
 
     tally: CommunicationStatistics | None = None
     sharded = False
@@ -112,16 +107,13 @@ class ShardedParameters(ReplicatedParameters):
         for piece, p in zip(pieces, parameters, strict=True):
             # `empty_like` has the same strides if and only if the tensor is dense in memory.
             if torch.empty_like(p, device="meta").stride() != p.stride():
-                raise OptionError(
-                    "the parameter is not dense in memory, so it cannot be sharded",
-                    where=piece.name,
-                    do="make the parameter contiguous, or remove sharded=...",
-                )
+                what = "the parameter is not dense in memory, so it cannot be sharded"
+                do = "make the parameter contiguous, or remove sharded=..."
+                raise OptionError(what, where=piece.name, do=do)
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
-        self.stepped = [
-            nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)
-        ]
+        shards = [self.own(place, p.detach()) for place, p in enumerate(parameters)]
+        self.stepped = [nn.Parameter(shard.clone()) for shard in shards]
         self.committed = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
@@ -234,10 +226,8 @@ class ShardedParameters(ReplicatedParameters):
     ) -> None:
         def work() -> Tensor:
             with torch.no_grad():
-                flats = [
-                    geometry.flat(piece, p.detach())
-                    for piece, p in zip(pieces, self._parameters, strict=True)
-                ]
+                both = zip(pieces, self._parameters, strict=True)
+                flats = [geometry.flat(piece, p.detach()) for piece, p in both]
                 shown, shards = [flat.float() for flat in flats], []
                 for part, flat, piece in zip(self.stepped, shown, pieces, strict=True):
                     shard = part.float()
@@ -251,7 +241,7 @@ class ShardedParameters(ReplicatedParameters):
                     torch.autograd.graph.increment_version(p)
                     if compared:
                         reducer.add_to_digest(result)
-            reducer.settle(step, compared, _DIFFERENT_PARAMETERS)
+            reducer.settle(step, compared, _DIFFERENT)
             return torch.empty(0)
 
         self._now(work)

@@ -125,12 +125,10 @@ def saved(
     """Return a copy of a pending step and the committed parameters, equal on unsharded ranks."""
     assert pending.use is not None
     names = [piece.name for piece in pieces]
-    return {
-        "step": pending.step,
-        "weights": {name: weight.clone() for name, weight in zip(names, committed, strict=True)},
-        "gradients": {names[place]: g.clone() for place, g in pending.gradients.items()},
-        "use": copied(vars(pending.use)),
-    }
+    weights = dict(zip(names, committed, strict=True))
+    gradients = {names[place]: gradient for place, gradient in pending.gradients.items()}
+    state = {"step": pending.step, "weights": weights, "gradients": gradients}
+    return {name: copied(value) for name, value in {**state, "use": vars(pending.use)}.items()}
 
 
 def load(
@@ -140,11 +138,9 @@ def load(
     weights, gradients = state["weights"], state["gradients"]
     for piece, weight in zip(pieces, committed, strict=True):
         if piece.name not in weights or weights[piece.name].shape != weight.shape:
-            raise OptionError(
-                "the state of DUO belongs to another model",
-                where=f"{piece.name}, {list(weight.shape)}",
-                do="load the state of the same model",
-            )
+            where = f"{piece.name}, {list(weight.shape)}"
+            do = "load the state of the same model"
+            raise OptionError("the state of DUO belongs to another model", where=where, do=do)
     for piece, weight in zip(pieces, committed, strict=True):
         weight.copy_(weights[piece.name])
     places = {piece.name: place for place, piece in enumerate(pieces)}
@@ -211,11 +207,10 @@ class Steps:
         self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
         self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
-        self.statistics = LookaheadStatistics()
+        self.statistics, self._in_own_step = LookaheadStatistics(), False
         self._free_buffers: dict[int, list[Tensor]] = {}
         self._saved_state: dict[Any, Any] | None = None
         self._unused_gradients: list[Tensor | None] | None = None
-        self._in_own_step = False
 
     @property
     def state(self) -> StepState:
@@ -244,20 +239,15 @@ class Steps:
         if self.averaged is None:
             return
         if self.averaged.finite:
-            raise OptionError(
-                "no optimizer step has used the averaged gradients of the previous backward pass",
-                where=f"step {self.averaged.step} of DUO",
-                do="accumulate gradients under ddp.no_sync(); discard them with handle.skip()",
-            )
+            what = "no optimizer step has used the averaged gradients of the previous backward pass"
+            do = "accumulate gradients under ddp.no_sync(); discard them with handle.skip()"
+            raise OptionError(what, where=f"step {self.averaged.step} of DUO", do=do)
         self.statistics.skipped += 1
         self._release(self.averaged)
         self.averaged = None
 
     def commit(self, since: float) -> bool:
-        """Apply the full-precision gradients of the previous step; return whether there were any.
-
-        `since` is the time from which the caller waited for them.
-        """
+        """Apply the FP32 mean, awaited since the time `since`; return whether there is one."""
         pending, live = self.pending, self._parameters
         if pending is None or (use := pending.use) is None:
             return False
@@ -298,10 +288,9 @@ class Steps:
 
     def copy(self, values: Tensor) -> Tensor:
         """Return an FP32 copy in a reused buffer; allocation costs more than a copy."""
-        free = self._free_buffers.get(values.numel()) or [
-            torch.empty_like(values, dtype=torch.float32)
-        ]
-        return free.pop().copy_(values)
+        free = self._free_buffers.get(values.numel())
+        buffer = free.pop() if free else torch.empty_like(values, dtype=torch.float32)
+        return buffer.copy_(values)
 
     def _release(self, step: PendingStep) -> None:
         for bucket in step.buckets:
@@ -312,20 +301,16 @@ class Steps:
         if self._in_own_step:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
-            raise OptionError(
-                "optimizer.step has arguments such as a closure, which DUO cannot repeat",
-                where="optimizer.step(...)",
-                do="run the backward pass first, then call optimizer.step() without arguments",
-            )
+            what = "optimizer.step has arguments such as a closure, which DUO cannot repeat"
+            do = "run the backward pass first, then call optimizer.step() without arguments"
+            raise OptionError(what, where="optimizer.step(...)", do=do)
         self._wait()
         averaged, live = self.averaged, self._parameters
         if averaged is None:
             if any(p.grad is not None for p in live.stepped):
-                raise OptionError(
-                    "the gradients were not averaged since the last optimizer step",
-                    where="optimizer.step()",
-                    do="call optimizer.step() once after each backward pass outside ddp.no_sync()",
-                )
+                what = "the gradients were not averaged since the last optimizer step"
+                do = "call optimizer.step() once after each backward pass outside ddp.no_sync()"
+                raise OptionError(what, where="optimizer.step()", do=do)
             return
         averaged.use, infinite = self._use(averaged)
         if infinite:
@@ -346,7 +331,7 @@ class Steps:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._in_own_step or self._saved_state is None or self.pending is None:
             return
-        functional_optimizer.put_back(optimizer, self._saved_state)
+        functional_optimizer.restored(optimizer.state, self._saved_state)
         if self._unused_gradients is not None:
             for p, gradient in zip(self._parameters.stepped, self._unused_gradients, strict=True):
                 p.grad = gradient

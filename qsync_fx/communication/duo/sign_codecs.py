@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import ClassVar, Final
 
 import torch
@@ -76,11 +75,9 @@ class Duo:
 
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
-            raise OptionError(
-                f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps",
-                where="Duo(fast=...)",
-                do="use a codec without error feedback, such as SignBit(64) for one bit",
-            )
+            what = f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps"
+            do = "use a codec without error feedback, such as SignBit(64) for one bit"
+            raise OptionError(what, where="Duo(fast=...)", do=do)
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Return the fast codec of each parameter; with 0 bits, small parameters have it too."""
@@ -90,17 +87,9 @@ class Duo:
         return replace(result, name=self.name, said=repr(self), text=repr(self))
 
 
-DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
-    {
-        duo.name: duo
-        for duo in (
-            Duo(ZeroBit(), "duo0"),
-            Duo(SignBit(64), "duo1"),
-            *(Duo(Qsgd(bits, UNITS[bits]), f"duo{bits}") for bits in (2, 4, 8)),
-            Duo(PLAIN, "duo32"),
-        )
-    }
-)
+_QSGD = {bits: Qsgd(bits, UNITS[bits]) for bits in (2, 4, 8)}
+_FAST: Final[Mapping[int, Codec]] = {0: ZeroBit(), 1: SignBit(64), **_QSGD, 32: PLAIN}
+DUOS: Final = {f"duo{bits}": Duo(codec, f"duo{bits}") for bits, codec in _FAST.items()}
 """Configurations by name. With 32 bits, both means are equal, and so is training without DUO."""
 
 
@@ -116,11 +105,9 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
         return Qsgd(bits, UNITS[bits])
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
-        raise OptionError(
-            f"differences of parameters cannot be sent with {result.name}",
-            where="compress(..., sharded=...)",
-            do='use a codec with fixed bits and no error feedback, such as "qsgd4", or True',
-        )
+        what = f"differences of parameters cannot be sent with {result.name}"
+        do = 'use a codec with fixed bits and no error feedback, such as "qsgd4", or True'
+        raise OptionError(what, where="compress(..., sharded=...)", do=do)
     return result
 
 
