@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,40 +61,30 @@ def guard(
         OptionError: an argument is invalid.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"guard requires a torch.nn.Module, not {type(model).__name__}",
-            do="pass the model that is trained",
-        )
+        what = f"guard requires a torch.nn.Module, not {type(model).__name__}"
+        raise OptionError(what, do="pass the model that is trained")
     for name, value in (("compiling", compiling), ("silence", silence)):
         if value is not None and not value > 0:
-            raise OptionError(
-                f"{name} must be a positive number of seconds, not {value}",
-                where=f"guard(..., {name}=...)",
-                do="use a number above 0",
-            )
+            what = f"{name} must be a positive number of seconds, not {value}"
+            raise OptionError(what, where=f"guard(..., {name}=...)", do="use a number above 0")
     if check_every < 0:
-        raise OptionError(
-            f"check_every must be a number of steps, not {check_every}",
-            where="guard(..., check_every=...)",
-            do="use 0 to disable the check",
-        )
+        what, do = f"check_every must be a number of steps, not {check_every}", "use 0 for never"
+        raise OptionError(what, where="guard(..., check_every=...)", do=do)
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
+@dataclass(eq=False, repr=False)
 class Guard:
     """Context for one training, created by `guard`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        compiling: float,
-        silence: float | None,
-        check_every: int,
-        same_batch: bool,
-        replan: Replanning | None,
-    ) -> None:
-        self._model, self._compiling, self._silence = model, compiling, silence
-        self._check_every, self._same_batch, self._replan = check_every, same_batch, replan
+    _model: nn.Module
+    _compiling: float
+    _silence: float | None
+    _check_every: int
+    _same_batch: bool
+    _replan: Replanning | None
+
+    def __post_init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._steps = self._within = 0
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -135,14 +125,9 @@ class Guard:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None or self._steps == 0 or not self._check_every:
-            self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *exception: Any) -> None:
+        if exception[1] is not None or self._steps == 0 or not self._check_every:
+            self._stack.__exit__(*exception)
             return
         with self._stack:
             check_replicas(self._model)
