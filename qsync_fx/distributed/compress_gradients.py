@@ -32,13 +32,8 @@ from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
 from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
-from qsync_fx.distributed.agreement import (
-    Meeting,
-    parallel_in,
-    patience,
-    several_ranks,
-    told_to_all,
-)
+from qsync_fx.distributed import agreement
+from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
@@ -47,8 +42,9 @@ from qsync_fx.plan.plan import Plan
 
 Way = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter from a plan."""
+_SCALER_METHODS: Final = ("get_scale", "is_enabled")
 _DEVICES: Final = ("cpu", "cuda")
-_TYPES: Final = 4
+_MOST_BYTES: Final = 4  # of a value
 
 
 @dataclass(frozen=True)
@@ -63,18 +59,15 @@ class CompressRequest:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
         size = 1 if nodes is None else nodes.size
         if nodes is not None and len(nodes.ranks) == 1:
-            warnings.warn(
+            text = (
                 "all ranks share one node, so gradients are sent in FP32 and not compressed. Set "
-                "hierarchical=False to compress gradients between all ranks",
-                stacklevel=3,
             )
+            text += "hierarchical=False to compress gradients between all ranks"
+            warnings.warn(text, stacklevel=3)
         elif self.planned and self.planned != size:
-            warnings.warn(
-                f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these nodes "
-                f"have {size}: the predicted step time does not apply. Find a plan for these nodes "
-                "or remove hierarchical=...",
-                stacklevel=3,
-            )
+            text = f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these "
+            text += f"nodes have {size}: the predicted step time does not apply. Find a plan for "
+            warnings.warn(f"{text}these nodes or remove hierarchical=...", stacklevel=3)
 
 
 def checked(
@@ -96,10 +89,8 @@ def checked(
     elif isinstance(codec, str):
         codec = way_named(codec)
     elif not isinstance(codec, Codec | Duo):
-        raise OptionError(
-            f"compress requires a codec or a plan, not {type(codec).__name__}",
-            do='pass the name of a codec, such as "qsgd8", or a plan',
-        )
+        what = f"compress requires a codec or a plan, not {type(codec).__name__}"
+        raise OptionError(what, do='pass the name of a codec, such as "qsgd8", or a plan')
     chosen: Any = codec if planned is None else planned
     description, is_duo = None, isinstance(chosen, Duo)
     if optimizer is not None and not is_duo:
@@ -111,11 +102,8 @@ def checked(
     elif planned is not None and least is not None:
         name, description = "least", "a plan defines which tensors are sent in FP32"
         do = "remove least=..."
-    elif scaler is not None and not (
-        hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")
-    ):
-        name, do = "scaler", "pass the torch.amp.GradScaler"
-        kind = type(scaler).__name__
+    elif scaler is not None and not all(hasattr(scaler, method) for method in _SCALER_METHODS):
+        name, do, kind = "scaler", "pass the torch.amp.GradScaler", type(scaler).__name__
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
     elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
         name = "hierarchical"
@@ -152,74 +140,53 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     """Return the DistributedDataParallel of a model and its trained parameters, by name."""
     parallel = parallel_in(model)
     if parallel is None:
+        kind = type(model).__name__
         raise OptionError(
-            "compress requires a DistributedDataParallel or FSDP model, "
-            f"not {type(model).__name__}",
+            f"compress requires a DistributedDataParallel or FSDP model, not {kind}",
             do="wrap the model first with DistributedDataParallel(model) or fully_shard(model)",
         )
     if getattr(parallel, "_comm_hooks", None):
-        raise OptionError(
-            "the model already has a communication hook, and DistributedDataParallel supports one",
-            do="create a new DistributedDataParallel, and call compress once",
+        what = (
+            "the model already has a communication hook, and DistributedDataParallel supports one"
         )
-    world = distributed.get_world_size(parallel.process_group)
-    if world != distributed.get_world_size():
-        raise OptionError(
-            f"the model is trained by only {world} of {distributed.get_world_size()} ranks",
-            do="use a process group of all ranks for the model",
-        )
+        raise OptionError(what, do="create a new DistributedDataParallel, and call compress once")
+    ranks, world = distributed.get_world_size(parallel.process_group), distributed.get_world_size()
+    if ranks != world:
+        what = f"the model is trained by only {ranks} of {world} ranks"
+        raise OptionError(what, do="use a process group of all ranks for the model")
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
         compressible(name, p)
-        if p.device != named[0][1].device:
-            raise OptionError(
-                f"the model has parameters on {named[0][1].device} and on {p.device}",
-                where=name,
-                do="train on one device per rank",
-            )
+        if p.device != (first := named[0][1].device):
+            what = f"the model has parameters on {first} and on {p.device}"
+            raise OptionError(what, where=name, do="train on one device per rank")
     return parallel, named
 
 
 def compressible(name: str, parameter: nn.Parameter) -> None:
     """Raise `OptionError` if no codec supports the device or dtype of a parameter."""
-    if (
-        parameter.device.type not in _DEVICES
-        or not parameter.is_floating_point()
-        or parameter.dtype.itemsize > _TYPES
-    ):
-        raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed",
-            where=name,
-            do="train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress",
-        )
+    is_supported = parameter.is_floating_point() and parameter.dtype.itemsize <= _MOST_BYTES
+    if parameter.device.type not in _DEVICES or not is_supported:
+        what = f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed"
+        do = "train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress"
+        raise OptionError(what, where=name, do=do)
 
 
 def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     if isinstance(chosen, Duo):
-        description = (
-            "DUO requires a DistributedDataParallel: with FSDP, a rank does not have the "
-            "parameters that DUO must store"
-        )
+        what = "DUO requires a DistributedDataParallel: with FSDP, ranks lack parameters to store"
     elif not isinstance(chosen, Codec):
-        description = (
-            "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
-            "parameters as one row"
-        )
+        what = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
     elif isinstance(chosen, Adaptive):
-        description = (
-            "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
-        )
+        what = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
     elif chosen.fitted((3, 5)) != chosen:
-        description = (
-            f"{chosen.name} encodes columns of parameters, but FSDP reduces the gradients of many "
-            "parameters as one row"
-        )
+        what = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
         do = 'use a codec of consecutive values, such as "1bit*"'
     else:
         return chosen
-    raise OptionError(description, where="compress", do=do)
+    raise OptionError(what, where="compress", do=do)
 
 
 def assignment(
@@ -239,28 +206,19 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
     for name, module in _units(model).items():
         where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
-            raise OptionError(
-                "FSDP shards the module over several meshes, which compression does not support",
-                where=where,
-                do="shard the module over one mesh",
-            )
+            what = "FSDP shards the module over several meshes, which compression does not support"
+            raise OptionError(what, where=where, do="shard the module over one mesh")
         reductions = {type(group._reduce_scatter_comm).__name__ for group in groups}
         if reductions - {"DefaultReduceScatter"}:
-            raise OptionError(
-                "the model already has a custom reduce-scatter, and FSDP supports one",
-                where=where,
-                do="shard a new model, and call compress once",
-            )
+            what = "the model already has a custom reduce-scatter, and FSDP supports one"
+            raise OptionError(what, where=where, do="shard a new model, and call compress once")
         parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
         if trained := [p for p in parameters if p.requires_grad]:
             result[name] = sum(_row(where, p) for p in trained)
     for name, p in unwrapped(model).named_parameters():
         if p.requires_grad and not isinstance(p, DTensor):
-            raise OptionError(
-                "FSDP does not shard the parameter, so its gradients are not averaged",
-                where=name,
-                do="call fully_shard(model) on the root module",
-            )
+            what = "FSDP does not shard the parameter, so its gradients are not averaged"
+            raise OptionError(what, where=name, do="call fully_shard(model) on the root module")
     return result
 
 
@@ -286,11 +244,8 @@ def _row(where: str, parameter: Any) -> int:
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
-        raise OptionError(
-            f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank",
-            where=where,
-            do="shard over a one-dimensional mesh of all ranks",
-        )
+        what = f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank"
+        raise OptionError(what, where=where, do="shard over a one-dimensional mesh of all ranks")
     compressible(where, parameter)
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:
@@ -369,7 +324,7 @@ def compress(
         PlanError: the plan cannot be read, or is of another model.
         RankError: the ranks do not agree; raised on all of them.
     """
-    with told_to_all():
+    with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
         fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
@@ -383,9 +338,8 @@ def compress(
             if isinstance(chosen, Duo):
                 weights = None
                 if sharded:
-                    requested = None if sharded is True else sharded
-                    codec_of_weights = weights_codec(chosen, requested)
-                    weights = ddp_hook.to_all(codec_of_weights, sizes, least).codecs
+                    updates = weights_codec(chosen, None if sharded is True else sharded)
+                    weights = ddp_hook.to_all(updates, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
@@ -410,11 +364,8 @@ def compress(
         return compression
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
-
-        def joins() -> bool:
-            return bool(parallel._join_config.enable)
-
-        duo = DuoCompressor(*common, chosen.ahead, stepped, scaler, joins, weights)
+        settings = *common, chosen.ahead, stepped, scaler
+        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights)
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)

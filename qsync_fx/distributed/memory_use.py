@@ -96,13 +96,12 @@ class PeakCheck:
             if self._began < 0:
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._began = self._steps
-        elif self._began < 0:
-            if not _profiler_enabled():
-                self._before = []
-                if self.parallel is None or not self.parallel.gradient_as_bucket_view:
-                    gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-                    self._before = [weakref.ref(gradient) for gradient in gradients]
-                self._recording, self._began = AllocationRecording(), self._steps
+        elif self._began < 0 and not _profiler_enabled():
+            self._before = []
+            if self.parallel is None or not self.parallel.gradient_as_bucket_view:
+                gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+                self._before = [weakref.ref(gradient) for gradient in gradients]
+            self._recording, self._began = AllocationRecording(), self._steps
         elif self._recording is not None and self._steps == self._began + 1 and not self._second:
             self._recording.second()
             self._second = True
@@ -136,11 +135,8 @@ class PeakCheck:
             where = f"step {self._steps} under this plan"
             if predicted is not None:
                 where += f"; predicted peak {short(predicted, 'B')}"
-            error = PlanError(
-                f"{self._who}: the peak memory of a step is {text}, {short(peak - memory, 'B')} "
-                f"above the plan's limit of {limit}",
-                where=where,
-                do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or use "
-                "a smaller batch; guard(..., replan=...) replans automatically",
-            )
-            _LOG.warning("%s", error)
+            over, possible = short(peak - memory, "B"), short(memory * memory / peak, "B")
+            what = f"{self._who}: the peak memory of a step is {text}, {over} above the plan's "
+            do = f"plan for {possible} of memory on this class, or use a smaller batch; "
+            do += "guard(..., replan=...) replans automatically"
+            _LOG.warning("%s", PlanError(f"{what}limit of {limit}", where=where, do=do))

@@ -162,29 +162,22 @@ class Replanning(Hysteresis):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.found, FleetPlan):
-            raise OptionError(
-                "replanning requires a FleetPlan with its measurements, not a value of type "
-                f"{type(self.found).__name__}",
-                where="Replanning(found=...)",
-                do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
-            )
-        has_nodes = self.compression is not None and self.compression.nodes is not None
+            kind = type(self.found).__name__
+            what = f"replanning requires a FleetPlan with its measurements, not {kind}"
+            do = "pass the result of qsync_fx.distributed.measure_and_plan in this process"
+            raise OptionError(what, where="Replanning(found=...)", do=do)
+        compression = self.compression
+        has_nodes = compression is not None and compression.nodes is not None
         if nodes_noted(self.found.notes) is not None or has_nodes:
-            raise OptionError(
-                "codecs between nodes cannot change during training",
-                where="Replanning",
-                do="pass hierarchical=False to measure_and_plan and compress, or do not replan",
-            )
-        assigned = self.compression and self.compression.assigned.text
-        if CODECS in self.found.notes and (
-            self.compression is None
-            or assigned != by_plan(self.found.codecs, self.compression.names).text
-        ):
-            raise OptionError(
-                "the plan has gradient codecs, but replanning has no compression that uses them",
-                where="Replanning(compression=...)",
-                do="pass the result of qsync_fx.distributed.compress(ddp, found) for this plan",
-            )
+            what = "codecs between nodes cannot change during training"
+            do = "pass hierarchical=False to measure_and_plan and compress, or do not replan"
+            raise OptionError(what, where="Replanning", do=do)
+        planned = compression and by_plan(self.found.codecs, compression.names).text
+        active = compression and compression.assigned.text
+        if CODECS in self.found.notes and (active is None or active != planned):
+            what = "the plan has gradient codecs, but replanning has no compression that uses them"
+            do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
+            raise OptionError(what, where="Replanning(compression=...)", do=do)
 
     @property
     def hysteresis(self) -> Hysteresis:
@@ -263,11 +256,8 @@ class Replanner:
             self._all_reduces = self._links.table()
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
-        self._planned = {
-            name: size
-            for name, size in self._planned.items()
-            if size < (self._caps[name] or math.inf)
-        }
+        planned = self._planned.items()
+        self._planned = {n: size for n, size in planned if size < (self._caps[n] or math.inf)}
         about = f"plan after step {self._steps}"
         if self._meeting.rank == 0:
             self._meeting.put(about, json.dumps(self._solved(causes)))
@@ -305,11 +295,10 @@ class Replanner:
             before = ReplanCosts.of(now, old.plans)
             new, reason = ReplanCosts.of(answer.evaluation, answer.plans), ""
             gain = self._settings.gain
+            costs = (before.seconds, before.variance), (new.seconds, new.variance)
             if (answer.plans, answer.codecs) == (old.plans, old.codecs):
                 reason = "the active plan is still the best one"
-            elif not wins(
-                (before.seconds, before.variance), (new.seconds, new.variance), fits, gain
-            ):
+            elif not wins(*costs, fits, gain):
                 reason = f"the best new plan gains less than {gain:.0%} of time or variance"
             else:
                 self._solution, after = FleetPlan.of(answer, survey), new
@@ -338,17 +327,13 @@ def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:
 
 
 def _check(model: nn.Module, result: FleetPlan) -> None:
+    where = "guard(..., replan=...)"
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise OptionError(
-            "replanning supports DistributedDataParallel, but this model is sharded",
-            where="guard(..., replan=...)",
-            do="remove replan=...",
-        )
+        what = "replanning supports DistributedDataParallel, but this model is sharded"
+        raise OptionError(what, where=where, do="remove replan=...")
     digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
     active = {options.plan and options.plan.notes.get(CLUSTER) for options in options_of(model)}
     if active != {digest}:
-        raise OptionError(
-            "the model is not compiled with the plan that replanning starts from",
-            where="guard(..., replan=...)",
-            do='compile the model with options={"plan": found} and the same found',
-        )
+        what = "the model is not compiled with the plan that replanning starts from"
+        do = 'compile the model with options={"plan": found} and the same found'
+        raise OptionError(what, where=where, do=do)

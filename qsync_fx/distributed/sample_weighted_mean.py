@@ -36,10 +36,8 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     """
     parallel = parallel_in(model)
     if parallel is None:
-        raise OptionError(
-            f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first with DistributedDataParallel(model)",
-        )
+        what = f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}"
+        raise OptionError(what, do="wrap the model first with DistributedDataParallel(model)")
     group = parallel.process_group
     samples, weight = 0, torch.tensor(1.0)
 
@@ -57,9 +55,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
             share = samples * distributed.get_world_size(group)
             weight, samples = share / total.clamp(min=1), 0
         gradients.mul_(weight.to(gradients.dtype))
-        if hook is not None:
-            return hook(value, bucket)
-        return default_hooks.allreduce_hook(group, bucket)
+        return hook(value, bucket) if hook else default_hooks.allreduce_hook(group, bucket)
 
     # DistributedDataParallel compares annotations with classes, but here they are strings.
     weigh.__annotations__.clear()
