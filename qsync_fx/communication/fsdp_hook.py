@@ -168,12 +168,10 @@ class ShardedCompression(CompressorHandle):
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:
-            raise QSyncError(
-                f"some parameters had no gradients, so the error feedback of {self.codec.name} "
-                f"for {unit.row} values does not fit {row}",
-                where=unit.name or "the model",
-                do="call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4",
-            )
+            what = f"some parameters had no gradients, so the error feedback of {self.codec.name} "
+            what += f"for {unit.row} values does not fit {row}"
+            do = "call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4"
+            raise QSyncError(what, where=unit.name or "the model", do=do)
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
     def _header(self, unit: FsdpUnit, sender: int) -> MessageHeader:

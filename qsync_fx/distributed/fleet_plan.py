@@ -31,13 +31,8 @@ from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.formats import Precision
-from qsync_fx.plan.cluster_plan import (
-    ClusterPlan,
-    between_nodes,
-    is_called,
-    named_class,
-    this_process,
-)
+from qsync_fx.plan import cluster_plan
+from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
@@ -204,15 +199,10 @@ def measure_and_plan(
         RankError: another rank has failed, or has a different model.
         QSyncError: this rank cannot be measured, or no plan satisfies the limits.
     """
-    mine = device_class or named_class() or _class_of(this_process().device)
-    wishes: dict[str, Any] = {
-        "objective": objective,
-        "budget": budget,
-        "memory": memory,
-        "target": target,
-        "margin": margin,
-        "codecs": codecs,
-    }
+    called = cluster_plan.this_process().device
+    mine = device_class or cluster_plan.named_class() or _class_of(called)
+    wishes: dict[str, Any] = {"objective": objective, "budget": budget, "memory": memory}
+    wishes |= {"target": target, "margin": margin, "codecs": codecs}
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
@@ -228,7 +218,8 @@ def measure_and_plan(
         profile = measure(
             model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring
         )
-        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], max_replans)
+        samples = [samples_in(first)]
+        alone = _Choosing(PlanSurvey.of([mine], [profile], wishes, samples), samples, max_replans)
         measuring |= {"optimizer": optimizer, "progress": progress}
         while (plan := alone.next) is not None:
             part = plan.classes[mine]
@@ -274,13 +265,12 @@ def measure_and_plan(
             classes = meeting.get_all("class", compiling)
             samples = [int(item) for item in meeting.get_all("batch", compiling)]
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, samples, max_replans, links)
+            survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
+            choosing = _Choosing(survey, samples, max_replans)
         for index in itertools.count():
             if choosing is not None:
-                text = ""
-                if (plan := choosing.next) is not None:
-                    text = plan.to_json()
-                meeting.put(f"plan {index} to run", text)
+                plan = choosing.next
+                meeting.put(f"plan {index} to run", "" if plan is None else plan.to_json())
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
@@ -297,19 +287,9 @@ def measure_and_plan(
 
 
 class _Choosing:
-    def __init__(
-        self,
-        classes: Sequence[str],
-        profiles: Sequence[Profile],
-        wishes: Mapping[str, Any],
-        samples: Sequence[int],
-        max_replans: int,
-        links: NodeLinks = FLAT,
-    ) -> None:
-        self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
-        self._samples = samples
-        first = self._survey.answer()
-        self._rounds = ReplanLoop(first, lambda _: self._survey.answer(), max_replans)
+    def __init__(self, survey: PlanSurvey, samples: Sequence[int], max_replans: int) -> None:
+        self._survey, self._samples = survey, samples
+        self._rounds = ReplanLoop(survey.answer(), lambda _: self._survey.answer(), max_replans)
 
     @property
     def next(self) -> FleetPlan | None:
@@ -338,16 +318,13 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
         if name not in names:
-            raise OptionError(
-                f"measure_and_plan has no argument {shown(name)}", do=nearest(name[:40], names)
-            )
+            what = f"measure_and_plan has no argument {shown(name)}"
+            raise OptionError(what, do=nearest(name[:40], names))
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
-            raise OptionError(
-                "planning requires the sensitivity of each operator",
-                where="sensitivity=None",
-                do='remove the argument, or use a method such as "second_order"',
-            )
+            what = "planning requires the sensitivity of each operator"
+            do = 'remove the argument, or use a method such as "second_order"'
+            raise OptionError(what, where="sensitivity=None", do=do)
         method(measuring["sensitivity"])
 
 

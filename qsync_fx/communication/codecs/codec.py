@@ -15,6 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+Feedback = Tensor | None  # error feedback, FP32, with the shape of the values
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -48,9 +50,7 @@ class Codec(ABC):
         """Return the number of bytes for n values; a multiple of four."""
 
     @abstractmethod
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         """Encode FP32 values into `wire`, uint8, at least `nbytes` long.
 
         The error feedback `residual`, FP32, is added to the values and replaced by their error.

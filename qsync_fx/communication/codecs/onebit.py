@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 from qsync_fx.errors import QSyncError
 
 
@@ -39,9 +39,7 @@ class Reshaped(Codec):
     def theory(self, n: int) -> float:
         return n * (1 + 64 / self.unit) / 8
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         if not buffers.native(values):
             feedback = torch.zeros_like(values) if residual is None else residual
@@ -81,10 +79,8 @@ class Columns(Reshaped):
 
     @property
     def unit(self) -> int:
-        raise QSyncError(
-            "1bitSGD encodes columns and needs the shape of a parameter",
-            do="call fitted(shape) first",
-        )
+        what = "1bitSGD encodes columns and needs the shape of a parameter"
+        raise QSyncError(what, do="call fitted(shape) first")
 
 
 @dataclass(frozen=True)

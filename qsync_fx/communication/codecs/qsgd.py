@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 
 UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}  # unit sizes of the study by bits (section 4.1)
 
@@ -64,9 +64,7 @@ class Qsgd(Codec):
         u = torch.where(step > 0, inputs / step, 0.0).frac()
         return float((step.square() * u * (1 - u)).sum())
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         settings = self.bits, self.size, self.norm, self.layout
         if not buffers.native(values):

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from qsync_fx.communication.codecs.codec import Draw
 
+Norm = Literal["max", "two"]
+Layout = Literal["sign", "endpoints"]
 _failed: Final[list[str]] = []
 
 
@@ -41,12 +43,9 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
         if not _failed:
             text = next(iter(str(error).splitlines()), "")
             _failed.append(text)
-            warnings.warn(
-                "gradients on the GPU are encoded by unfused operators, several times slower, "
-                f"because Inductor failed ({type(error).__name__}: {text}). "
-                "Install the Triton version of this torch",
-                stacklevel=2,
-            )
+            what = "gradients on the GPU are encoded by unfused operators, several times slower, "
+            what += f"because Inductor failed ({type(error).__name__}: {text}). "
+            warnings.warn(f"{what}Install the Triton version of this torch", stacklevel=2)
         return function(*value)
 
 
@@ -75,12 +74,7 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 
 
 def qsgd_encode(
-    values: Tensor,
-    bits: int,
-    size: int,
-    norm: Literal["max", "two"],
-    layout: Literal["sign", "endpoints"],
-    draw: Draw,
+    values: Tensor, bits: int, size: int, norm: Norm, layout: Layout, draw: Draw
 ) -> Tensor:
     """Return the bytes of FP32 values, in units of `size`."""
     if not (n := values.numel()):
@@ -93,11 +87,7 @@ def qsgd_encode(
 
 
 def qsgd_rows(
-    rows: Tensor,
-    start: Tensor,
-    bits: int,
-    norm: Literal["max", "two"],
-    layout: Literal["sign", "endpoints"],
+    rows: Tensor, start: Tensor, bits: int, norm: Norm, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Return scales [units], FP32, and codes [units, bytes], uint8, of rows [units, size], FP32.
 
@@ -118,9 +108,7 @@ def qsgd_rows(
     return torch.where(finite, scale, torch.nan), _packed(code, bits)
 
 
-def qsgd_decode(
-    wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]
-) -> Tensor:
+def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Layout) -> Tensor:
     """Return n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
@@ -130,9 +118,7 @@ def qsgd_decode(
     return result.reshape(-1)[:n]
 
 
-def qsgd_values(
-    scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]
-) -> Tensor:
+def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Layout) -> Tensor:
     """Return the values of units, [units, size], FP32, from scales [units] and codes."""
     code = _unpacked(packed, bits, size)
     last = _largest_code(bits, layout)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 
 LEVELS = (12, 16, 20, 24, 28, 32)
 STEP = 420  # bytes that contain a whole number of values at every level
@@ -48,9 +48,7 @@ class Truncated(Codec):
     def theory(self, n: int) -> float:
         return n * self.bits / 8
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         if not values.is_cpu:
             coded, left = wire.cpu(), None if residual is None else residual.cpu()

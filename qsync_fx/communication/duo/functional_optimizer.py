@@ -54,11 +54,10 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
         if missing := [name for key, name in current.items() if key not in existing]:
-            raise OptionError(
-                f"{whose}: they would get no gradients, or none in full precision",
-                where=f"{', '.join(missing[:3])} ({len(missing)} in total)",
-                do="create the optimizer with exactly the trained parameters of the model",
-            )
+            what = f"{whose}: they would get no gradients, or none in full precision"
+            where = f"{', '.join(missing[:3])} ({len(missing)} in total)"
+            do = "create the optimizer with exactly the trained parameters of the model"
+            raise OptionError(what, where=where, do=do)
     return optimizer
 
 

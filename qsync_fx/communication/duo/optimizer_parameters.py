@@ -121,9 +121,8 @@ class ShardedParameters(ReplicatedParameters):
         shards: dict[Tensor, Any] = {}
         for p, values in optimizer.state.items():
             if (place := places.get(id(p))) is not None:
-                shards[self.stepped[place]] = {
-                    name: self._state_of(place, name, value) for name, value in values.items()
-                }
+                state = {name: self._state_of(place, name, item) for name, item in values.items()}
+                shards[self.stepped[place]] = state
         for group in optimizer.param_groups:
             group["params"] = [self.stepped[places[id(p)]] for p in group["params"]]
         optimizer.state.clear()
@@ -251,12 +250,9 @@ class ShardedParameters(ReplicatedParameters):
         if not _is_sharded(name, value):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
-            raise OptionError(
-                f"the optimizer state {name} of shape {list(value.shape)} cannot be sharded like "
-                f"its parameter of shape {list(p.shape)}",
-                where=self._pieces[place].name,
-                do="remove sharded=...",
-            )
+            shape, where = list(value.shape), self._pieces[place].name
+            what = f"the optimizer state {name} {shape} cannot be sharded like its parameter"
+            raise OptionError(f"{what} {list(p.shape)}", where=where, do="remove sharded=...")
         return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 
     def _total(self, value: float, step: int) -> float:

@@ -152,12 +152,10 @@ def load(
 def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
     """Raise `OptionError` for a state of another rank or world size, which has other shards."""
     if (state.get("rank"), state.get("world")) != (rank, world):
-        raise OptionError(
-            f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
-            f"optimizer has other shards than rank {rank} of {world}",
-            where="the sharded state of DUO",
-            do="load each rank's own state; for other ranks, use handle.whole_optimizer_state()",
-        )
+        what = f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
+        what += f"optimizer has other shards than rank {rank} of {world}"
+        do = "load each rank's own state; for other ranks, use handle.whole_optimizer_state()"
+        raise OptionError(what, where="the sharded state of DUO", do=do)
 
 
 class Outstanding:
@@ -170,12 +168,14 @@ class Outstanding:
 
     def _ended(self) -> None:
         if self.step is not None:
-            warnings.warn(
+            text = (
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
-                f"of step {self.step} were applied: the parameters are those of a lookahead step. "
-                "Call handle.flush() before evaluation, before saving and at the end of training",
-                stacklevel=2,
             )
+            text += (
+                f"of step {self.step} were applied: the parameters are of a lookahead step. Call"
+            )
+            text += " handle.flush() before evaluation, before saving and at the end of training"
+            warnings.warn(text, stacklevel=2)
 
 
 class StepState(Enum):
@@ -263,11 +263,8 @@ class Steps:
                         p.grad.mul_(use.factor)
         if use.is_scaled and not live.finite(pending.step):
             self.statistics.skipped += 1
-            warnings.warn(
-                f"the full-precision gradients of step {pending.step} are not finite, although the "
-                "low-precision ones were: the step is skipped",
-                stacklevel=4,
-            )
+            text = f"the full-precision gradients of step {pending.step} are not finite, although "
+            warnings.warn(f"{text}the low-precision ones were: the step is skipped", stacklevel=4)
         else:
             self._in_own_step = True
             try:
@@ -343,14 +340,11 @@ class Steps:
         gradients = [p.grad for p in self._parameters.stepped]
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
-            raise OptionError(
-                "gradients were changed between the backward pass and the step, which DUO cannot "
-                "repeat for the full-precision gradients",
-                where=f"step {averaged.step} of DUO",
-                do="after compress(...), call optimizer.register_step_pre_hook(clip) with a "
-                f"function clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler "
-                "as compress(..., scaler=scaler)",
-            )
+            what = "gradients were changed between the backward pass and the step, which DUO cannot"
+            what += " repeat for the full-precision gradients"
+            do = "after compress(...), call optimizer.register_step_pre_hook(clip) with a function "
+            do += f"clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler as scaler"
+            raise OptionError(what, where=f"step {averaged.step} of DUO", do=do)
         used = [g is not None for g in gradients]
         settings = functional_optimizer.settings(self._optimizer)
         return Use(settings, used, factor, scale), infinite

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import NAMES, PLAIN, Codec, buffers, codec_named
-from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.codec import Draw, Feedback
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
 from qsync_fx.communication.codecs.truncation import Adaptive
@@ -39,9 +39,7 @@ class ZeroBit(Codec):
     def theory(self, n: int) -> float:
         return 0.0
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
         is_finite = bool(values.isfinite().all())
         wire[:_FLAG].view(torch.float32).fill_(0.0 if is_finite else torch.nan)
