@@ -1,9 +1,7 @@
 """All-reduce (mean) of compressed buckets: reduce-scatter followed by all-gather.
 
 With two ranks, or with a codec that sets `gathered`, a single all-gather replaces both exchanges.
-`Hierarchy` reduces in FP32 within nodes, and with the codec between them. Invariant: all ranks end
-with the same bits. Ranks sum in rank order, and a sender decodes its own bytes too. A message of
-another step, bucket or codec is never decoded.
+Invariant: all ranks end with the same bits: they sum in rank order, and decode their own bytes too.
 """
 
 from __future__ import annotations
@@ -355,10 +353,9 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reducer that codes gradients only between nodes, with the interface of `Reducer`.
+    """Reducer that codes gradients only between nodes, and reduces in FP32 within them.
 
-    Each rank reduces one shard of its node's gradients in FP32, averages it through the codec with
-    the ranks of the other nodes that have the same shard, and sends it to the ranks of its node.
+    Each rank averages one shard of its node's gradients with the same shard of the other nodes.
     """
 
     nodes: NodeGroups
@@ -379,7 +376,6 @@ class Hierarchy:
         return geometry.cut(piece.name, index, size, piece.codec, count)
 
     def reduce(self, bucket: Bucket) -> None:
-        """Replace the values of a bucket by their mean over all ranks."""
         flats = self.reducer.flats(bucket)
         pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
         plain = replace(bucket, pieces=pieces, measured=False)

@@ -1,9 +1,7 @@
 """AQGB (X. Liu et al., 2022): an all-gather in segments, whose bit levels follow the bandwidth.
 
-`decide` and `mixed` are the paper's rule, `Controller` measures its inputs, and `Gatherer` reduces
-buckets. Each block of gradients should be delivered before the next one is ready, and the last
-before a deadline. Invariant: all ranks end with the same bits, though each decides for its own
-messages: a rank decodes its own bytes too, and sums in rank order.
+Each block of gradients should be delivered before the next one is ready, and the last before a
+deadline. Invariant: all ranks end with the same bits, though each decides for its own messages.
 """
 
 from __future__ import annotations
@@ -96,9 +94,8 @@ class _Step:
 class Controller:
     """Controller of one rank: measures gradients and link, and sets the ratio of sent bytes.
 
-    The time from a block to the next one, or from the last one to the end of the backward pass, is
-    the median of recent steps with the same blocks. Everything is FP32 until a step is complete and
-    a transfer is measured. For `grace` and `elapsed` see `Adaptive`.
+    The time from a block to the next one, or to the end of the backward pass, is the median of
+    recent steps with the same blocks; until one is measured, everything is FP32.
     """
 
     def __init__(
@@ -226,10 +223,9 @@ class _Segment:
 class Gatherer:
     """Reducer of buckets for AQGB, with the interface of `Reducer`.
 
-    Only the sender knows the length of a message, so it sends a header first, twice, because no
-    other value verifies the length. Once all headers have arrived, the time from then on measures
-    the link even if a rank was late. The header of a segment precedes the message of the segment
-    before, so that the link waits neither for headers nor for codecs.
+    A header with the length of the message is sent before the previous message, so that the link
+    does not wait for it: twice, as no other value verifies the length. Once all headers are here,
+    the time from then on measures the link even if a rank was late.
     """
 
     codec: Adaptive
@@ -242,7 +238,6 @@ class Gatherer:
         self._others = [peer for peer in range(self._world) if peer != self._rank]
 
     def reduce(self, bucket: Bucket) -> None:
-        """Replace the values of a bucket by their mean over ranks."""
         tally, size = self.reducer.tally, bucket.values.numel()
         started, coding = time.perf_counter(), tally.coding
         transfers = PendingTransfers(self.reducer.group, bucket.about)

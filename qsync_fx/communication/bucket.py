@@ -1,8 +1,7 @@
 """Gradient buckets, and the shard of each parameter that each rank reduces.
 
-Invariant: coding order and shards follow from the index and shape of a parameter and the number of
-ranks. The result for a parameter does not depend on its bucket, as DistributedDataParallel rebuilds
-its buckets after the first step.
+Invariant: the result for a parameter follows from its index and shape and the number of ranks, not
+from its bucket, as DistributedDataParallel rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cost model of gradient codecs: bytes on the wire and seconds of coding for a bucket.
 
-`Rates` are the speeds of codecs on a device (`of_device`), `by_bucket` the cost of all buckets of a
-step. The speed of a codec relative to a memory copy is almost the same on all processors.
-Invariant: bytes are the mean over ranks of what `Reducer` and `Hierarchy` send, with headers.
+The speed of a codec relative to a memory copy is almost the same on all processors. Invariant:
+bytes are the mean over ranks of what `Reducer` and `Hierarchy` send, with headers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Communication thread, which runs tasks in order off the threads of autograd.
 
 A DDP comm hook must not block on other ranks: with several buckets in flight, all threads that gloo
-calls it from would block. Invariant: after an error, no task runs any more, and all futures get
-that error. At exit, each thread finishes its queued tasks and is joined.
+calls it from would block. Invariant: after an error, no task runs, and all futures get that error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """State of gradient compression, and the handle that users get.
 
-`Residuals` is the error feedback of each parameter, with GradScaler support; `CompressorState` adds
-the position of the random streams. `CompressorHandle` is the interface of all compressors.
 Invariant: a rank that resumes from its saved state sends the same bits as one that never stopped.
 """
 

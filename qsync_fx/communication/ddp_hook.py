@@ -1,8 +1,7 @@
 """Comm hook of DistributedDataParallel that compresses gradients, and its handle.
 
-`Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`). Invariant:
-the result of a step depends only on its gradients, the codec, the error feedback, the seed and the
-step, and not on thread timing or buckets. The backward pass waits for the reductions at its end.
+Invariant: the result of a step depends only on its gradients, the codec, the error feedback, the
+seed and the step, and not on thread timing or buckets.
 """
 
 from __future__ import annotations
@@ -219,7 +218,9 @@ class DdpCompressor(CompressorHandle):
         size, state = sum(piece.size for piece in self.pieces), self._state
         both = zip(self.pieces, self.assigned.coded, strict=True)
         coded = sum(piece.size for piece, is_coded in both if is_coded)
-        adapted, tally = self.controller and self.controller.adapted(), replace(self._reducer.tally)
+        tally, adapted = replace(self._reducer.tally), None
+        if self.controller is not None:
+            adapted = self.controller.adapted()
         return Report(
             self.assigned.name, state.rank, state.world, coded, size - coded, tally, adapted
         )

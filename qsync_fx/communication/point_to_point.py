@@ -96,9 +96,9 @@ class PendingTransfers:
         for rank, number in list(self._going):
             self.wait_sent(rank, number)
 
-    def _tried(self, rank: int, do: Callable[[], Any]) -> Any:
+    def _tried(self, rank: int, call: Callable[[], Any]) -> Any:
         try:
-            return do()
+            return call()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             what = f"rank {rank} no longer responds: {reason}"

@@ -1,9 +1,7 @@
 """Agreement of ranks, and propagation of an error of one rank to all.
 
-A `Meeting` is a context in which ranks compare statements on versions, model, DDP settings, plan
-and batch, and a heartbeat thread detects failed ranks. Inside it, collectives may last as long as
-compilation, because other ranks wait in one while a rank compiles. Invariant: all ranks continue,
-or all raise an error that names a rank and its reason, unless a process is killed before it.
+Invariant: all ranks continue, or all raise an error that names a rank and its reason, unless a
+process is killed before it. Meanwhile collectives may last as long as a rank compiles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Gradient compression for DistributedDataParallel and FSDP2.
 
-`compress` validates its arguments on each rank without communication, has all ranks agree, and
-installs a DDP communication hook or a custom FSDP2 reduce-scatter. Invariant: no rank sends
-gradients before all ranks agree; an error of one rank raises on every rank. This is the only file
-that reads private attributes of torch's FSDP.
+Invariant: no rank sends gradients before all ranks agree; an error of one rank raises on every
+rank. This is the only file that reads private attributes of torch's FSDP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plan of a running cluster: ranks profile themselves, rank 0 solves and broadcasts.
 
-`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later. Invariant: all
-ranks return the same plan, or all raise. While a rank measures or rank 0 solves, no other rank
-waits in a collective, so errors propagate at once.
+Invariant: all ranks return the same plan, or all raise. While a rank measures or rank 0 solves, no
+other rank waits in a collective, so errors propagate at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`guard`: context that synchronizes errors of data-parallel training over ranks.
 
-Invariant: under a guard, an error on any rank ends training on every rank with an error that names
-the rank and its reason, unless the process is killed before it can report. The guard changes no
-tensor, gradient or random state.
+Invariant: an error on any rank ends training on every rank with an error that names the rank and
+its reason, unless the process is killed before. The guard changes no tensor or random state.
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ def guard(
         OptionError: an argument is invalid.
     """
     if not isinstance(model, nn.Module):
-        what = f"guard requires a torch.nn.Module, not {type(model).__name__}"
-        raise OptionError(what, do="pass the model that is trained")
+        raise OptionError(
+            f"guard requires a torch.nn.Module, not {type(model).__name__}", do="pass the model"
+        )
     for name, value in (("compiling", compiling), ("silence", silence)):
         if value is not None and not value > 0:
             what = f"{name} must be a positive number of seconds, not {value}"

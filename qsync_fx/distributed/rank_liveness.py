@@ -1,9 +1,7 @@
 """Messages between ranks through the store of torch.distributed, and detection of failed ranks.
 
-A rank may be blocked in a collective, so a heartbeat thread talks to the store. Rank 0 reads all
-heartbeats, the others only rank 0's. Ranks on the same machine also detect, from /proc, that a
-process has ended. Invariant: each rank knows and logs a reported failure within about a second, and
-no call of `Channel` waits for another rank or raises anything but `StoreLost`.
+A heartbeat thread talks to the store, as a rank may be blocked in a collective. Invariant: each
+rank knows a reported failure within about a second; no call of `Channel` waits for another rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Replanning during training, when device speed, free memory or link speed changes.
 
-Every `patience` steps the ranks exchange summaries of their windows and evaluate `drift`. On drift,
-rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
-ranks switch plans between the same two steps. Invariant: at every step all ranks run parts of the
-same plan, and no rank waits in a collective meanwhile.
+Rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
+ranks switch plans between the same two steps. Invariant: no rank waits in a collective meanwhile.
 """
 
 from __future__ import annotations
@@ -162,10 +160,11 @@ class Replanning(Hysteresis):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.found, FleetPlan):
-            kind = type(self.found).__name__
-            what = f"replanning requires a FleetPlan with its measurements, not {kind}"
-            do = "pass the result of qsync_fx.distributed.measure_and_plan in this process"
-            raise OptionError(what, where="Replanning(found=...)", do=do)
+            raise OptionError(
+                f"replanning requires a FleetPlan with its measurements, not {type(self.found).__name__}",
+                where="Replanning(found=...)",
+                do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
+            )
         compression = self.compression
         has_nodes = compression is not None and compression.nodes is not None
         if nodes_noted(self.found.notes) is not None or has_nodes:

@@ -1,8 +1,7 @@
 """Gradient averaging over samples for ranks with batches of different sizes.
 
-If rank r has b(r) samples, the mean over all samples weights its gradient by
-b(r) * ranks / sum(b). The sample counts are reduced with the first bucket of each step, so batch
-sizes may change between steps, and a rank without data (`join`) has weight 0.
+If rank r has b(r) samples, its gradient has the weight b(r) * ranks / sum(b). The sample counts are
+reduced with the first bucket of each step, so batch sizes may change between steps.
 """
 
 from __future__ import annotations

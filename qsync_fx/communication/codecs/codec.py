@@ -1,8 +1,7 @@
-"""Interface of gradient codecs.
+"""Interface of gradient codecs, which convert n values to bytes and back, in units with a scale.
 
-A codec converts n values to bytes and back, in units that each have a scale or two means. A tensor
-may be cut between units. Invariant: a codec has no state. NaN and infinity stay non-finite, or make
-their unit NaN, and leave the error feedback unchanged. All tensors are on one device.
+Invariant: a codec has no state. NaN and infinity stay non-finite, or make their unit NaN, and leave
+the error feedback unchanged. All tensors are on one device.
 """
 
 from __future__ import annotations

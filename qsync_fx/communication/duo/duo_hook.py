@@ -1,8 +1,7 @@
 """DUO's comm hook of DistributedDataParallel, and its handle.
 
 The hook copies each bucket, then reduces it in few bits. After the optimizer's lookahead step, the
-copies are reduced in FP32 during the next forward and backward pass. `Steps` runs the optimizer.
-Invariant: at most one slow reduction is in flight, on the single communication thread.
+single communication thread reduces the copies in FP32, during the next forward and backward pass.
 """
 
 from __future__ import annotations
