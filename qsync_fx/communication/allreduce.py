@@ -19,7 +19,7 @@ from qsync_fx.communication import bucket as geometry, point_to_point
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.compressor_state import CompressorState
-from qsync_fx.communication.point_to_point import HEADER, Chunk, StepOutcome, chunks_of
+from qsync_fx.communication.point_to_point import HEADER, Chunk, MessageHeader, StepOutcome
 from qsync_fx.communication.statistics import CommunicationStatistics
 
 
@@ -198,7 +198,7 @@ class Reducer:
         for owner in range(len(self.members)):
             chunks, memory, parts = mine.chunks, mine.memory, bucket.parts(owner)
             if owner != self._own:
-                chunks = chunks_of(bucket.pieces, parts)
+                chunks = point_to_point.chunks_of(bucket.pieces, parts)
                 nbytes = chunks[-1].wire.stop
                 memory = self.buffer(bucket.index, f"mean of {owner}", nbytes=nbytes)
             means = IncomingMessages(chunks, {owner: memory}, _cut(flats, parts), True, add)
@@ -222,7 +222,7 @@ class Reducer:
         name: str,
         summed: bool = False,
     ) -> OutgoingMessage:
-        chunks = chunks_of(bucket.pieces, parts)
+        chunks = point_to_point.chunks_of(bucket.pieces, parts)
         message = self.buffer(bucket.index, name, nbytes=chunks[-1].wire.stop)
         self._header(bucket, self._own, message, summed).write(message)
         both = zip(bucket.pieces, parts, strict=True)
@@ -313,15 +313,13 @@ class Reducer:
         buffers.synchronize(values[0])
         self.tally.decode += time.perf_counter() - begin
 
-    def _header(
-        self, bucket: Bucket, sender: int, message: Tensor, summed: bool
-    ) -> point_to_point.MessageHeader:
+    def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
         number, length, rank = (
             2 * bucket.index + summed,
             message.numel() - HEADER,
             self.members[sender],
         )
-        return point_to_point.MessageHeader(self.state.codec, rank, number, bucket.step, length)
+        return MessageHeader(self.state.codec, rank, number, bucket.step, length)
 
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Compressed reduce-scatter of FSDP2.
 
-FSDP passes the gradients of one unit as one row for each rank, which concatenates that rank's
-shards of all parameters. A rank sends each other rank its row; it sums the received rows and its
-own, which is not coded, in rank order. A shard has one owner, so no replicas are compared.
+FSDP passes the gradients of one unit as one row for each rank, with that rank's shards. A rank sums
+the rows that it receives and its own, which is not coded, in rank order.
 """
 
 from __future__ import annotations
@@ -105,10 +104,9 @@ class ShardedCompression(CompressorHandle):
         return {"gradient codec": codec, "gradient seed": seed, "tensor codec": rows}
 
     def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
-        """Reduce-scatter a unit: write the sum or mean of this rank's rows into `output` [row].
+        """Write the sum or mean of all ranks' rows for this rank into `output` [row].
 
-        `value` [world * row] has this rank's rows for all ranks. Raise `RankError` if a rank is
-        gone, `QSyncError` for an unsupported `op`, or if a gradient is missing for error feedback.
+        `value` [world * row] has this rank's rows for all ranks.
         """
         state, row, tally = self._state, output.numel(), self._reducer.tally
         divisor = _divisor(op, state.world)

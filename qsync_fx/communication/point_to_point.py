@@ -1,8 +1,7 @@
 """Point-to-point messages between ranks: headers, chunks, transfers, and the check of a step.
 
-Messages are sent in chunks, so that coding and transfer overlap; cuts do not change coded values.
-Invariant: all receives are posted before any send, as a send without its receive can halve the link
-rate.
+Messages are sent in chunks, so that coding and transfer overlap. Invariant: all receives are posted
+before any send, as a send without its receive can halve the link rate.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, overload
 
@@ -25,7 +25,7 @@ from qsync_fx.communication.bucket import threshold
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compressor_state import CompressorHandle
-from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
+from qsync_fx.communication.ddp_hook import DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
 from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
@@ -187,17 +187,6 @@ def of_units(chosen: Way) -> Codec:
     raise OptionError(what, where="compress", do=do)
 
 
-def assignment(
-    chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None
-) -> Assigned:
-    """Return the codec of each parameter; raise `PlanError` if the plan is of another model."""
-    if isinstance(chosen, Duo):
-        return chosen.assigned(sizes, least)
-    if isinstance(chosen, Codec):
-        return ddp_hook.to_all(chosen, sizes, least)
-    return ddp_hook.by_plan(chosen, names)
-
-
 def unit_rows(model: nn.Module) -> dict[str, int]:
     """Return the number of values in each trained unit's padded shard, by unit name."""
     result: dict[str, int] = {}
@@ -332,9 +321,12 @@ def compress(
         else:
             parallel, named = trained(model)
             sizes = [p.numel() for _, p in named]
-            assigned = assignment(chosen, [name for name, _ in named], sizes, least)
-            if isinstance(chosen, Duo):
-                weights = None
+            if isinstance(chosen, Codec):
+                assigned = ddp_hook.to_all(chosen, sizes, least)
+            elif not isinstance(chosen, Duo):
+                assigned = ddp_hook.by_plan(chosen, [name for name, _ in named])
+            else:
+                assigned, weights = chosen.assigned(sizes, least), None
                 if sharded:
                     updates = weights_codec(chosen, None if sharded is True else sharded)
                     weights = ddp_hook.to_all(updates, sizes, least).codecs

@@ -18,7 +18,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from qsync_fx.allocator.api import find_plan
-from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import PlanRequest
@@ -137,11 +136,6 @@ class FleetPlan(ClusterPlan):
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     __hash__ = ClusterPlan.__hash__
-
-
-def under(plans: PlanResult, now: PlanResult) -> Evaluation:
-    """Evaluate the plans of one result under the problem of another."""
-    return evaluate_plan(now.problem, plans.plans, plans.evaluation.codecs)
 
 
 def _seconds(profile: Profile) -> float:

@@ -22,7 +22,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.evaluator import Evaluation
+from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.communication.control_group import control
@@ -40,7 +40,7 @@ from qsync_fx.distributed.drift import (
     drift,
     wins,
 )
-from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan, under
+from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan
 from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
@@ -161,7 +161,8 @@ class Replanning(Hysteresis):
         super().__post_init__()
         if not isinstance(self.found, FleetPlan):
             raise OptionError(
-                f"replanning requires a FleetPlan with its measurements, not {type(self.found).__name__}",
+                "replanning requires a FleetPlan with its measurements, not a value of type "
+                f"{type(self.found).__name__}",
                 where="Replanning(found=...)",
                 do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
             )
@@ -289,7 +290,7 @@ class Replanner:
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:
-            now = under(old, answer)
+            now = evaluate_plan(answer.problem, old.plans, old.evaluation.codecs)
             fits = not any(name.startswith("memory") for name in now.exceeds(answer.problem))
             before = ReplanCosts.of(now, old.plans)
             new, reason = ReplanCosts.of(answer.evaluation, answer.plans), ""

@@ -1,9 +1,7 @@
-"""Gradient codecs as torch operators, for devices without native kernels.
+"""Gradient codecs as torch operators, for devices without native kernels; the host never waits.
 
 A tensor is coded as rows, one for each unit; the last row is padded with zeros that are not sent.
-Inductor fuses the operators on a GPU. Invariant: the same bytes and values as the kernels in
-cpp/codecs/kernels.cpp, even if a compiler contracts multiply and add (FMA) or divides FP32
-inexactly. Shapes follow from the number of values: the host never waits.
+Invariant: the bytes and values of cpp/codecs/kernels.cpp, even if a compiler contracts FP32 (FMA).
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ _SAVED: Final = "duo"
 class DuoCompressor(DdpCompressor):
     """DUO compressor of a DistributedDataParallel.
 
-    `joins` returns whether the model trains under `join`. With a sharded optimizer, `weights` has
-    the codec of the differences of each parameter.
+    `joins` returns whether the model trains under `join`; `weights` are the codecs of shards.
     """
 
     def __init__(

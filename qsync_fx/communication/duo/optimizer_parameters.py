@@ -1,8 +1,7 @@
 """Parameters that a rank's optimizer steps under DUO: replicated, or sharded.
 
-With a sharded optimizer each rank steps its shard of each parameter. After each step, ranks
-all-gather the low-bit differences of their shards from the model's parameters; the next difference
-includes the coding error of this one. Invariant: the models of all ranks are bit-identical.
+After each step on shards, ranks all-gather their low-bit differences from the model's parameters;
+the next ones include their coding error. Invariant: the models of all ranks are bit-identical.
 """
 
 from __future__ import annotations

@@ -188,11 +188,7 @@ class StepState(Enum):
 
 
 class Steps:
-    """Commit and lookahead steps of an optimizer.
-
-    `wait` returns once the communication thread is idle; `after_lookahead` is called with each
-    pending step after its lookahead step.
-    """
+    """Commit and lookahead steps of an optimizer; `wait` waits for the communication thread."""
 
     def __init__(
         self,

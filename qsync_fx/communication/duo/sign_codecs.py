@@ -1,8 +1,7 @@
-"""Codecs of DUO's fast reduction, with 0, 1, 2, 4 or 8 bits for each value.
+"""Codecs of DUO's fast reduction, whose errors the slow one corrects: they have no error feedback.
 
-They have no error feedback: the slow reduction corrects their errors, which feedback would count
-twice. Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks,
-also with 0 bits.
+Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks, also
+with 0 bits.
 """
 
 from __future__ import annotations
