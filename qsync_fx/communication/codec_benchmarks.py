@@ -25,6 +25,7 @@ from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
 
 Clock = Callable[[], float]
+VALUES: Final = 26 * 2**18
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Speed:
 
 def measured(
     codecs: Sequence[Codec],
-    values: int = 26 * 2**18,
+    values: int = VALUES,
     repeats: int = 15,
     clock: Clock = time.process_time,
     device: torch.device | str = "cpu",
@@ -126,10 +127,7 @@ class Reduction:
 
 
 def reductions(
-    codecs: Sequence[str],
-    values: int = 26 * 2**18,
-    repeats: int = 15,
-    nodes: NodeGroups | None = None,
+    codecs: Sequence[str], values: int = VALUES, repeats: int = 15, nodes: NodeGroups | None = None
 ) -> list[Reduction]:
     """Return the duration of each method; all ranks call it together and get the same result.
 

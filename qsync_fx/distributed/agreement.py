@@ -209,8 +209,7 @@ class Meeting:
         # A lost connection is explained by the rank behind it within some seconds.
         lost_connection = _is_of_a_collective(error)
         if self.watcher.failure is None and lost_connection:
-            self.watcher.hurry()
-            self.watcher.wait(_FOR_A_CAUSE)
+            self.watcher.hurry(_FOR_A_CAUSE)
         failure, is_own = self.watcher.failure, not isinstance(error, RankError)
         if failure is not None and failure.rank != self.rank and (lost_connection or is_own):
             return failure

@@ -275,7 +275,10 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
 ) -> DdpCompressor | ShardedCompression:
-    """Install gradient compression on a model; call it once before training, on all ranks.
+    """Install gradient compression on a model, and return its handle.
+
+    Call it once before training, on all ranks. Raise `OptionError` for an invalid argument,
+    `PlanError` for a plan of another model, and on all ranks `RankError` if they do not agree.
 
     Args:
         model: a DistributedDataParallel over all ranks, or a model sharded by `fully_shard`,
@@ -297,19 +300,10 @@ def compress(
             nodes. True uses the nodes of torchrun, or else host names; an int is the number of
             consecutive ranks per node. Default: as the plan specifies, otherwise False.
         seed: seed of stochastic rounding. The same seed reproduces training bit by bit.
-        least: tensors (with FSDP: units) of fewer values are sent in FP32. Default: the largest
-            size with which more than 99% of all values are coded; 0 with "duo0". Not allowed with a
-            plan.
+        least: tensors (with FSDP: units) of fewer values are sent in FP32. Default without a plan:
+            the largest size with which more than 99% of all values are coded; 0 with "duo0".
         check_every: steps between bit-exact comparisons of gradients over ranks and measurements of
             the codec's error; 0 for never.
-
-    Returns:
-        A handle that reports, saves and loads the state of the codecs.
-
-    Raises:
-        OptionError: an argument is invalid.
-        PlanError: the plan cannot be read, or is of another model.
-        RankError: the ranks do not agree; raised on all of them.
     """
     with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)

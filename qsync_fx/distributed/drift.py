@@ -95,8 +95,7 @@ class Hysteresis:
     """Thresholds of drift detection and replanning.
 
     Attributes:
-        tolerance: relative deviation of compute seconds or memory from the prediction: 0.15 for
-            15%.
+        tolerance: relative deviation of compute seconds or memory from the prediction.
         patience: consecutive steps that must exceed it.
         cooldown: steps after a decision that are ignored.
         gain: relative improvement of step time or variance that justifies recompilation.

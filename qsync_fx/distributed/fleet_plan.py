@@ -167,7 +167,8 @@ def measure_and_plan(
     """Return the best plan for the running ranks; call it on every rank with the uncompiled model.
 
     Call it after `init_process_group`. Rank 0's planning request is used: objective, limits,
-    codecs, `hierarchical` and `max_replans`.
+    codecs, `hierarchical` and `max_replans`. Raise `RankError` if another rank has failed or has a
+    different model, `QSyncError` if this rank cannot be measured or no plan satisfies the limits.
 
     Args:
         model, step, batches, optimizer: as of `qsync_fx.measure`.
@@ -187,10 +188,6 @@ def measure_and_plan(
         progress: whether rank 0 shows progress.
         measuring: further arguments of `qsync_fx.measure`. With `path="profile.json"` rank 1 writes
             "profile.1.json".
-
-    Raises:
-        RankError: another rank has failed, or has a different model.
-        QSyncError: this rank cannot be measured, or no plan satisfies the limits.
     """
     called = cluster_plan.this_process().device
     mine = device_class or cluster_plan.named_class() or _class_of(called)

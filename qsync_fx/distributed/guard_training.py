@@ -43,11 +43,11 @@ def guard(
     """Return a guard: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
 
     If a plan was made for a memory limit, a rank that exceeds the limit in a step logs a warning.
-    Without torch.distributed, or with a single rank, the guard is inactive.
+    Without torch.distributed, or with a single rank, the guard is inactive. Raise `OptionError` if
+    an argument is invalid.
 
     Args:
-        model: the trained module as it is called: compiled, a DistributedDataParallel, or both in
-            either order.
+        model: the trained module as it is called: compiled, a DistributedDataParallel, or both.
         compiling: seconds that a rank may compile, regardless of the timeout of the process group.
         silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
             of the process group.
@@ -55,9 +55,6 @@ def guard(
         same_batch: whether it is an error that ranks start with batches of different sizes, unless
             gradients are weighted by batch size.
         replan: switches to another plan when the speed of a device or its free memory changes.
-
-    Raises:
-        OptionError: an argument is invalid.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(

@@ -188,14 +188,11 @@ class Watcher:
         """Record that this rank begins or ends to compile; a callback of Dynamo."""
         self._is_compiling = begins
 
-    def wait(self, seconds: float) -> None:
-        """Return as soon as a failure is known, at the latest after `seconds`."""
-        self._known.wait(seconds)
-
-    def hurry(self) -> None:
-        """Shorten the limit of silence on all ranks, because a collective has failed."""
+    def hurry(self, seconds: float) -> None:
+        """Shorten the limit of silence on all ranks; return once a failure is known, in time."""
         if not self.lost:
             self.channel.count("hurry", 1)
+        self._known.wait(seconds)
 
     def tell(self, failure: Failure) -> None:
         """Report a failure to all ranks, including this one."""

@@ -149,7 +149,8 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
     slow = plan.survey.answer({"cpu": 3.0})
-    planned = evaluate_plan(plan.answer.problem, plan.answer.plans, plan.answer.codecs)
+    old = plan.answer
+    planned = evaluate_plan(old.problem, old.plans, old.evaluation.codecs)
     assert slow.evaluation.seconds == pytest.approx(3 * planned.seconds)
     assert PredictedCost.noted(plan.classes["cpu"].notes).computing == pytest.approx(
         plan.answer.evaluation.classes["cpu"].computing
