@@ -100,7 +100,7 @@ class Reducer:
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self._count(*geometry.scattering(bucket.pieces, self._own))
+        self.count(*geometry.scattering(bucket.pieces, self._own))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -110,10 +110,10 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self._count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
+        self.count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
-        self._count(raw, theory)
+        self.count(raw, theory)
         if bucket.measured:
             self.add_to_digest(bucket.values)
 
@@ -123,10 +123,10 @@ class Reducer:
         bits = torch.where(values.isnan(), torch.nan, values).cpu().numpy().tobytes()
         self.outcome.digest = zlib.crc32(bits, self.outcome.digest)
 
-    def fault(self, bucket: Bucket, sender: int, description: str) -> None:
+    def fault(self, about: str, sender: int, description: str) -> None:
         """Record an unreadable message of a rank; `settle` raises it on all ranks."""
-        text = point_to_point.unread(self.state.rank, sender, bucket.about, description)
-        self.outcome.faults.append(text)
+        text = f"rank {self.state.rank} cannot read the message of rank {sender} for {about}"
+        self.outcome.faults.append(f"{text}: {description}")
 
     def settle(
         self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
@@ -164,7 +164,7 @@ class Reducer:
             result = self._buffers[key] = buffers.host(nbytes, self.state.device)
         return result[:nbytes]
 
-    def _count(self, raw: int, theory: float) -> None:
+    def count(self, raw: int, theory: float) -> None:
         self.tally.buckets += 1
         self.tally.raw += raw
         self.tally.theory += theory
@@ -288,7 +288,7 @@ class Reducer:
         for sender, message in incoming.messages.items():
             fault = self._header(bucket, sender, message, incoming.summed).fault(message)
             if fault is not None:
-                self.fault(bucket, self.members[sender], fault)
+                self.fault(bucket.about, self.members[sender], fault)
                 incoming.unread.add(sender)
 
     def _decode(self, bucket: Bucket, incoming: IncomingMessages, number: int) -> None:
@@ -306,7 +306,7 @@ class Reducer:
                 try:
                     codec.decode(near[chunk.within(run)], target, add, last)
                 except ValueError as error:
-                    self.fault(bucket, self.members[sender], str(error))
+                    self.fault(bucket.about, self.members[sender], str(error))
         if incoming.divisor > 1:
             for run in chunk.runs:
                 values[run.place][run.values].div_(incoming.divisor)

@@ -301,7 +301,7 @@ class Gatherer:
                 fault = f"its length is {length}, but at most {most} is valid"
             memory = self._buffer(f"from {peer}, {segment.number % 2}", most)
             if fault is not None:
-                self.reducer.fault(bucket, peer, fault)
+                self.reducer.fault(bucket.about, peer, fault)
                 length = most  # receive as many bytes as arrive
             segment.messages[peer] = memory[:length]
             transfers.expect(peer, segment.messages[peer], segment.tags[1])
@@ -310,7 +310,6 @@ class Gatherer:
             transfers.send(peer, segment.messages[self._rank], segment.tags[1])
 
     def _receive(self, transfers: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Decode and sum the messages of a segment once they have arrived."""
         for peer in self._others:
             transfers.wait_received(peer, segment.tags[1])
             transfers.wait_sent(peer, segment.tags[1])
@@ -370,7 +369,9 @@ class Gatherer:
             try:
                 self.codec.decode(segment.messages[sender], values, add=sender > 0)
             except ValueError:
-                self.reducer.fault(bucket, sender, f"its levels do not fit {values.numel()} values")
+                self.reducer.fault(
+                    bucket.about, sender, f"its levels do not fit {values.numel()} values"
+                )
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _buffer(self, name: str, nbytes: int) -> Tensor:

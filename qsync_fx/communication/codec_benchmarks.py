@@ -1,7 +1,6 @@
 """Benchmarks of gradient codecs, and of reductions compared with torch's own comm hooks.
 
-Runs are interleaved, so that noise affects all candidates; a ratio is the median of the ratios
-within a round.
+Runs are interleaved, so that noise affects all candidates; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def measured(
 ) -> list[Speed]:
     """Return the speed of each codec on FP32 values, with torch's number of threads.
 
-    The clock is process time by default; on a GPU, it must synchronize the device. `chunk` is the
-    number of values coded at once, as in messages; all if None.
+    On a GPU, the clock must synchronize the device. `chunk` values, or all, are coded at once.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     return [_measured(codec, source, repeats, clock, chunk or values) for codec in codecs]

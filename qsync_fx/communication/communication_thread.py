@@ -45,9 +45,8 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
 def wait_for_gloo() -> None:
     """Return once gloo's threads have freed their completed all-reduces, after 10 s at most.
 
-    Gloo's thread acquires the GIL to free the Python object of an all-reduce. If the process group
-    is freed by then, torch waits for that thread with the GIL, and hangs; if the interpreter
-    finalizes, the process aborts (torch 2.13).
+    Gloo's thread acquires the GIL to free an all-reduce. If the process group is freed by then,
+    torch hangs; if the interpreter finalizes, the process aborts (torch 2.13).
     """
     deadline = time.monotonic() + _GLOO_LIMIT_S
     # Sleeping releases the GIL to threads that wait for it. A runnable thread still needs the CPU.

@@ -184,7 +184,7 @@ class CompressorState:
         """Convert the error feedback of a parameter to another codec's coding order.
 
         `like` has the layout of the gradients. The feedback of a mean is multiplied by the world
-        size: one rank adds it to its own gradient, and the next mean divides it again.
+        size, by which the next mean divides it again.
         """
         scale, gradient = 0.0, torch.zeros_like(like)
         result = bucket.flat(old, gradient)

@@ -162,8 +162,7 @@ class DdpCompressor(CompressorHandle):
     def change(self, assigned: Assigned) -> None:
         """Change the codecs between two steps, at the same step on all ranks.
 
-        Error feedback of the old codecs is sent with the next gradients. Raise `OptionError` for
-        AQGB, and for codecs between nodes.
+        Old error feedback is sent with the next gradients. Raise `OptionError` if not supported.
         """
         self.wait()
         adapts = self.controller is not None or assigned.adaptive is not None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication import compressor_state, point_to_point
+from qsync_fx.communication import compressor_state
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
@@ -135,10 +135,8 @@ class ShardedCompression(CompressorHandle):
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received
-        tally.buckets += 1
         tally.wire += unit.length * len(peers)
-        tally.raw += 4 * row * len(peers)
-        tally.theory += unit.codec.theory(row) * len(peers)
+        self._reducer.count(4 * row * len(peers), unit.codec.theory(row) * len(peers))
 
     def _encoded(self, unit: FsdpUnit, peer: int, values: Tensor) -> Tensor:
         piece, state = unit.rows[peer], self._state
@@ -161,8 +159,7 @@ class ShardedCompression(CompressorHandle):
             wire = buffers.on_device_of(message[HEADER:], total)
             unit.codec.decode(wire, total, add=True)
             return
-        text = point_to_point.unread(self._state.rank, sender, about, fault)
-        self._reducer.outcome.faults.append(text)
+        self._reducer.fault(about, sender, fault)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:

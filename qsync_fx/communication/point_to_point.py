@@ -57,11 +57,6 @@ def length_of(message: Tensor) -> int:
     return int(_LAYOUT.unpack(bytes(message[:HEADER].numpy()))[-1])
 
 
-def unread(rank: int, sender: int, about: str, fault: str) -> str:
-    """Return the error message for a message that a rank could not read."""
-    return f"rank {rank} cannot read the message of rank {sender} for {about}: {fault}"
-
-
 class PendingTransfers:
     """Chunks in flight; all methods raise `RankError` if a rank is gone or the group timed out."""
 

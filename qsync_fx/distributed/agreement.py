@@ -334,8 +334,7 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 def check_replicas(model: nn.Module) -> None:
     """Compare the parameters of all ranks bit by bit; call it on every rank at the same step.
 
-    Raise `RankError` on every rank if parameters differ. DTensors are skipped, because each rank
-    has a different shard.
+    Raise `RankError` on every rank if they differ. DTensors are skipped: ranks have other shards.
     """
     if not several_ranks() or not (result := digests(model)):
         return

@@ -49,8 +49,7 @@ def guard(
     Args:
         model: the trained module as it is called: compiled, a DistributedDataParallel, or both.
         compiling: seconds that a rank may compile, regardless of the timeout of the process group.
-        silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
-            of the process group.
+        silence: seconds without a heartbeat until a rank has failed; default: the group's timeout.
         check_every: optimizer steps between bit-exact comparisons of the parameters; 0 for never.
         same_batch: whether it is an error that ranks start with batches of different sizes, unless
             gradients are weighted by batch size.
@@ -130,7 +129,6 @@ class Guard:
             check_replicas(self._model)
 
     def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
-        """Measure peak memory if a plan limits it, and step time if the ranks replan."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         costs = [PredictedCost.noted(plan.notes) for plan in plans]
         limited = [cost for cost in costs if cost.memory is not None]

@@ -116,8 +116,7 @@ class PeakCheck:
             first, second = self._recording.stop()
             self._recording = None
             live = held_bytes(self._model, self._optimizers(), self.parallel)
-            # Gradients zeroed in place were allocated before the recording, which covers all
-            # others.
+            # Gradients zeroed in place were allocated before the recording, unlike all others.
             live += sum(tensor.nbytes for g in self._before if (tensor := g()) is not None)
             self._report(live + max(accumulate(second, initial=max(0, sum(first)))))
 

@@ -27,8 +27,7 @@ from qsync_fx.profiler.links.collective_times import all_reduces
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
     """Return the nodes; None if ranks are not grouped, or each has a node of its own.
 
-    An int as `hierarchical` is the number of consecutive ranks per node; `limit` are the seconds to
-    wait for another rank. Raise `OptionError` if nodes have different numbers of ranks.
+    `limit` are the seconds to wait for another rank. Raise `OptionError` for nodes of unequal size.
     """
     with Meeting(limit, None, collectives=False) as meeting:
         meeting.agree("hierarchies", {"hierarchy": [f"hierarchical={hierarchical!r}"]})
@@ -56,8 +55,7 @@ def nodes_to_plan_for(
 ) -> tuple[NodeGroups | None, bool]:
     """Return the nodes that a plan is solved for, if any, and whether they have different sizes.
 
-    Rank 0's `hierarchical` is used; None groups ranks if there are several nodes, each with the
-    same number of ranks. Raise `OptionError` if nodes have different numbers of ranks.
+    Rank 0's `hierarchical` is used; None groups ranks if there are several nodes of equal size.
     """
     names = _node_names(meeting, limit)
     meeting.put("hierarchical", json.dumps(hierarchical))

@@ -27,16 +27,11 @@ class Draw:
 
 
 class Codec(ABC):
-    """Codec of gradients; a subclass is a frozen dataclass.
-
-    Attributes:
-        residual: whether it has error feedback, to be added to the next gradient.
-        gathered: whether all ranks receive full gradients and sum them themselves, because coding
-            the mean again would bias it.
-    """
+    """Codec of gradients; a subclass is a frozen dataclass."""
 
     name: str
-    residual: ClassVar[bool] = False
+    residual: ClassVar[bool] = False  # whether it has error feedback, added to the next gradient
+    # Whether ranks sum full gradients themselves, because coding the mean again would bias it.
     gathered: ClassVar[bool] = False
 
     @property

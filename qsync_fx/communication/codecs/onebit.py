@@ -1,9 +1,8 @@
 """1bitSGD (F. Seide et al., 2014): signs, two means for each unit, and error feedback.
 
-Within a unit, each value >= 0 becomes the mean of all values >= 0, each other value the mean of the
-others. A unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*), as in the
-study of low-precision communication, sections 2.2 and 3.2. Invariant: decoded values plus error
-feedback equal the input; the error feedback of a unit sums to zero up to rounding.
+Each value >= 0 becomes the mean of those in its unit, each other value the mean of the others. A
+unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*; study of low-precision
+communication, sections 2.2 and 3.2). Invariant: decoded values plus error feedback are the input.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Reshaped(Codec):
 class Columns(Reshaped):
     """1bitSGD: units are columns; `fitted` returns the codec for the shape of a parameter.
 
-    A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
-    of a vector, as in CNTK, which stores tensors with reversed dimensions.
+    As in CNTK, a column is the first dimension of a matrix [out, in], the width of a convolution
+    kernel, or all of a vector.
     """
 
     size: int = field(default=0, repr=False)

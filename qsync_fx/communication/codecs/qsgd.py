@@ -1,9 +1,8 @@
 """QSGD (D. Alistarh et al., 2017): stochastic rounding between levels.
 
-A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With layout
-"sign", a value is its sign and one of 2**(bits - 1) magnitudes from zero to the scale; with
-"endpoints", one of 2**bits points from -scale to scale (study of low-precision communication,
-section 2.3). Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
+A unit has one FP32 scale, the largest magnitude or the 2-norm. With layout "sign", a value is its
+sign and one of 2**(bits - 1) magnitudes from zero to the scale; with "endpoints", one of 2**bits
+points from -scale to scale. Invariant: unbiased up to 2**-24 of a step, which the error is below.
 """
 
 from __future__ import annotations

@@ -149,8 +149,7 @@ def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, 
 def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return means [units, 2], signs [units, bytes], uint8, and error feedback [units, size].
 
-    `value` and `old` are gradient and error feedback [units, size], FP32; `n` [1] is the number of
-    values without padding.
+    `value` and `old`, the feedback, are [units, size], FP32; `n` [1] counts values without padding.
     """
     rows = value + old
     valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)

@@ -1,8 +1,7 @@
 """AQGB's truncation codec (X. Liu et al., 2022): the highest 12 to 32 bits of each FP32 value.
 
-Partitions have equal bytes at every level, except for the last of a tensor, and contain their
-level, so that a reader need not know it. Invariant: truncation moves a value towards zero by less
-than 2**-(bits - 9) of it; NaN stays NaN.
+Partitions contain their level, and have equal bytes at every level, except for the last. Invariant:
+truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN.
 """
 
 from __future__ import annotations

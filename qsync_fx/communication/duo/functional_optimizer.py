@@ -166,8 +166,7 @@ _STEPS: Final = 3
 def check(optimizer: Optimizer) -> None:
     """Raise `OptionError` if a step on shards differs from the shards of a full step.
 
-    SGD, Adam, AdamW and most others pass; optimizers that use rows, norms or shapes (Adafactor,
-    Muon, LAMB) do not.
+    Optimizers that use rows, norms or shapes do not pass: Adafactor, Muon, LAMB.
     """
     generator = torch.Generator().manual_seed(0)
     for index, group in enumerate(settings(optimizer)):

@@ -17,11 +17,9 @@ COMMIT |                       |    | COMMIT
                   DROP
 
 A backward pass ends with BACKWARD, `optimizer.step()` is COMMIT (if steps are AHEAD) and LOOKAHEAD,
-`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. There are no other
-transitions. The FP32 reduction starts with AHEAD and ends before COMMIT.
-
-Invariant: between steps, the optimizer's state and the committed parameters are those of a training
-with FP32 gradients, computed on parameters one lookahead step ahead.
+`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. The FP32 reduction starts
+with AHEAD and ends before COMMIT. Invariant: between steps, the optimizer's state and the committed
+parameters are those of a training with FP32 gradients, computed one lookahead step ahead.
 """
 
 from __future__ import annotations
