@@ -19,7 +19,7 @@ from qsync_fx.communication import bucket as geometry, point_to_point
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.compressor_state import CompressorState
-from qsync_fx.communication.point_to_point import HEADER, Chunk, MessageHeader, StepOutcome
+from qsync_fx.communication.point_to_point import MessageHeader, PendingTransfers, StepOutcome
 from qsync_fx.communication.statistics import CommunicationStatistics
 
 
@@ -28,7 +28,7 @@ class OutgoingMessage:
     """Message to send, in chunks, with values of each parameter of a bucket."""
 
     memory: Tensor  # uint8 on the host; the header is written
-    chunks: Sequence[Chunk]
+    chunks: Sequence[point_to_point.Chunk]
     parts: Sequence[slice]  # of each parameter
     values: Sequence[Tensor]  # of each part, FP32
     residuals: Sequence[Tensor | None]  # error feedback of each part, FP32
@@ -39,7 +39,7 @@ class OutgoingMessage:
 class IncomingMessages:
     """Messages in chunks, with the same parts of a bucket, to be summed and divided."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[point_to_point.Chunk]
     messages: Mapping[int, Tensor]  # by member index, in summation order
     values: Sequence[Tensor]  # output of each part, FP32
     summed: bool = False  # whether the messages are means
@@ -236,7 +236,7 @@ class Reducer:
         incoming: Sequence[IncomingMessages],
     ) -> None:
         begin, coding = time.perf_counter(), self.tally.coding
-        transfers = point_to_point.PendingTransfers(self.group, bucket.about)
+        transfers = PendingTransfers(self.group, bucket.about)
         for item in incoming:
             for sender in set(item.messages) - {self._own}:
                 for number, chunk in enumerate(item.chunks):
@@ -316,7 +316,7 @@ class Reducer:
     def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
         number, length, rank = (
             2 * bucket.index + summed,
-            message.numel() - HEADER,
+            message.numel() - point_to_point.HEADER,
             self.members[sender],
         )
         return MessageHeader(self.state.codec, rank, number, bucket.step, length)

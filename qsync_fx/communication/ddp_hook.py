@@ -56,7 +56,7 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
     if least is None:
         least = threshold(sizes)
     coded = tuple(size >= least for size in sizes)
-    codecs = tuple(codec if item else PLAIN for item in coded)
+    codecs = tuple({True: codec, False: PLAIN}[item] for item in coded)
     return Assigned(codec.name, repr(codec), repr(codec), codecs, coded)
 
 

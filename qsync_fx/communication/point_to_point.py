@@ -135,7 +135,7 @@ class Chunk:
     @property
     def coded(self) -> slice:
         """Slice of the coded bytes, without the header."""
-        begin = self.runs[0].wire.start if self.runs else self.wire.stop
+        begin = next((run.wire.start for run in self.runs), self.wire.stop)
         return slice(begin, self.wire.stop)
 
     def within(self, run: Run) -> slice:
@@ -187,7 +187,7 @@ class StepOutcome:
     finite: bool = True
 
     def packed(self) -> Tensor:
-        text = self.faults[0].encode() if self.faults else b""
+        text = "".join(self.faults[:1]).encode()
         packed = _OUTCOME.pack(_MAGIC, self.finite, self.digest) + text
         fixed = packed[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
         return torch.frombuffer(bytearray(fixed), dtype=torch.uint8)
@@ -200,7 +200,7 @@ class StepOutcome:
             return cls(["the message of a rank at the end of a step cannot be read"])
         # The cut may fall within a character.
         text = content[_OUTCOME.size :].rstrip(b"\0").decode(errors="ignore")
-        return cls([text] if text else [], digest, finite)
+        return cls(list(filter(None, [text])), digest, finite)
 
 
 def settle(

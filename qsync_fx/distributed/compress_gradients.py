@@ -139,10 +139,9 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     parallel = parallel_in(model)
     if parallel is None:
         kind = type(model).__name__
-        raise OptionError(
-            f"compress requires a DistributedDataParallel or FSDP model, not {kind}",
-            do="wrap the model first with DistributedDataParallel(model) or fully_shard(model)",
-        )
+        what = f"compress requires a DistributedDataParallel or FSDP model, not {kind}"
+        do = "wrap the model first with DistributedDataParallel(model) or fully_shard(model)"
+        raise OptionError(what, do=do)
     if getattr(parallel, "_comm_hooks", None):
         what = (
             "the model already has a communication hook, and DistributedDataParallel supports one"

@@ -104,7 +104,7 @@ class Guard:
             return self
         with contextlib.ExitStack() as stack:
             meeting = stack.enter_context(Meeting(self._compiling, self._silence))
-            settings = "none" if self._replan is None else str(self._replan.hysteresis)
+            settings = str((self._replan and self._replan.hysteresis) or "none")
             mine = {**agreement.of_model(self._model), "replanning": [settings]}
             meeting.agree("models and plans", mine)
             stack.enter_context(agreement.compiles_told(meeting))

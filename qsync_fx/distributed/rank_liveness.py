@@ -235,7 +235,7 @@ class Watcher:
             before = time.monotonic()
 
     def _turn(self, beats: int, now: float) -> None:
-        state = "compiles" if self._is_compiling else "runs"
+        state = {True: "compiles", False: "runs"}[self._is_compiling]
         self.channel.put(f"beat/{self.channel.rank}", f"{state} {beats}")
         if self.failure is None:
             if (reported := self.channel.told()) is not None:

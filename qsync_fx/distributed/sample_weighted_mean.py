@@ -25,7 +25,7 @@ _WEIGHTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object = None) -> None:
     """Average the gradients of a model over samples instead of ranks; call once before training.
 
-    The batch size is the first dimension of the model's first tensor. Passes under `no_sync` add up.
+    The batch size is the first dimension of the first argument. Passes under `no_sync` add up.
 
     Args:
         model: a DistributedDataParallel, compiled or not.

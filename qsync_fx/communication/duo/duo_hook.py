@@ -93,8 +93,8 @@ class DuoCompressor(DdpCompressor):
     def flush(self) -> None:
         """Commit the pending gradients in full precision.
 
-        Call it before evaluation, before saving parameters for use, and at the end of training; with
-        a sharded optimizer on all ranks.
+        Call it before evaluation, before saving parameters for use and at the end of training. With
+        a sharded optimizer, all ranks call it together.
         """
         begun = time.perf_counter()
         self.wait()

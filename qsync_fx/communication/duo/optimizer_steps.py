@@ -279,9 +279,9 @@ class Steps:
 
     def copy(self, values: Tensor) -> Tensor:
         """Return an FP32 copy in a reused buffer; allocation costs more than a copy."""
-        free = self._free_buffers.get(values.numel())
-        buffer = free.pop() if free else torch.empty_like(values, dtype=torch.float32)
-        return buffer.copy_(values)
+        n = values.numel()
+        free = self._free_buffers.get(n) or [torch.empty_like(values, dtype=torch.float32)]
+        return free.pop().copy_(values)
 
     def _release(self, step: PendingStep) -> None:
         for bucket in step.buckets:
