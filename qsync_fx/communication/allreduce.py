@@ -314,12 +314,8 @@ class Reducer:
         self.tally.decode += time.perf_counter() - begin
 
     def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
-        number, length, rank = (
-            2 * bucket.index + summed,
-            message.numel() - point_to_point.HEADER,
-            self.members[sender],
-        )
-        return MessageHeader(self.state.codec, rank, number, bucket.step, length)
+        number, length = 2 * bucket.index + summed, message.numel() - point_to_point.HEADER
+        return MessageHeader(self.state.codec, self.members[sender], number, bucket.step, length)
 
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
