@@ -235,10 +235,10 @@ class CompressorState:
             description = "the value is not a state of gradient compression"
             raise OptionError(description, do="pass the result of handle.state_dict()")
         if saved["codec"] != self.codec:
-            what = (
+            text = (
                 f"the state belongs to {saved['codec']}, but gradients are sent with {self.codec}"
             )
-            raise OptionError(what, do="use the same codec as before, or start without the state")
+            raise OptionError(text, do="use the same codec as before, or start without the state")
         sent, owned = dict(saved["sent"]), dict(saved["owned"])
         is_same_rank = (saved["rank"], saved["world"]) == (self.rank, self.world)
         if (sent or owned) and not is_same_rank:

@@ -163,10 +163,10 @@ class ShardedCompression(CompressorHandle):
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:
-            what = f"some parameters had no gradients, so the error feedback of {self.codec.name} "
-            what += f"for {unit.row} values does not fit {row}"
+            text = f"some parameters had no gradients, so the error feedback of {self.codec.name} "
+            text += f"for {unit.row} values does not fit {row}"
             do = "call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4"
-            raise QSyncError(what, where=unit.name or "the model", do=do)
+            raise QSyncError(text, where=unit.name or "the model", do=do)
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
     def _header(self, unit: FsdpUnit, sender: int) -> MessageHeader:
@@ -209,6 +209,6 @@ def _divisor(op: Any, world: int) -> int:
         return 1
     if op == distributed.ReduceOp.AVG:
         return world
-    what = "FSDP divides gradients by a custom factor, but compression only sums or averages them"
+    text = "FSDP divides gradients by a custom factor, but compression only sums or averages them"
     do = "remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)"
-    raise QSyncError(what, where="FSDP", do=do)
+    raise QSyncError(text, where="FSDP", do=do)

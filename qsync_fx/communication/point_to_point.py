@@ -95,9 +95,9 @@ class PendingTransfers:
             return call()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            what = f"rank {rank} no longer responds: {reason}"
+            text = f"rank {rank} no longer responds: {reason}"
             do = "find the cause in its log, and restart all ranks"
-            raise _rank_error(rank, what, self._about, do) from error
+            raise _rank_error(rank, text, self._about, do) from error
 
 
 def exchange(

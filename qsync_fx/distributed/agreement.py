@@ -164,9 +164,9 @@ class Meeting:
             while (text := self._channel.get(f"{key}/{rank}")) is None:
                 self.check()
                 if (waited := time.monotonic() - began) > limit:
-                    what = f"rank {rank} has not reached the comparison of {about or key} within"
+                    reason = f"rank {rank} has not reached the comparison of {about or key} within"
                     do = "check its log; every rank must enter the same guard around the same loop"
-                    failure = Failure(rank, f"{what} {waited:.0f} s", None, do, lives=False)
+                    failure = Failure(rank, f"{reason} {waited:.0f} s", None, do, lives=False)
                     self.watcher.tell(failure)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
@@ -199,10 +199,10 @@ class Meeting:
         try:
             yield
         except StoreLost:
-            what = "the store of the process group no longer responds: its process has ended"
+            text = "the store of the process group no longer responds: its process has ended"
             where = f"rank {self.rank}; the store is in the process of rank 0, or the launcher"
             do = "find the cause in the log of this process, and restart all ranks"
-            raise RankError(what, where=where, do=do) from None
+            raise RankError(text, where=where, do=do) from None
 
     def _cause(self, error: BaseException) -> Failure | None:
         """Return the failure of another rank that caused an error; report an error of this rank."""
@@ -349,9 +349,9 @@ def check_replicas(model: nn.Module) -> None:
     where = _first_of(list(compress(result, map(ne, rows[others[0]], usual))))
     if others[1:]:
         where += f"; ranks {', '.join(map(str, others))}"
-    what = f"the parameters of rank {others[0]} differ from those of rank {rows.index(usual)}"
+    text = f"the parameters of rank {others[0]} differ from those of rank {rows.index(usual)}"
     do = "use equal initial parameters and optimizers, and do not change averaged gradients"
-    raise Failure(others[0], f"{what}; they must be bit-identical", where, do).error()
+    raise Failure(others[0], f"{text}; they must be bit-identical", where, do).error()
 
 
 def digests(model: nn.Module) -> dict[str, int]:

@@ -87,8 +87,8 @@ def checked(
     elif isinstance(codec, str):
         codec = way_named(codec)
     elif not isinstance(codec, Codec | Duo):
-        what = f"compress requires a codec or a plan, not {type(codec).__name__}"
-        raise OptionError(what, do='pass the name of a codec, such as "qsgd8", or a plan')
+        text = f"compress requires a codec or a plan, not {type(codec).__name__}"
+        raise OptionError(text, do='pass the name of a codec, such as "qsgd8", or a plan')
     chosen: Any = codec if planned is None else planned
     description, is_duo = None, isinstance(chosen, Duo)
     if optimizer is not None and not is_duo:
@@ -139,24 +139,24 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     parallel = parallel_in(model)
     if parallel is None:
         kind = type(model).__name__
-        what = f"compress requires a DistributedDataParallel or FSDP model, not {kind}"
+        text = f"compress requires a DistributedDataParallel or FSDP model, not {kind}"
         do = "wrap the model first with DistributedDataParallel(model) or fully_shard(model)"
-        raise OptionError(what, do=do)
+        raise OptionError(text, do=do)
     if getattr(parallel, "_comm_hooks", None):
-        what = (
+        text = (
             "the model already has a communication hook, and DistributedDataParallel supports one"
         )
-        raise OptionError(what, do="create a new DistributedDataParallel, and call compress once")
+        raise OptionError(text, do="create a new DistributedDataParallel, and call compress once")
     ranks, world = distributed.get_world_size(parallel.process_group), distributed.get_world_size()
     if ranks != world:
-        what = f"the model is trained by only {ranks} of {world} ranks"
-        raise OptionError(what, do="use a process group of all ranks for the model")
+        text = f"the model is trained by only {ranks} of {world} ranks"
+        raise OptionError(text, do="use a process group of all ranks for the model")
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
         compressible(name, p)
         if p.device != (first := named[0][1].device):
-            what = f"the model has parameters on {first} and on {p.device}"
-            raise OptionError(what, where=name, do="train on one device per rank")
+            text = f"the model has parameters on {first} and on {p.device}"
+            raise OptionError(text, where=name, do="train on one device per rank")
     return parallel, named
 
 
@@ -164,26 +164,26 @@ def compressible(name: str, parameter: nn.Parameter) -> None:
     """Raise `OptionError` if no codec supports the device or dtype of a parameter."""
     is_supported = parameter.is_floating_point() and parameter.dtype.itemsize <= _MOST_BYTES
     if parameter.device.type not in _DEVICES or not is_supported:
-        what = f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed"
+        text = f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed"
         do = "train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress"
-        raise OptionError(what, where=name, do=do)
+        raise OptionError(text, where=name, do=do)
 
 
 def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     if isinstance(chosen, Duo):
-        what = "DUO requires a DistributedDataParallel: with FSDP, ranks lack parameters to store"
+        text = "DUO requires a DistributedDataParallel: with FSDP, ranks lack parameters to store"
     elif not isinstance(chosen, Codec):
-        what = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
+        text = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
     elif isinstance(chosen, Adaptive):
-        what = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
+        text = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
     elif chosen.fitted((3, 5)) != chosen:
-        what = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
+        text = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
         do = 'use a codec of consecutive values, such as "1bit*"'
     else:
         return chosen
-    raise OptionError(what, where="compress", do=do)
+    raise OptionError(text, where="compress", do=do)
 
 
 def unit_rows(model: nn.Module) -> dict[str, int]:
@@ -192,19 +192,19 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
     for name, module in _units(model).items():
         where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
-            what = "FSDP shards the module over several meshes, which compression does not support"
-            raise OptionError(what, where=where, do="shard the module over one mesh")
+            text = "FSDP shards the module over several meshes, which compression does not support"
+            raise OptionError(text, where=where, do="shard the module over one mesh")
         reductions = {type(group._reduce_scatter_comm).__name__ for group in groups}
         if reductions - {"DefaultReduceScatter"}:
-            what = "the model already has a custom reduce-scatter, and FSDP supports one"
-            raise OptionError(what, where=where, do="shard a new model, and call compress once")
+            text = "the model already has a custom reduce-scatter, and FSDP supports one"
+            raise OptionError(text, where=where, do="shard a new model, and call compress once")
         parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
         if trained := [p for p in parameters if p.requires_grad]:
             result[name] = sum(_row(where, p) for p in trained)
     for name, p in unwrapped(model).named_parameters():
         if p.requires_grad and not isinstance(p, DTensor):
-            what = "FSDP does not shard the parameter, so its gradients are not averaged"
-            raise OptionError(what, where=name, do="call fully_shard(model) on the root module")
+            text = "FSDP does not shard the parameter, so its gradients are not averaged"
+            raise OptionError(text, where=name, do="call fully_shard(model) on the root module")
     return result
 
 
@@ -230,8 +230,8 @@ def _row(where: str, parameter: Any) -> int:
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
-        what = f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank"
-        raise OptionError(what, where=where, do="shard over a one-dimensional mesh of all ranks")
+        text = f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank"
+        raise OptionError(text, where=where, do="shard over a one-dimensional mesh of all ranks")
     compressible(where, parameter)
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:

@@ -308,13 +308,13 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
         if name not in names:
-            what = f"measure_and_plan has no argument {shown(name)}"
-            raise OptionError(what, do=nearest(name[:40], names))
+            text = f"measure_and_plan has no argument {shown(name)}"
+            raise OptionError(text, do=nearest(name[:40], names))
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
-            what = "planning requires the sensitivity of each operator"
+            text = "planning requires the sensitivity of each operator"
             do = 'remove the argument, or use a method such as "second_order"'
-            raise OptionError(what, where="sensitivity=None", do=do)
+            raise OptionError(text, where="sensitivity=None", do=do)
         method(measuring["sensitivity"])
 
 

@@ -61,11 +61,11 @@ def guard(
         )
     for name, value in (("compiling", compiling), ("silence", silence)):
         if value is not None and not value > 0:
-            what = f"{name} must be a positive number of seconds, not {value}"
-            raise OptionError(what, where=f"guard(..., {name}=...)", do="use a number above 0")
+            text = f"{name} must be a positive number of seconds, not {value}"
+            raise OptionError(text, where=f"guard(..., {name}=...)", do="use a number above 0")
     if check_every < 0:
-        what, do = f"check_every must be a number of steps, not {check_every}", "use 0 for never"
-        raise OptionError(what, where="guard(..., check_every=...)", do=do)
+        text, do = f"check_every must be a number of steps, not {check_every}", "use 0 for never"
+        raise OptionError(text, where="guard(..., check_every=...)", do=do)
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 

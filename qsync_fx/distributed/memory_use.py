@@ -128,14 +128,14 @@ class PeakCheck:
     def _report(self, peak: float) -> None:
         memory, predicted = self._predicted.memory or 0.0, self._predicted.peak
         self.over = peak / (predicted or peak)
-        text, limit = short(peak, "B"), short(memory, "B")
-        _LOG.info("%s: peak memory of a step %s, limit of its plan %s", self._who, text, limit)
+        used, limit = short(peak, "B"), short(memory, "B")
+        _LOG.info("%s: peak memory of a step %s, limit of its plan %s", self._who, used, limit)
         if peak > memory:
             where = f"step {self._steps} under this plan"
             if predicted is not None:
                 where += f"; predicted peak {short(predicted, 'B')}"
             over, possible = short(peak - memory, "B"), short(memory * memory / peak, "B")
-            what = f"{self._who}: the peak memory of a step is {text}, {over} above the plan's "
+            text = f"{self._who}: the peak memory of a step is {used}, {over} above the plan's "
             do = f"plan for {possible} of memory on this class, or use a smaller batch; "
             do += "guard(..., replan=...) replans automatically"
-            _LOG.warning("%s", PlanError(f"{what}limit of {limit}", where=where, do=do))
+            _LOG.warning("%s", PlanError(f"{text}limit of {limit}", where=where, do=do))

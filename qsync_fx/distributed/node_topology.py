@@ -97,9 +97,9 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
 def in_a_row(size: int, world: int) -> list[str]:
     """Return the node name of each rank, for nodes of `size` consecutive ranks."""
     if size < 1 or world % size:
-        what = f"{world} ranks cannot be divided into nodes of {size}"
+        text = f"{world} ranks cannot be divided into nodes of {size}"
         do = "use a divisor of the number of ranks, or True"
-        raise OptionError(what, where="hierarchical", do=do)
+        raise OptionError(text, where="hierarchical", do=do)
     return [str(rank // size) for rank in range(world)]
 
 
@@ -111,9 +111,9 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
     sizes = {name: len(ranks) for name, ranks in result.items()}
     most, fewest = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
     if sizes[most] != sizes[fewest]:
-        what = f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}"
+        text = f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}"
         do = "start the same number of ranks on each node, or set hierarchical=False"
-        raise OptionError(what, where="hierarchical", do=do)
+        raise OptionError(text, where="hierarchical", do=do)
     if len(result) == len(names):
         return None
     return NodeGroups(tuple(map(tuple, result.values())))

@@ -169,15 +169,15 @@ class Replanning(Hysteresis):
         compression = self.compression
         has_nodes = compression is not None and compression.nodes is not None
         if nodes_noted(self.found.notes) is not None or has_nodes:
-            what = "codecs between nodes cannot change during training"
+            text = "codecs between nodes cannot change during training"
             do = "pass hierarchical=False to measure_and_plan and compress, or do not replan"
-            raise OptionError(what, where="Replanning", do=do)
+            raise OptionError(text, where="Replanning", do=do)
         planned = compression and by_plan(self.found.codecs, compression.names).text
         active = compression and compression.assigned.text
         if CODECS in self.found.notes and (active is None or active != planned):
-            what = "the plan has gradient codecs, but replanning has no compression that uses them"
+            text = "the plan has gradient codecs, but replanning has no compression that uses them"
             do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
-            raise OptionError(what, where="Replanning(compression=...)", do=do)
+            raise OptionError(text, where="Replanning(compression=...)", do=do)
 
     @property
     def hysteresis(self) -> Hysteresis:
@@ -329,11 +329,11 @@ def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:
 def _check(model: nn.Module, result: FleetPlan) -> None:
     where = "guard(..., replan=...)"
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        what = "replanning supports DistributedDataParallel, but this model is sharded"
-        raise OptionError(what, where=where, do="remove replan=...")
+        text = "replanning supports DistributedDataParallel, but this model is sharded"
+        raise OptionError(text, where=where, do="remove replan=...")
     digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
     active = {options.plan and options.plan.notes.get(CLUSTER) for options in options_of(model)}
     if active != {digest}:
-        what = "the model is not compiled with the plan that replanning starts from"
+        text = "the model is not compiled with the plan that replanning starts from"
         do = 'compile the model with options={"plan": found} and the same found'
-        raise OptionError(what, where=where, do=do)
+        raise OptionError(text, where=where, do=do)

@@ -34,8 +34,8 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     """
     parallel = parallel_in(model)
     if parallel is None:
-        what = f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}"
-        raise OptionError(what, do="wrap the model first with DistributedDataParallel(model)")
+        text = f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}"
+        raise OptionError(text, do="wrap the model first with DistributedDataParallel(model)")
     group = parallel.process_group
     samples, weight = 0, torch.tensor(1.0)
 

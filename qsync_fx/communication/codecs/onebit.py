@@ -78,8 +78,8 @@ class Columns(Reshaped):
 
     @property
     def unit(self) -> int:
-        what = "1bitSGD encodes columns and needs the shape of a parameter"
-        raise QSyncError(what, do="call fitted(shape) first")
+        text = "1bitSGD encodes columns and needs the shape of a parameter"
+        raise QSyncError(text, do="call fitted(shape) first")
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
         return _compiled(function, value[len(tensors) :])(*tensors)
     except Exception as error:  # noqa: BLE001  any compiler failure: run eagerly
         if not _failed:
-            text = next(iter(str(error).splitlines()), "")
-            _failed.append(text)
-            what = "gradients on the GPU are encoded by unfused operators, several times slower, "
-            what += f"because Inductor failed ({type(error).__name__}: {text}). "
-            warnings.warn(f"{what}Install the Triton version of this torch", stacklevel=2)
+            reason = next(iter(str(error).splitlines()), "")
+            _failed.append(reason)
+            text = "gradients on the GPU are encoded by unfused operators, several times slower, "
+            text += f"because Inductor failed ({type(error).__name__}: {reason}). "
+            warnings.warn(f"{text}Install the Triton version of this torch", stacklevel=2)
         return function(*value)
 
 

@@ -170,9 +170,9 @@ class DuoCompressor(DdpCompressor):
 
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
-            what = "DUO needs a step on every rank, but under join() a rank without data makes none"
+            text = "DUO needs a step on every rank, but under join() a rank without data makes none"
             do = "use the same number of batches on all ranks, or a codec instead of DUO"
-            raise OptionError(what, where="ddp.join()", do=do)
+            raise OptionError(text, where="ddp.join()", do=do)
         averaged = self._steps.begin(step)
 
         def record_versions() -> None:

@@ -54,10 +54,10 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
         if missing := [name for key, name in current.items() if key not in existing]:
-            what = f"{whose}: they would get no gradients, or none in full precision"
+            text = f"{whose}: they would get no gradients, or none in full precision"
             where = f"{', '.join(missing[:3])} ({len(missing)} in total)"
             do = "create the optimizer with exactly the trained parameters of the model"
-            raise OptionError(what, where=where, do=do)
+            raise OptionError(text, where=where, do=do)
     return optimizer
 
 
@@ -183,9 +183,9 @@ def check(optimizer: Optimizer) -> None:
             name, why = type(optimizer).__name__, "is not the shard of a full step"
             if cause is not None:
                 why = f"fails ({cause!r})"
-            what = f"{name} cannot be sharded over ranks: its step on a shard {why}"
+            text = f"{name} cannot be sharded over ranks: its step on a shard {why}"
             do = "remove sharded=..., or use an elementwise optimizer such as SGD or AdamW"
-            raise OptionError(what, where=f"group {index} of the optimizer", do=do) from cause
+            raise OptionError(text, where=f"group {index} of the optimizer", do=do) from cause
 
 
 def _stepped(

@@ -106,9 +106,9 @@ class ShardedParameters(ReplicatedParameters):
         for piece, p in zip(pieces, parameters, strict=True):
             # `empty_like` has the same strides if and only if the tensor is dense in memory.
             if torch.empty_like(p, device="meta").stride() != p.stride():
-                what = "the parameter is not dense in memory, so it cannot be sharded"
+                text = "the parameter is not dense in memory, so it cannot be sharded"
                 do = "make the parameter contiguous, or remove sharded=..."
-                raise OptionError(what, where=piece.name, do=do)
+                raise OptionError(text, where=piece.name, do=do)
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
         shards = [self.own(place, p.detach()) for place, p in enumerate(parameters)]
@@ -250,8 +250,8 @@ class ShardedParameters(ReplicatedParameters):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
             shape, where = list(value.shape), self._pieces[place].name
-            what = f"the optimizer state {name} {shape} cannot be sharded like its parameter"
-            raise OptionError(f"{what} {list(p.shape)}", where=where, do="remove sharded=...")
+            text = f"the optimizer state {name} {shape} cannot be sharded like its parameter"
+            raise OptionError(f"{text} {list(p.shape)}", where=where, do="remove sharded=...")
         return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 
     def _total(self, value: float, step: int) -> float:

@@ -150,10 +150,10 @@ def load(
 def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
     """Raise `OptionError` for a state of another rank or world size, which has other shards."""
     if (state.get("rank"), state.get("world")) != (rank, world):
-        what = f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
-        what += f"optimizer has other shards than rank {rank} of {world}"
+        text = f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
+        text += f"optimizer has other shards than rank {rank} of {world}"
         do = "load each rank's own state; for other ranks, use handle.whole_optimizer_state()"
-        raise OptionError(what, where="the sharded state of DUO", do=do)
+        raise OptionError(text, where="the sharded state of DUO", do=do)
 
 
 class Outstanding:
@@ -233,9 +233,9 @@ class Steps:
         if self.averaged is None:
             return
         if self.averaged.finite:
-            what = "no optimizer step has used the averaged gradients of the previous backward pass"
+            text = "no optimizer step has used the averaged gradients of the previous backward pass"
             do = "accumulate gradients under ddp.no_sync(); discard them with handle.skip()"
-            raise OptionError(what, where=f"step {self.averaged.step} of DUO", do=do)
+            raise OptionError(text, where=f"step {self.averaged.step} of DUO", do=do)
         self.statistics.skipped += 1
         self._release(self.averaged)
         self.averaged = None
@@ -292,16 +292,16 @@ class Steps:
         if self._in_own_step:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
-            what = "optimizer.step has arguments such as a closure, which DUO cannot repeat"
+            text = "optimizer.step has arguments such as a closure, which DUO cannot repeat"
             do = "run the backward pass first, then call optimizer.step() without arguments"
-            raise OptionError(what, where="optimizer.step(...)", do=do)
+            raise OptionError(text, where="optimizer.step(...)", do=do)
         self._wait()
         averaged, live = self.averaged, self._parameters
         if averaged is None:
             if any(p.grad is not None for p in live.stepped):
-                what = "the gradients were not averaged since the last optimizer step"
+                text = "the gradients were not averaged since the last optimizer step"
                 do = "call optimizer.step() once after each backward pass outside ddp.no_sync()"
-                raise OptionError(what, where="optimizer.step()", do=do)
+                raise OptionError(text, where="optimizer.step()", do=do)
             return
         averaged.use, infinite = self._use(averaged)
         if infinite:
@@ -334,11 +334,11 @@ class Steps:
         gradients = [p.grad for p in self._parameters.stepped]
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
-            what = "gradients were changed between the backward pass and the step, which DUO cannot"
-            what += " repeat for the full-precision gradients"
+            text = "gradients were changed between the backward pass and the step, which DUO cannot"
+            text += " repeat for the full-precision gradients"
             do = "after compress(...), call optimizer.register_step_pre_hook(clip) with a function "
             do += f"clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler as scaler"
-            raise OptionError(what, where=f"step {averaged.step} of DUO", do=do)
+            raise OptionError(text, where=f"step {averaged.step} of DUO", do=do)
         used = [g is not None for g in gradients]
         settings = functional_optimizer.settings(self._optimizer)
         return Use(settings, used, factor, scale), infinite

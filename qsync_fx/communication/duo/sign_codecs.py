@@ -72,9 +72,9 @@ class Duo:
 
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
-            what = f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps"
+            text = f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps"
             do = "use a codec without error feedback, such as SignBit(64) for one bit"
-            raise OptionError(what, where="Duo(fast=...)", do=do)
+            raise OptionError(text, where="Duo(fast=...)", do=do)
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Return the fast codec of each parameter; with 0 bits, small parameters have it too."""
@@ -102,9 +102,9 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
         return Qsgd(bits, UNITS[bits])
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
-        what = f"differences of parameters cannot be sent with {result.name}"
+        text = f"differences of parameters cannot be sent with {result.name}"
         do = 'use a codec with fixed bits and no error feedback, such as "qsgd4", or True'
-        raise OptionError(what, where="compress(..., sharded=...)", do=do)
+        raise OptionError(text, where="compress(..., sharded=...)", do=do)
     return result
 
 
