@@ -1,9 +1,7 @@
 """All-reduce (mean) of compressed buckets: reduce-scatter followed by all-gather.
 
 With two ranks, or with a codec that sets `gathered`, a single all-gather replaces both exchanges.
-`Hierarchy` reduces in FP32 within nodes, and with the codec between them. Invariant: all ranks end
-with the same bits. Ranks sum in rank order, and a sender decodes its own bytes too. A message of
-another step, bucket or codec is never decoded.
+Invariant: all ranks end with the same bits: they sum in rank order, and decode their own bytes too.
 """
 
 from __future__ import annotations
@@ -18,24 +16,10 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication import bucket as geometry, point_to_point
-from qsync_fx.communication.bucket import (
-    Bucket,
-    ParameterSlice,
-    gathered,
-    giving,
-    scattering,
-    volumes,
-)
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, buffers
 from qsync_fx.communication.compressor_state import CompressorState
-from qsync_fx.communication.point_to_point import (
-    HEADER,
-    Chunk,
-    MessageHeader,
-    PendingTransfers,
-    StepOutcome,
-    chunks_of,
-)
+from qsync_fx.communication.point_to_point import MessageHeader, PendingTransfers, StepOutcome
 from qsync_fx.communication.statistics import CommunicationStatistics
 
 
@@ -44,7 +28,7 @@ class OutgoingMessage:
     """Message to send, in chunks, with values of each parameter of a bucket."""
 
     memory: Tensor  # uint8 on the host; the header is written
-    chunks: Sequence[Chunk]
+    chunks: Sequence[point_to_point.Chunk]
     parts: Sequence[slice]  # of each parameter
     values: Sequence[Tensor]  # of each part, FP32
     residuals: Sequence[Tensor | None]  # error feedback of each part, FP32
@@ -55,7 +39,7 @@ class OutgoingMessage:
 class IncomingMessages:
     """Messages in chunks, with the same parts of a bucket, to be summed and divided."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[point_to_point.Chunk]
     messages: Mapping[int, Tensor]  # by member index, in summation order
     values: Sequence[Tensor]  # output of each part, FP32
     summed: bool = False  # whether the messages are means
@@ -86,7 +70,7 @@ class Reducer:
         flats = self.flats(bucket)
         self.mean(bucket, flats)
         self.put_back(bucket, flats)
-        self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
+        self.end(bucket, *geometry.volumes(bucket.pieces, self._own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
@@ -94,7 +78,7 @@ class Reducer:
             return
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             self.state.spend(piece, flat)
-        in_full = gathered([piece.codec for piece in bucket.pieces], len(self.members))
+        in_full = geometry.gathered([piece.codec for piece in bucket.pieces], len(self.members))
         for is_full in (True, False):
             items = zip(bucket.pieces, flats, in_full, strict=True)
             selected = [(piece, flat) for piece, flat, full in items if full == is_full]
@@ -106,19 +90,17 @@ class Reducer:
                 self._gather_and_sum(part, values)
             else:
                 self.reduce_scatter(part, values)
-                shards = _cut(values, [piece.part(self._own) for piece in pieces])
-                self.all_gather(part, shards, values)
+                self.all_gather(part, _cut(values, part.parts(self._own)), values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
         flats = self.flats(bucket)
         self.reduce_scatter(bucket, flats)
-        for piece, flat in zip(bucket.pieces, flats, strict=True):
-            part = piece.part(self._own)
+        for part, flat in zip(bucket.parts(self._own), flats, strict=True):
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self._count(*scattering(bucket.pieces, self._own))
+        self.count(*geometry.scattering(bucket.pieces, self._own))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -128,10 +110,10 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self._count(*giving(bucket.pieces, self._own, len(self.members)))
+        self.count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
-        self._count(raw, theory)
+        self.count(raw, theory)
         if bucket.measured:
             self.add_to_digest(bucket.values)
 
@@ -141,17 +123,15 @@ class Reducer:
         bits = torch.where(values.isnan(), torch.nan, values).cpu().numpy().tobytes()
         self.outcome.digest = zlib.crc32(bits, self.outcome.digest)
 
-    def fault(self, bucket: Bucket, sender: int, description: str) -> None:
+    def fault(self, about: str, sender: int, description: str) -> None:
         """Record an unreadable message of a rank; `settle` raises it on all ranks."""
-        text = point_to_point.unread(self.state.rank, sender, bucket.about, description)
-        self.outcome.faults.append(text)
+        text = f"rank {self.state.rank} cannot read the message of rank {sender} for {about}"
+        self.outcome.faults.append(f"{text}: {description}")
 
     def settle(
         self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
     ) -> None:
-        """End a step after its last bucket, as `point_to_point.settle`; `compared` counts as a
-        check.
-        """
+        """End a step as `point_to_point.settle`; `compared` counts as a check."""
         self.tally.steps += 1
         rank, world = self.state.rank, self.state.world
         if world == 1:
@@ -162,8 +142,7 @@ class Reducer:
         self.tally.checks += compared
 
     def flats(self, bucket: Bucket) -> list[Tensor]:
-        begin = time.perf_counter()
-        room = None
+        begin, room = time.perf_counter(), None
         if size := bucket.reordered:
             key = bucket.index, "order"
             if key not in self._buffers or self._buffers[key].numel() != size:
@@ -185,7 +164,7 @@ class Reducer:
             result = self._buffers[key] = buffers.host(nbytes, self.state.device)
         return result[:nbytes]
 
-    def _count(self, raw: int, theory: float) -> None:
+    def count(self, raw: int, theory: float) -> None:
         self.tally.buckets += 1
         self.tally.raw += raw
         self.tally.theory += theory
@@ -202,10 +181,11 @@ class Reducer:
         """Write the mean into this rank's shards of `flats`; other values are undefined."""
         outgoing = []
         for owner in range(len(self.members)):
-            parts = [piece.part(owner) for piece in bucket.pieces]
+            parts = bucket.parts(owner)
             message = self._message(bucket, _cut(flats, parts), parts, f"to {owner}")
-            outgoing.append((message, [owner] if owner != self._own else []))
+            outgoing.append((message, [owner]))
         mine, _ = outgoing[self._own]
+        outgoing[self._own] = mine, []
         incoming = self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))
         self._exchange(bucket, outgoing, [incoming])
 
@@ -214,25 +194,20 @@ class Reducer:
     ) -> None:
         """Send this rank's shards to all, and write the shards of all ranks into `flats`."""
         incoming = []
-        own_parts = [piece.part(self._own) for piece in bucket.pieces]
-        mine = self._message(bucket, shards, own_parts, "mean", summed=True)
+        mine = self._message(bucket, shards, bucket.parts(self._own), "mean", summed=True)
         for owner in range(len(self.members)):
-            chunks, memory, parts = mine.chunks, mine.memory, own_parts
+            chunks, memory, parts = mine.chunks, mine.memory, bucket.parts(owner)
             if owner != self._own:
-                parts = [piece.part(owner) for piece in bucket.pieces]
-                chunks = chunks_of(bucket.pieces, parts)
+                chunks = point_to_point.chunks_of(bucket.pieces, parts)
                 nbytes = chunks[-1].wire.stop
                 memory = self.buffer(bucket.index, f"mean of {owner}", nbytes=nbytes)
-            targets = _cut(flats, parts)
-            incoming.append(
-                IncomingMessages(chunks, {owner: memory}, targets, summed=True, add=add)
-            )
+            means = IncomingMessages(chunks, {owner: memory}, _cut(flats, parts), True, add)
+            incoming.append(means)
         self._exchange(bucket, [(mine, self._others)], incoming)
 
     def _mean_of_all(
         self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
     ) -> IncomingMessages:
-        """Return the messages of all members for the parts of `mine`, to be averaged."""
         nbytes, messages = mine.memory.numel(), {self._own: mine.memory}
         for peer in self._others:
             messages[peer] = self.buffer(bucket.index, f"{name} {peer}", nbytes=nbytes)
@@ -247,13 +222,11 @@ class Reducer:
         name: str,
         summed: bool = False,
     ) -> OutgoingMessage:
-        chunks = chunks_of(bucket.pieces, parts)
+        chunks = point_to_point.chunks_of(bucket.pieces, parts)
         message = self.buffer(bucket.index, name, nbytes=chunks[-1].wire.stop)
         self._header(bucket, self._own, message, summed).write(message)
-        residuals = [
-            self.state.residual(piece, part, summed)
-            for piece, part in zip(bucket.pieces, parts, strict=True)
-        ]
+        both = zip(bucket.pieces, parts, strict=True)
+        residuals = [self.state.residual(piece, part, summed) for piece, part in both]
         return OutgoingMessage(message, chunks, parts, values, residuals, summed)
 
     def _exchange(
@@ -262,7 +235,6 @@ class Reducer:
         outgoing: Sequence[tuple[OutgoingMessage, Sequence[int]]],
         incoming: Sequence[IncomingMessages],
     ) -> None:
-        """Send messages to members and decode incoming ones, chunk by chunk."""
         begin, coding = time.perf_counter(), self.tally.coding
         transfers = PendingTransfers(self.group, bucket.about)
         for item in incoming:
@@ -316,7 +288,7 @@ class Reducer:
         for sender, message in incoming.messages.items():
             fault = self._header(bucket, sender, message, incoming.summed).fault(message)
             if fault is not None:
-                self.fault(bucket, self.members[sender], fault)
+                self.fault(bucket.about, self.members[sender], fault)
                 incoming.unread.add(sender)
 
     def _decode(self, bucket: Bucket, incoming: IncomingMessages, number: int) -> None:
@@ -334,7 +306,7 @@ class Reducer:
                 try:
                     codec.decode(near[chunk.within(run)], target, add, last)
                 except ValueError as error:
-                    self.fault(bucket, self.members[sender], str(error))
+                    self.fault(bucket.about, self.members[sender], str(error))
         if incoming.divisor > 1:
             for run in chunk.runs:
                 values[run.place][run.values].div_(incoming.divisor)
@@ -342,7 +314,7 @@ class Reducer:
         self.tally.decode += time.perf_counter() - begin
 
     def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
-        number, length = 2 * bucket.index + summed, message.numel() - HEADER
+        number, length = 2 * bucket.index + summed, message.numel() - point_to_point.HEADER
         return MessageHeader(self.state.codec, self.members[sender], number, bucket.step, length)
 
 
@@ -361,7 +333,6 @@ class NodeGroups:
         return len(self.ranks[0])
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's node."""
         return next(node for node in self.ranks if rank in node)
 
     def across(self, rank: int) -> tuple[int, ...]:
@@ -376,10 +347,9 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reducer that codes gradients only between nodes, with the interface of `Reducer`.
+    """Reducer that codes gradients only between nodes, and reduces in FP32 within them.
 
-    Each rank reduces one shard of its node's gradients in FP32, averages it through the codec with
-    the ranks of the other nodes that have the same shard, and sends it to the ranks of its node.
+    Each rank averages one shard of its node's gradients with the same shard of the other nodes.
     """
 
     nodes: NodeGroups
@@ -400,13 +370,11 @@ class Hierarchy:
         return geometry.cut(piece.name, index, size, piece.codec, count)
 
     def reduce(self, bucket: Bucket) -> None:
-        """Replace the values of a bucket by their mean over all ranks."""
         flats = self.reducer.flats(bucket)
         pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
         plain = replace(bucket, pieces=pieces, measured=False)
         shares = [self.share(piece) for piece in bucket.pieces]
-        parts = [piece.part(self._place) for piece in pieces]
-        shards = [flat[part] for flat, part in zip(flats, parts, strict=True)]
+        shards = _cut(flats, plain.parts(self._place))
         self._inside.reduce_scatter(plain, flats)
         self.reducer.mean(replace(bucket, pieces=shares), shards)
         self._inside.all_gather(plain, shards, flats)
@@ -420,8 +388,7 @@ class Hierarchy:
         self.reducer.put_back(bucket, flats)
         rank = self.reducer.state.rank
         across = self.nodes.across(rank)
-        self.reducer.end(bucket, *volumes(shares, across.index(rank), len(across)))
+        self.reducer.end(bucket, *geometry.volumes(shares, across.index(rank), len(across)))
 
     def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
-        """Return a parameter, cut into one shard for each rank of a node."""
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)

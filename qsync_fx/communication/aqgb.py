@@ -1,9 +1,7 @@
 """AQGB (X. Liu et al., 2022): an all-gather in segments, whose bit levels follow the bandwidth.
 
-`decide` and `mixed` are the paper's rule, `Controller` measures its inputs, and `Gatherer` reduces
-buckets. Each block of gradients should be delivered before the next one is ready, and the last
-before a deadline. Invariant: all ranks end with the same bits, though each decides for its own
-messages: a rank decodes its own bytes too, and sums in rank order.
+Each block of gradients should be delivered before the next one is ready, and the last before a
+deadline. Invariant: all ranks end with the same bits, though each decides for its own messages.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +26,7 @@ from qsync_fx.communication.point_to_point import HEADER, MessageHeader, Pending
 from qsync_fx.communication.statistics import BitLevelSummary
 
 _FULL: Final = 32
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ def mixed(ratio: float) -> dict[int, float]:
 
 _STEPS: Final = 5  # past steps for the prediction
 _LOG: Final = 10_000
-_SHORTEST: Final = 1e-6
-"""Shortest time in seconds, so that simultaneous blocks have a finite rate."""
+_SHORTEST: Final = 1e-6  # shortest time in seconds, so that simultaneous blocks have a finite rate
 
 
 @dataclass(frozen=True)
@@ -96,28 +94,22 @@ class _Step:
 class Controller:
     """Controller of one rank: measures gradients and link, and sets the ratio of sent bytes.
 
-    The time from a block to the next one, or from the last one to the end of the backward pass, is
-    the median of recent steps with the same blocks. Everything is FP32 until a step is complete and
-    a transfer is measured. For `grace` and `elapsed` see `Adaptive`.
+    The time from a block to the next one, or to the end of the backward pass, is the median of
+    recent steps with the same blocks; until one is measured, everything is FP32.
     """
 
     def __init__(
-        self,
-        grace: float = 0.0,
-        elapsed: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, grace: float = 0.0, elapsed: bool = False, clock: Clock = time.perf_counter
     ) -> None:
-        self.ratio = 1.0
+        self.ratio, self.clock = 1.0, clock
         self.log: deque[AqgbEntry] = deque(maxlen=_LOG)
-        self.clock = clock
         self._grace, self._elapsed = grace, elapsed
         self._lock = threading.Lock()
         self._undelivered = 0
         self._rate: float | None = None
         self._past: deque[tuple[list[int], list[float]]] = deque(maxlen=_STEPS)
-        self._now = _Step(-1)
+        self._now, self._decisions = _Step(-1), 0
         self._levels: Counter[int] = Counter()
-        self._decisions = 0
 
     def came(self, step: int, size: int) -> None:
         """Record a block of `size` FP32 bytes that is ready, and decide its ratio."""
@@ -168,13 +160,10 @@ class Controller:
     def load(self, saved: Mapping[str, Any]) -> None:
         with self._lock:
             self._rate = saved.get("rate")
-            self._past = deque(
-                ((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ())), maxlen=_STEPS
-            )
-            self._now = _Step(-1)
+            past = ((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ()))
+            self._past, self._now = deque(past, maxlen=_STEPS), _Step(-1)
 
     def _end(self) -> None:
-        """End the current step, and keep its link rate and the times of its blocks."""
         self._rate = self._last_rate()
         ended, self._now = self._now, _Step(-1)
         if ended.needed is not None and ended.times:
@@ -220,14 +209,13 @@ class _Segment:
     number: int
     begin: int
     end: int
-    headers: Mapping[int, Tensor]
+    headers: Sequence[Tensor]
     runs: list[ByteRun] = field(default_factory=list)
     messages: dict[int, Tensor] = field(default_factory=dict)
     sent: float = 0.0  # time of this rank's message, in seconds of the controller's clock
 
     @property
     def tags(self) -> tuple[int, int]:
-        """Tags of the header and the message."""
         return 2 * self.number, 2 * self.number + 1
 
 
@@ -235,10 +223,9 @@ class _Segment:
 class Gatherer:
     """Reducer of buckets for AQGB, with the interface of `Reducer`.
 
-    Only the sender knows the length of a message, so it sends a header first, twice, because no
-    other value verifies the length. Once all headers have arrived, the time from then on measures
-    the link even if a rank was late. The header of a segment precedes the message of the segment
-    before, so that the link waits neither for headers nor for codecs.
+    A header with the length of the message is sent before the previous message, so that the link
+    does not wait for it: twice, as no other value verifies the length. Once all headers are here,
+    the time from then on measures the link even if a rank was late.
     """
 
     codec: Adaptive
@@ -251,7 +238,6 @@ class Gatherer:
         self._others = [peer for peer in range(self._world) if peer != self._rank]
 
     def reduce(self, bucket: Bucket) -> None:
-        """Replace the values of a bucket by their mean over ranks."""
         tally, size = self.reducer.tally, bucket.values.numel()
         started, coding = time.perf_counter(), tally.coding
         transfers = PendingTransfers(self.reducer.group, bucket.about)
@@ -270,32 +256,25 @@ class Gatherer:
         self.reducer.end(bucket, others * PLAIN.nbytes(size), others * theory)
 
     def _segments(self, transfers: PendingTransfers, size: int) -> list[_Segment]:
-        """Return the segments of a bucket, and post the receives of their headers."""
         step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
         cuts = range(0, size, step)
-        headers = {
-            rank: torch.split(self._buffer(f"headers of {rank}", len(cuts) * _HEADERS), _HEADERS)
-            for rank in range(self._world)
-        }
-        result = []
+        nbytes, result = len(cuts) * _HEADERS, []
+        memory = [self._buffer(f"headers of {rank}", nbytes) for rank in range(self._world)]
         for number, begin in enumerate(cuts):
-            of_segment = {rank: memory[number] for rank, memory in headers.items()}
-            result.append(_Segment(number, begin, min(begin + step, size), of_segment))
+            headers = [item[number * _HEADERS : (number + 1) * _HEADERS] for item in memory]
+            result.append(_Segment(number, begin, min(begin + step, size), headers))
             for peer in self._others:
-                transfers.expect(peer, of_segment[peer], result[-1].tags[0])
+                transfers.expect(peer, headers[peer], result[-1].tags[0])
         return result
 
     def _announce(self, transfers: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Choose levels, encode, and send the header with the length of the message."""
         tally, values = self.reducer.tally, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
         segment.runs = self._runs(bucket, segment.begin, segment.end)
-        full = values
-        if bucket.measured:
-            full = values.clone()
-            for run in segment.runs:
-                if run.residual is not None:
-                    full[run.begin - segment.begin : run.end - segment.begin] += run.residual
+        full = values.clone() if bucket.measured else values
+        for run in segment.runs:
+            if bucket.measured and run.residual is not None:
+                full[run.begin - segment.begin : run.end - segment.begin] += run.residual
         # Three buffers: one message is decoded, one is in flight, and this one is encoded.
         most = _most_bytes(values.numel(), len(bucket.pieces))
         message = self._encode(bucket, segment, self._buffer(f"message {segment.number % 3}", most))
@@ -322,7 +301,7 @@ class Gatherer:
                 fault = f"its length is {length}, but at most {most} is valid"
             memory = self._buffer(f"from {peer}, {segment.number % 2}", most)
             if fault is not None:
-                self.reducer.fault(bucket, peer, fault)
+                self.reducer.fault(bucket.about, peer, fault)
                 length = most  # receive as many bytes as arrive
             segment.messages[peer] = memory[:length]
             transfers.expect(peer, segment.messages[peer], segment.tags[1])
@@ -331,7 +310,6 @@ class Gatherer:
             transfers.send(peer, segment.messages[self._rank], segment.tags[1])
 
     def _receive(self, transfers: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Decode and sum the messages of a segment once they have arrived."""
         for peer in self._others:
             transfers.wait_received(peer, segment.tags[1])
             transfers.wait_sent(peer, segment.tags[1])
@@ -367,9 +345,7 @@ class Gatherer:
                     continue
                 part = slice(a - start, b - start)
                 residual = self.reducer.state.residual(piece, part, summed=False)
-                bits = LEVELS[-1]
-                if isinstance(piece.codec, Adaptive):
-                    bits = level
+                bits = level if isinstance(piece.codec, Adaptive) else LEVELS[-1]
                 without = residual is None and result and result[-1].residual is None
                 if without and result[-1].bits == bits:
                     result[-1] = replace(result[-1], end=b)
@@ -393,8 +369,9 @@ class Gatherer:
             try:
                 self.codec.decode(segment.messages[sender], values, add=sender > 0)
             except ValueError:
-                fault = f"its levels do not fit {values.numel()} values"
-                self.reducer.fault(bucket, sender, fault)
+                self.reducer.fault(
+                    bucket.about, sender, f"its levels do not fit {values.numel()} values"
+                )
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _buffer(self, name: str, nbytes: int) -> Tensor:
@@ -402,5 +379,4 @@ class Gatherer:
 
 
 def _most_bytes(values: int, pieces: int) -> int:
-    """Return an upper bound of the bytes for this many values and parameters, at any levels."""
     return Truncated(LEVELS[-1]).nbytes(values) + 16 * (pieces + 1)

@@ -1,8 +1,7 @@
 """Gradient buckets, and the shard of each parameter that each rank reduces.
 
-Invariant: coding order and shards follow from the index and shape of a parameter and the number of
-ranks. The result for a parameter does not depend on its bucket, as DistributedDataParallel rebuilds
-its buckets after the first step.
+Invariant: the result for a parameter follows from its index and shape and the number of ranks, not
+from its bucket, as DistributedDataParallel rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations
@@ -122,6 +121,10 @@ class Bucket:
     gradients: Sequence[Tensor]  # views of `values` with the shapes and strides of the parameters
     measured: bool = False  # whether to measure the coding error and compare results
 
+    def parts(self, owner: int) -> list[slice]:
+        """Return the shards that rank `owner` reduces."""
+        return [piece.part(owner) for piece in self.pieces]
+
     @property
     def reordered(self) -> int:
         """Number of values whose memory order differs from coding order."""
@@ -168,8 +171,8 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
     cut_pieces = [piece for piece, item in zip(pieces, full, strict=True) if not item]
     raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full_pieces)
     theory = (ranks - 1) * sum(piece.codec.theory(piece.size) for piece in full_pieces)
-    for phase_raw, phase_theory in (scattering(cut_pieces, rank), giving(cut_pieces, rank, ranks)):
-        raw, theory = raw + phase_raw, theory + phase_theory
+    for phase in (scattering(cut_pieces, rank), giving(cut_pieces, rank, ranks)):
+        raw, theory = raw + phase[0], theory + phase[1]
     return raw, theory
 
 

@@ -1,7 +1,6 @@
 """Benchmarks of gradient codecs, and of reductions compared with torch's own comm hooks.
 
-Runs are interleaved, so that noise affects all candidates; a ratio is the median of the ratios
-within a round.
+Runs are interleaved, so that noise affects all candidates; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
 
 Clock = Callable[[], float]
+VALUES: Final = 26 * 2**18
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Speed:
 
 def measured(
     codecs: Sequence[Codec],
-    values: int = 26 * 2**18,
+    values: int = VALUES,
     repeats: int = 15,
     clock: Clock = time.process_time,
     device: torch.device | str = "cpu",
@@ -52,22 +52,15 @@ def measured(
 ) -> list[Speed]:
     """Return the speed of each codec on FP32 values, with torch's number of threads.
 
-    The clock is process time by default; on a GPU, it must synchronize the device. `chunk` is the
-    number of values coded at once, as in messages; all if None.
+    On a GPU, the clock must synchronize the device. `chunk` values, or all, are coded at once.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    return [_measured(codec, source, repeats, clock, chunk or values) for codec in codecs]
+
+
+def _measured(codec: Codec, source: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+    name, codec = codec.name, codec.fitted((source.numel(),))
     target = torch.zeros_like(source)
-    return [
-        _measured(
-            codec.fitted((values,)), codec.name, source, target, repeats, clock, chunk or values
-        )
-        for codec in codecs
-    ]
-
-
-def _measured(
-    codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int
-) -> Speed:
     chunks = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
     wires = [buffers.host(codec.nbytes(values.numel()), source.device) for values, _ in chunks]
     residuals: Sequence[Tensor | None] = [None] * len(chunks)
@@ -92,12 +85,8 @@ def _measured(
         for (_, output), wire in zip(chunks, wires, strict=True):
             codec.decode(buffers.on_device_of(wire, output), output, **settings)
 
-    calls: dict[str, Callable[[], object]] = {
-        "copy": copy,
-        "encode": encode,
-        "decode": lambda: decode(add=True),
-        "read": lambda: decode(last=True),
-    }
+    calls: dict[str, Callable[[], object]] = {"copy": copy, "encode": encode}
+    calls |= {"decode": lambda: decode(add=True), "read": lambda: decode(last=True)}
     for call in calls.values():
         call()
     rounds = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
@@ -116,9 +105,8 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
     return max(clock() - begin, 1e-9)
 
 
-PLAIN: Final = "torch fp32"
-HALF: Final = "torch fp16"
-"""Baselines of torch: all-reduce in FP32, and the comm hook that converts to FP16."""
+PLAIN: Final = "torch fp32"  # all-reduce
+HALF: Final = "torch fp16"  # comm hook that converts to FP16
 _WIDTH: Final = 1024
 _WARMUP: Final = 3
 
@@ -137,10 +125,7 @@ class Reduction:
 
 
 def reductions(
-    codecs: Sequence[str],
-    values: int = 26 * 2**18,
-    repeats: int = 15,
-    nodes: NodeGroups | None = None,
+    codecs: Sequence[str], values: int = VALUES, repeats: int = 15, nodes: NodeGroups | None = None
 ) -> list[Reduction]:
     """Return the duration of each method; all ranks call it together and get the same result.
 
@@ -158,10 +143,8 @@ def reductions(
         index=lambda: 0,
         is_last=lambda: True,
     )
-    hooks: dict[str, Callable[[Any, Any], Any]] = {
-        PLAIN: default_hooks.allreduce_hook,
-        HALF: default_hooks.fp16_compress_hook,
-    }
+    hooks: dict[str, Callable[[Any, Any], Any]] = {PLAIN: default_hooks.allreduce_hook}
+    hooks[HALF] = default_hooks.fp16_compress_hook
     handles: dict[str, DdpCompressor] = {}
     for name in codecs:
         # One group for each codec, as `compress` creates.
@@ -185,13 +168,13 @@ def reductions(
         for _ in range(_WARMUP):
             seconds(method)
     before = {name: handle.report().tally for name, handle in handles.items()}
-    rounds: list[list[float]] = []
+    rounds: list[float] = []
     for turn in range(repeats):
         shift = turn % len(methods)
         times = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
-        rounds.append([times[method] for method in methods])
+        rounds += [times[method] for method in methods]
     # One collective finds the slowest rank of all rounds.
-    reported = slowest([used for times_of_round in rounds for used in times_of_round])
+    reported = slowest(rounds)
     by_method = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
 
     def speedup(baseline: str, method: str) -> float:

@@ -1,8 +1,7 @@
 """Cost model of gradient codecs: bytes on the wire and seconds of coding for a bucket.
 
-`Rates` are the speeds of codecs on a device (`of_device`), `by_bucket` the cost of all buckets of a
-step. The speed of a codec relative to a memory copy is almost the same on all processors.
-Invariant: bytes are the mean over ranks of what `Reducer` and `Hierarchy` send, with headers.
+The speed of a codec relative to a memory copy is almost the same on all processors. Invariant:
+bytes are the mean over ranks of what `Reducer` and `Hierarchy` send, with headers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final
 
 from qsync_fx.communication.bucket import gathered, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
@@ -23,18 +22,7 @@ from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, buckets_of
-from qsync_fx.predictor.times import Schedule
-
-
-class Timed(Protocol):
-    """Speed of a codec, as `codec_benchmarks.measured` and `qsync comm bench` report it."""
-
-    @property
-    def codec(self) -> str: ...
-    @property
-    def encode(self) -> float: ...
-    @property
-    def decode(self) -> float: ...
+from qsync_fx.predictor.times import Parameter, Schedule
 
 
 @dataclass(frozen=True)
@@ -54,13 +42,10 @@ class Rates:
 
     def of(self, codec: str) -> Rate:
         """Return the rate of a codec; raise `ProfileError` if it is unknown."""
-        if codec not in self.by_codec:
-            raise ProfileError(
-                f"the speed of the codec {shown(codec)} is unknown",
-                where=self.source,
-                do=nearest(codec, self.by_codec),
-            )
-        return self.by_codec[codec]
+        if codec in self.by_codec:
+            return self.by_codec[codec]
+        description = f"the speed of the codec {shown(codec)} is unknown"
+        raise ProfileError(description, where=self.source, do=nearest(codec, self.by_codec))
 
 
 COPY: Final = 12e9
@@ -98,10 +83,11 @@ _TO_COPY_OF_A_GPU: Final = {
 _MANY: Final = 2**20
 
 
-def of_device(device: Device | None, name: str, speeds: Iterable[Timed] = ()) -> Rates:
-    """Return the rates of a device class `name`: measured if there are speeds, else predicted.
+def of_device(device: Device | None, name: str, speeds: Iterable[Any] = ()) -> Rates:
+    """Return the rates of a device class `name`: those measured, or else predicted ones.
 
-    `device` is a row of the catalog; None predicts for a CPU core with common memory.
+    `speeds` have a codec's name, and its encode and decode rate; see `Rate`. `device` is a row of
+    the catalog; None predicts for a CPU core with common memory.
     """
     if speeds := list(speeds):
         return of_speeds(speeds, f"measured on {name}")
@@ -116,11 +102,9 @@ def of_device(device: Device | None, name: str, speeds: Iterable[Timed] = ()) ->
 
 
 def of_copy(copy: float, source: str) -> Rates:
-    """Return predicted rates, for memory that copies `copy` bytes/s."""
-    table = {
-        name: Rate(copy * encode, copy * decode) for name, (encode, decode) in _TO_COPY.items()
-    }
-    return Rates(source, table)
+    """Return predicted rates for memory that copies `copy` bytes/s."""
+    table = _TO_COPY.items()
+    return Rates(source, {name: Rate(*(copy * item for item in pair)) for name, pair in table})
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
@@ -136,7 +120,7 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
     return Rates(source, table)
 
 
-def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
+def of_speeds(speeds: Iterable[Any], source: str) -> Rates:
     return Rates(source, {item.codec: Rate(item.encode, item.decode) for item in speeds})
 
 
@@ -156,20 +140,11 @@ def slowest(several: Sequence[Rates]) -> Rates:
     return Rates("; ".join(dict.fromkeys(item.source for item in several)), result)
 
 
-_WIDE = 4
-
-
-class SizedBucket(Protocol):
-    """Parameter of a schedule: path and number of values."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def numel(self) -> int: ...
+_WIDE = 4  # bytes of an FP32 value
 
 
 def coded(
-    parameters: Sequence[SizedBucket],
+    parameters: Sequence[Parameter],
     codecs: Mapping[str, str],
     ranks: int,
     rates: Rates,
@@ -178,16 +153,10 @@ def coded(
 ) -> CompressedTransfer:
     """Return the cost of a bucket with these parameters; without a codec, they stay in FP32.
 
-    Args:
-        name: codec name for the result; by default the codec of most values.
-        size: ranks of a node, which reduce in FP32 among themselves.
-
-    Raises:
-        ProfileError: a codec depends on shapes, which profiles do not contain, or has no rate.
+    `name` replaces the codec of most values in the result; the `size` ranks of a node reduce in
+    FP32 among themselves. Raise `ProfileError` if a codec depends on shapes or has no rate.
     """
-    fitted = [
-        _codec_for(parameter, codecs.get(parameter.path, PLAIN.name)) for parameter in parameters
-    ]
+    fitted = [_codec_for(p, codecs.get(p.path, PLAIN.name)) for p in parameters]
     # Between nodes, each rank averages one shard of all values.
     nodes = ranks // size
     methods = gathered(fitted, nodes)
@@ -248,28 +217,25 @@ def _as_all_reduce(nbytes: float, ranks: int, full: bool) -> float:
     return nbytes * ranks / 2 if full else nbytes
 
 
-def small(parameters: Sequence[SizedBucket]) -> set[str]:
+def small(parameters: Sequence[Parameter]) -> set[str]:
     """Return the parameters below the size threshold of `compress`, which stay in FP32."""
     least = threshold([parameter.numel for parameter in parameters])
     return {parameter.path for parameter in parameters if parameter.numel < least}
 
 
-def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
+def uniform(parameters: Sequence[Parameter], codec: str) -> dict[str, str]:
     """Return the same codec for all parameters that are not small."""
     out = small(parameters)
     return {parameter.path: codec for parameter in parameters if parameter.path not in out}
 
 
-def _codec_for(parameter: SizedBucket, name: str) -> Codec:
-    codec, remedy = codec_named(name), None
+def _codec_for(parameter: Parameter, name: str) -> Codec:
+    codec = codec_named(name)
     if isinstance(codec, Adaptive):
-        reason, remedy = "adapts its bits to the link", "predict one of its levels"
+        reason, do = "adapts its bits to the link", "predict one of its levels"
     elif codec.fitted((parameter.numel,)) != codec:
-        reason, remedy = "depends on the shapes of parameters", "use a codec such as 1bit*"
-    if remedy is None:
+        reason, do = "depends on the shapes of parameters", "use a codec such as 1bit*"
+    else:
         return codec
-    raise ProfileError(
-        f"the cost of {codec.name} cannot be predicted: it {reason}",
-        where=parameter.path,
-        do=remedy,
-    )
+    description = f"the cost of {name} cannot be predicted: it {reason}"
+    raise ProfileError(description, where=parameter.path, do=do)

@@ -1,8 +1,7 @@
 """Communication thread, which runs tasks in order off the threads of autograd.
 
 A DDP comm hook must not block on other ranks: with several buckets in flight, all threads that gloo
-calls it from would block. Invariant: after an error, no task runs any more, and all futures get
-that error. At exit, each thread finishes its queued tasks and is joined.
+calls it from would block. Invariant: after an error, no task runs, and all futures get that error.
 """
 
 from __future__ import annotations
@@ -21,26 +20,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-LIMIT_S: Final = 60.0
-"""Seconds for all threads to end. Another rank may still compute the step of awaited messages."""
+LIMIT_S: Final = 60.0  # for all threads to end, while another rank may still compute its messages
 _GLOO: Final = "pt_gloo_runloop"
 _GLOO_LIMIT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _LOG = logging.getLogger("qsync_fx.communication")
-_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
-    weakref.WeakKeyDictionary()
-)
+_Stops = weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]]
+_stops = _Stops()
 
 
 def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread that is stopped and joined before the interpreter exits.
 
     A daemon thread in a C++ call of torch during interpreter finalization would end the process by
-    `std::terminate`; a thread that is no daemon would be joined without a limit.
-
-    Args:
-        stop: makes `run` return after its queued tasks, without blocking. It must not reference the
-            owner of the thread.
+    `std::terminate`; a thread that is no daemon would be joined without a limit. `stop` makes `run`
+    return after its queued tasks, without blocking; it must not reference the thread's owner.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     _stops[thread] = stop
@@ -51,9 +45,8 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
 def wait_for_gloo() -> None:
     """Return once gloo's threads have freed their completed all-reduces, after 10 s at most.
 
-    Gloo's thread acquires the GIL to free the Python object of an all-reduce. If the process group
-    is freed by then, torch waits for that thread with the GIL, and hangs; if the interpreter
-    finalizes, the process aborts (torch 2.13).
+    Gloo's thread acquires the GIL to free an all-reduce. If the process group is freed by then,
+    torch hangs; if the interpreter finalizes, the process aborts (torch 2.13).
     """
     deadline = time.monotonic() + _GLOO_LIMIT_S
     # Sleeping releases the GIL to threads that wait for it. A runnable thread still needs the CPU.
@@ -64,7 +57,6 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_is_runnable() -> bool:
-    """Return whether a thread of gloo is runnable; False if the system does not report it."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, fields = task.read_text().partition("(")[2].rpartition(")")
@@ -84,17 +76,15 @@ def _join_all() -> None:
     for thread, _ in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            _LOG.error(
-                "the thread %r still waits for another rank after %g s; the process exits without "
-                "it. Check the logs of the other ranks for a stopped rank",
-                thread.name,
-                LIMIT_S,
-            )
+            message = "the thread %r still waits for another rank after %g s; the process exits "
+            message += "without it. Check the logs of the other ranks for a stopped rank"
+            _LOG.error(message, thread.name, LIMIT_S)
     if threads:
         wait_for_gloo()
 
 
 Work = Callable[[], Tensor]
+Tasks = queue.SimpleQueue[tuple[Work, Any, Any] | None]
 
 
 class Worker:
@@ -107,7 +97,7 @@ class Worker:
         self._devices: list[Any] = [device] if is_gpu else []
         make_stream: Any = torch.cuda.Stream
         self._stream: Any = make_stream(device) if is_gpu else None
-        self._todo: queue.SimpleQueue[tuple[Work, Any, Any] | None] = queue.SimpleQueue()
+        self._todo = Tasks()
         self._idle = threading.Condition()
         self._open = 0
         # The waiting thread has no strong reference to the worker: it ends with the last user.
@@ -161,9 +151,7 @@ def _result(done: Any) -> Any:
     return result
 
 
-def _run(
-    worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any, Any] | None]
-) -> None:
+def _run(worker: weakref.ref[Worker], todo: Tasks) -> None:
     while (inputs := todo.get()) is not None:
         alive = worker()
         if alive is None:

@@ -1,7 +1,5 @@
 """State of gradient compression, and the handle that users get.
 
-`Residuals` is the error feedback of each parameter, with GradScaler support; `CompressorState` adds
-the position of the random streams. `CompressorHandle` is the interface of all compressors.
 Invariant: a rank that resumes from its saved state sends the same bits as one that never stopped.
 """
 
@@ -36,10 +34,7 @@ class CompressorHandle(ABC):
         """Return once all submitted gradients are sent and received; raise `RankError` if not."""
 
     def flush(self) -> None:
-        """Apply all pending full-precision gradients, which only DUO has between steps.
-
-        Call it before evaluation, before saving parameters for use, and at the end of training.
-        """
+        """Apply pending full-precision gradients, which only DUO has between steps."""
         self.wait()
 
     @abstractmethod
@@ -48,12 +43,9 @@ class CompressorHandle(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from this rank's `state_dict`.
+        """Resume from this rank's `state_dict`; raise `OptionError` for another codec or model.
 
         With another rank or world size, state that belongs to a rank is dropped with a warning.
-
-        Raises:
-            OptionError: the state is of another codec or another model.
         """
 
     @abstractmethod
@@ -86,9 +78,8 @@ def finite(values: Tensor) -> bool:
 class Residuals:
     """Error feedback of gradients, or of their means.
 
-    It is stored with the loss scale of its gradient, and rescaled only when it is used, so that a
-    change of the scale alone cannot overflow FP32. With powers of two as scales, as GradScaler has,
-    results are those without a scaler and without skipped steps, except for denormal values.
+    It is stored with the loss scale of its gradient and rescaled only when it is used, so that a
+    change of the scale alone cannot overflow FP32.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)  # FP32, 1-D in coding order
@@ -171,7 +162,6 @@ class CompressorState:
         self.sent.device = self.owned.device = self.device
 
     def draw(self, piece: ParameterSlice, step: int, first: int, summed: bool) -> Draw:
-        """Return the random stream position for values of a parameter, from index `first` on."""
         # All ranks round means equally.
         stream = piece.index * (self.world + 1) + (self.world if summed else self.rank)
         return Draw((self.seed + step * _GOLDEN) % 2**64, stream % 2**32, first)
@@ -194,7 +184,7 @@ class CompressorState:
         """Convert the error feedback of a parameter to another codec's coding order.
 
         `like` has the layout of the gradients. The feedback of a mean is multiplied by the world
-        size: one rank adds it to its own gradient, and the next mean divides it again.
+        size, by which the next mean divides it again.
         """
         scale, gradient = 0.0, torch.zeros_like(like)
         result = bucket.flat(old, gradient)
@@ -220,7 +210,6 @@ class CompressorState:
         return CompressorState(self.rank, self.world, codec, self.seed, self.device)
 
     def settle(self, used: bool) -> None:
-        """End a step; roll it back if its gradients are not used and it may be undone."""
         self.sent.settle(used)
         self.owned.settle(used)
 
@@ -243,33 +232,30 @@ class CompressorState:
         """Resume from `saved`; drop the error feedback if rank or world size differ."""
         expected = {"format": _FORMAT, "version": _VERSION}
         if not isinstance(saved, Mapping) or not expected.items() <= saved.items():
-            raise OptionError(
-                "the value is not a state of gradient compression",
-                do="pass the result of handle.state_dict()",
-            )
+            description = "the value is not a state of gradient compression"
+            raise OptionError(description, do="pass the result of handle.state_dict()")
         if saved["codec"] != self.codec:
-            raise OptionError(
-                f"the state belongs to {saved['codec']}, but gradients are sent with {self.codec}",
-                do="use the same codec as before, or start without the state",
+            text = (
+                f"the state belongs to {saved['codec']}, but gradients are sent with {self.codec}"
             )
+            raise OptionError(text, do="use the same codec as before, or start without the state")
         sent, owned = dict(saved["sent"]), dict(saved["owned"])
-        if (saved["rank"], saved["world"]) != (self.rank, self.world):
-            if sent or owned:
-                warnings.warn(
-                    f"the state was saved by rank {saved['rank']} of {saved['world']}, but this is "
-                    f"rank {self.rank} of {self.world}: training resumes without the saved error "
-                    "feedback",
-                    stacklevel=3,
-                )
+        is_same_rank = (saved["rank"], saved["world"]) == (self.rank, self.world)
+        if (sent or owned) and not is_same_rank:
+            warnings.warn(
+                f"the state was saved by rank {saved['rank']} of {saved['world']}, but this is rank"
+                f" {self.rank} of {self.world}: training resumes without the saved error feedback",
+                stacklevel=3,
+            )
             sent, owned = {}, {}
         sizes = {piece.name: piece.size for piece in pieces}
         for name in [*sent, *owned]:
             size = sizes.get(name, 0)
             if not size or (name in sent and sent[name].numel() != size):
-                raise OptionError(
-                    f"the state has error feedback of {name}, which has {size} values here",
-                    do="load the state of the same model",
+                description = (
+                    f"the state has error feedback of {name}, which has {size} values here"
                 )
+                raise OptionError(description, do="load the state of the same model")
         self.seed, self.step = saved["seed"], saved["step"]
         self.sent.load(sent, saved["scales"]["sent"])
         self.owned.load(owned, saved["scales"]["owned"])

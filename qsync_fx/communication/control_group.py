@@ -1,8 +1,7 @@
-"""Process group for control data: durations, hashes and other numbers on the CPU.
+"""Process group for control data on the CPU; all ranks call each function together.
 
 It is the default process group if that supports the CPU; otherwise, for example after
-`init_process_group("nccl")`, an additional gloo group. Invariant: all ranks call each function
-together, like a collective.
+`init_process_group("nccl")`, an additional gloo group.
 """
 
 from __future__ import annotations

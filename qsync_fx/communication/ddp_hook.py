@@ -1,8 +1,7 @@
 """Comm hook of DistributedDataParallel that compresses gradients, and its handle.
 
-`Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`). Invariant:
-the result of a step depends only on its gradients, the codec, the error feedback, the seed and the
-step, and not on thread timing or buckets. The backward pass waits for the reductions at its end.
+Invariant: the result of a step depends only on its gradients, the codec, the error feedback, the
+seed and the step, and not on thread timing or buckets.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
     if least is None:
         least = threshold(sizes)
     coded = tuple(size >= least for size in sizes)
-    codecs = tuple(codec if item else PLAIN for item in coded)
+    codecs = tuple({True: codec, False: PLAIN}[item] for item in coded)
     return Assigned(codec.name, repr(codec), repr(codec), codecs, coded)
 
 
@@ -65,11 +64,11 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     """Return the codecs of a plan; raise `PlanError` if it names an unknown parameter."""
     for name in planned:
         if name not in names:
-            raise PlanError(
-                f"the plan codes {shown(name)}, which is not a trained parameter of the model",
-                where="codecs",
-                do="use a plan of this model, whose parameters have other names",
+            description = (
+                f"the plan codes {shown(name)}, which is not a trained parameter of the model"
             )
+            do = "use a plan of this model, whose parameters have other names"
+            raise PlanError(description, where="codecs", do=do)
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
     coded = tuple(codec != PLAIN for codec in codecs)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
@@ -97,8 +96,7 @@ class DdpCompressor(CompressorHandle):
         nodes: NodeGroups | None = None,
     ) -> None:
         self.assigned, self.nodes = assigned, nodes
-        self.names = [name for name, _ in named]
-        self._parameters = [p for _, p in named]
+        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
@@ -164,17 +162,14 @@ class DdpCompressor(CompressorHandle):
     def change(self, assigned: Assigned) -> None:
         """Change the codecs between two steps, at the same step on all ranks.
 
-        Error feedback of the old codecs is sent with the next gradients. Raise `OptionError` for
-        AQGB, and for codecs between nodes.
+        Old error feedback is sent with the next gradients. Raise `OptionError` if not supported.
         """
         self.wait()
         adapts = self.controller is not None or assigned.adaptive is not None
         if adapts or self.nodes is not None:
-            raise OptionError(
-                "codecs between nodes, and AQGB, cannot change during training",
-                where="codecs",
-                do="remove hierarchical=True, use another codec, or train without replanning",
-            )
+            description = "codecs between nodes, and AQGB, cannot change during training"
+            do = "remove hierarchical=True, use another codec, or train without replanning"
+            raise OptionError(description, where="codecs", do=do)
         pieces = self._pieces(assigned, self._state.world)
         for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
             if old != new:
@@ -219,16 +214,14 @@ class DdpCompressor(CompressorHandle):
             self.controller.load(self._state.control)
 
     def report(self) -> Report:
-        sizes = [piece.size for piece in self.pieces]
-        coded = sum(size for size, item in zip(sizes, self.assigned.coded, strict=True) if item)
+        size, state = sum(piece.size for piece in self.pieces), self._state
+        both = zip(self.pieces, self.assigned.coded, strict=True)
+        coded = sum(piece.size for piece, is_coded in both if is_coded)
+        tally, adapted = replace(self._reducer.tally), None
+        if self.controller is not None:
+            adapted = self.controller.adapted()
         return Report(
-            codec=self.assigned.name,
-            rank=self._state.rank,
-            world=self._state.world,
-            coded=coded,
-            plain=sum(sizes) - coded,
-            tally=replace(self._reducer.tally),
-            adapted=None if self.controller is None else self.controller.adapted(),
+            self.assigned.name, state.rank, state.world, coded, size - coded, tally, adapted
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -237,11 +230,9 @@ class DdpCompressor(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         return {
             "gradient codec": codec,
-            "node layout": ["none" if self.nodes is None else str(self.nodes)],
+            "node layout": [str(self.nodes or "none")],
             "gradient seed": [str(self._state.seed)],
-            "tensor codec": [
-                f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces
-            ],
+            "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],
         }
 
     def _watch(self, step: int) -> None:

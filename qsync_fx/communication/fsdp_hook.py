@@ -1,8 +1,7 @@
 """Compressed reduce-scatter of FSDP2.
 
-FSDP passes the gradients of one unit as one row for each rank, which concatenates that rank's
-shards of all parameters. A rank sends each other rank its row; it sums the received rows and its
-own, which is not coded, in rank order. A shard has one owner, so no replicas are compared.
+FSDP passes the gradients of one unit as one row for each rank, with that rank's shards. A rank sums
+the rows that it receives and its own, which is not coded, in rank order.
 """
 
 from __future__ import annotations
@@ -15,17 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication import point_to_point
+from qsync_fx.communication import compressor_state
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
-from qsync_fx.communication.compressor_state import (
-    CompressorHandle,
-    CompressorState,
-    finite,
-    is_scaled,
-    scale_of,
-)
+from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState, finite
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
 from qsync_fx.communication.statistics import Report
@@ -76,12 +69,11 @@ class ShardedCompression(CompressorHandle):
         scaler: Any = None,
         device: torch.device = CPU,
     ) -> None:
-        self.codec = codec
-        codecs = [codec if row * world >= least else PLAIN for row in sizes.values()]
-        self.units = tuple(
-            FsdpUnit.of(name, index, row, codecs[index], world)
-            for index, (name, row) in enumerate(sizes.items())
-        )
+        self.codec, units = codec, []
+        for index, (name, row) in enumerate(sizes.items()):
+            chosen = codec if row * world >= least else PLAIN
+            units.append(FsdpUnit.of(name, index, row, chosen, world))
+        self.units = tuple(units)
         self._check_every, self._begun = check_every, False
         self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
         self._reducer = Reducer(group, self._state)  # for statistics and the end of steps
@@ -112,10 +104,9 @@ class ShardedCompression(CompressorHandle):
         return {"gradient codec": codec, "gradient seed": seed, "tensor codec": rows}
 
     def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
-        """Reduce-scatter a unit: write the sum or mean of this rank's rows into `output` [row].
+        """Write the sum or mean of all ranks' rows for this rank into `output` [row].
 
-        `value` [world * row] has this rank's rows for all ranks. Raise `RankError` if a rank is
-        gone, `QSyncError` for an unsupported `op`, or if a gradient is missing for error feedback.
+        `value` [world * row] has this rank's rows for all ranks.
         """
         state, row, tally = self._state, output.numel(), self._reducer.tally
         divisor = _divisor(op, state.world)
@@ -144,23 +135,19 @@ class ShardedCompression(CompressorHandle):
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received
-        tally.buckets += 1
         tally.wire += unit.length * len(peers)
-        tally.raw += 4 * row * len(peers)
-        tally.theory += unit.codec.theory(row) * len(peers)
+        self._reducer.count(4 * row * len(peers), unit.codec.theory(row) * len(peers))
 
     def _encoded(self, unit: FsdpUnit, peer: int, values: Tensor) -> Tensor:
         piece, state = unit.rows[peer], self._state
         message = buffers.host(unit.length, values.device)
         near = buffers.device_buffer(message[HEADER:], values)
         self._header(unit, state.rank).write(message)
-        residual = state.residual(piece, slice(0, piece.size), summed=False)
+        residual, full = state.residual(piece, slice(0, piece.size), summed=False), values
         measured = self._check_every > 0 and state.step % self._check_every == 0
-        full = values
         if measured and residual is not None:
             full = values + residual
-        draw = state.draw(piece, state.step, 0, summed=False)
-        piece.codec.encode(values, near, draw, residual)
+        piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
             self._reducer.tally.measure(full, piece.codec, near)
         if not buffers.native(values):
@@ -168,24 +155,18 @@ class ShardedCompression(CompressorHandle):
         return message
 
     def _add(self, unit: FsdpUnit, sender: int, message: Tensor, total: Tensor, about: str) -> None:
-        """Add a received row to `total`, or record why it cannot be read."""
-        rank = self._state.rank
-        if (fault := self._header(unit, sender).fault(message)) is not None:
-            text = point_to_point.unread(rank, sender, about, fault)
-            self._reducer.outcome.faults.append(text)
+        if (fault := self._header(unit, sender).fault(message)) is None:
+            wire = buffers.on_device_of(message[HEADER:], total)
+            unit.codec.decode(wire, total, add=True)
             return
-        wire = buffers.on_device_of(message[HEADER:], total)
-        unit.rows[rank].codec.decode(wire, total, add=True)
+        self._reducer.fault(about, sender, fault)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
-        """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
-            raise QSyncError(
-                f"some parameters had no gradients, so the error feedback of {self.codec.name} "
-                f"for {unit.row} values does not fit {row}",
-                where=unit.name or "the model",
-                do="call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4",
-            )
+            text = f"some parameters had no gradients, so the error feedback of {self.codec.name} "
+            text += f"for {unit.row} values does not fit {row}"
+            do = "call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4"
+            raise QSyncError(text, where=unit.name or "the model", do=do)
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
 
     def _header(self, unit: FsdpUnit, sender: int) -> MessageHeader:
@@ -196,7 +177,9 @@ class ShardedCompression(CompressorHandle):
         """Start a step, and queue its end after the backward pass."""
         if not self._begun:
             self._begun = True
-            self._state.begin(scale_of(self._loss_scaler), is_scaled(self._loss_scaler))
+            scaler = self._loss_scaler
+            scale, is_scaled = compressor_state.scale_of(scaler), compressor_state.is_scaled(scaler)
+            self._state.begin(scale, is_scaled)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
@@ -216,24 +199,16 @@ class Scatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = None
     ) -> None:
         self._compression.reduce(self._unit, output_tensor, input_tensor, op)
 
 
 def _divisor(op: Any, world: int) -> int:
-    """Return the divisor of the sum of all ranks' rows."""
     if op == distributed.ReduceOp.SUM:
         return 1
     if op == distributed.ReduceOp.AVG:
         return world
-    raise QSyncError(
-        "FSDP divides gradients by a custom factor, but compression only sums or averages them",
-        where="FSDP",
-        do="remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)",
-    )
+    text = "FSDP divides gradients by a custom factor, but compression only sums or averages them"
+    do = "remove set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)"
+    raise QSyncError(text, where="FSDP", do=do)

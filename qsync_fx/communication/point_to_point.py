@@ -1,8 +1,7 @@
 """Point-to-point messages between ranks: headers, chunks, transfers, and the check of a step.
 
-Messages are sent in chunks, so that coding and transfer overlap; cuts do not change coded values.
-Invariant: all receives are posted before any send, as a send without its receive can halve the link
-rate.
+Messages are sent in chunks, so that coding and transfer overlap. Invariant: all receives are posted
+before any send, as a send without its receive can halve the link rate.
 """
 
 from __future__ import annotations
@@ -58,11 +57,6 @@ def length_of(message: Tensor) -> int:
     return int(_LAYOUT.unpack(bytes(message[:HEADER].numpy()))[-1])
 
 
-def unread(rank: int, sender: int, about: str, fault: str) -> str:
-    """Return the error message for a message that a rank could not read."""
-    return f"rank {rank} cannot read the message of rank {sender} for {about}: {fault}"
-
-
 class PendingTransfers:
     """Chunks in flight; all methods raise `RankError` if a rank is gone or the group timed out."""
 
@@ -96,14 +90,14 @@ class PendingTransfers:
         for rank, number in list(self._going):
             self.wait_sent(rank, number)
 
-    def _tried(self, rank: int, do: Callable[[], Any]) -> Any:
+    def _tried(self, rank: int, call: Callable[[], Any]) -> Any:
         try:
-            return do()
+            return call()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            description = f"rank {rank} no longer responds: {reason}"
-            remedy = "find the cause in its log, and restart all ranks"
-            raise _rank_error(rank, description, self._about, remedy) from error
+            text = f"rank {rank} no longer responds: {reason}"
+            do = "find the cause in its log, and restart all ranks"
+            raise _rank_error(rank, text, self._about, do) from error
 
 
 def exchange(
@@ -141,7 +135,7 @@ class Chunk:
     @property
     def coded(self) -> slice:
         """Slice of the coded bytes, without the header."""
-        begin = self.runs[0].wire.start if self.runs else self.wire.stop
+        begin = next((run.wire.start for run in self.runs), self.wire.stop)
         return slice(begin, self.wire.stop)
 
     def within(self, run: Run) -> slice:
@@ -193,7 +187,7 @@ class StepOutcome:
     finite: bool = True
 
     def packed(self) -> Tensor:
-        text = self.faults[0].encode() if self.faults else b""
+        text = "".join(self.faults[:1]).encode()
         packed = _OUTCOME.pack(_MAGIC, self.finite, self.digest) + text
         fixed = packed[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
         return torch.frombuffer(bytearray(fixed), dtype=torch.uint8)
@@ -206,7 +200,7 @@ class StepOutcome:
             return cls(["the message of a rank at the end of a step cannot be read"])
         # The cut may fall within a character.
         text = content[_OUTCOME.size :].rstrip(b"\0").decode(errors="ignore")
-        return cls([text] if text else [], digest, finite)
+        return cls(list(filter(None, [text])), digest, finite)
 
 
 def settle(
@@ -214,8 +208,7 @@ def settle(
 ) -> bool:
     """Exchange the outcome of a step; return whether all ranks have finite gradients.
 
-    Raise `RankError` on all ranks if one could not read a message or has another digest, which the
-    message `reported` tells.
+    Raise `RankError` on all ranks if one cannot read a message, or, as `reported`, digests differ.
     """
     mine = outcome.packed()
     messages = {peer: torch.empty_like(mine) for peer in range(world) if peer != rank}
@@ -225,20 +218,14 @@ def settle(
     for sender, item in enumerate(outcomes):
         if item.faults:
             where = f"the end of step {step}, on all ranks"
-            do = (
-                "check that all ranks run the same version and that the network works; resume "
-                "from the last checkpoint"
-            )
+            do = "check the version on all ranks and the network; resume from the last checkpoint"
             raise _rank_error(sender, item.faults[0], where, do)
     digests = [item.digest for item in outcomes]
     usual, count = Counter(digests).most_common(1)[0]
     if count != world:
         other = next(sender for sender in range(world) if digests[sender] != usual)
         description = f"{reported.format(other, digests.index(usual))}; they must be bit-identical"
-        do = (
-            "resume from the last checkpoint; if the error recurs, suspect a bug in qsync_fx or "
-            "a faulty processor"
-        )
+        do = "resume from the last checkpoint; if it recurs, suspect qsync_fx or a faulty processor"
         raise _rank_error(other, description, f"step {step}", do)
     return all(item.finite for item in outcomes)
 

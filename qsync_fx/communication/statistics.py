@@ -22,10 +22,8 @@ class BitLevelSummary:
     def __str__(self) -> str:
         levels = sorted(self.levels.items())
         shares = ", ".join(f"{share:.1%} in {bits} bits" for bits, share in levels)
-        rate = "link bandwidth not measured yet"
-        if self.rate is not None:
-            rate = f"link bandwidth {self.rate / 1e6:.1f} MB/s"
-        return f"{self.decisions} decisions: {shares or 'no data sent'}; {rate}"
+        rate = "not measured yet" if self.rate is None else f"{self.rate / 1e6:.1f} MB/s"
+        return f"{self.decisions} decisions: {shares or 'no data sent'}; link bandwidth {rate}"
 
 
 @dataclass
@@ -61,9 +59,6 @@ class CommunicationStatistics:
             self.power += power
 
 
-_UNCOMPRESSED = "DistributedDataParallel sends all gradients uncompressed"
-
-
 @dataclass(frozen=True)
 class Report:
     """Report of a compressor; `str` formats it."""
@@ -96,32 +91,33 @@ class Report:
         if self.world == 1:
             return f"{start}  one rank: no communication, gradients are unchanged"
         if not self.coded and not sums.buckets:
-            return f"{start}  {_UNCOMPRESSED}"
+            return f"{start}  DistributedDataParallel sends all gradients uncompressed"
         lines = [
-            f"sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
-            f"ratio {self.ratio:.4f}",
+            f"{_sent(sums)}: ratio {self.ratio:.4f}",
             f"seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
             f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
-            lines.append(
-                f"sent {sums.inside / 1e6:.3f} MB in FP32 within the node; the lines above are for "
-                "traffic between nodes"
-            )
+            inside = f"sent {sums.inside / 1e6:.3f} MB in FP32 within the node"
+            lines.append(f"{inside}; the lines above are for traffic between nodes")
         if self.replicated and sums.checks:
-            lines.append(f"replicas compared {_times(sums.checks)}, bit-identical")
+            lines.append(f"replicas {_compared(sums)}")
         elif self.replicated:
             lines.append("replicas not compared yet")
         if self.adapted is not None:
             lines.append(str(self.adapted))
         if self.variance is not None:
-            share = f"{self.variance:.3g} of the squared norm of a rank's gradient"
-            lines.append(f"added variance: {share}")
+            norm = "the squared norm of a rank's gradient"
+            lines.append(f"added variance: {self.variance:.3g} of {norm}")
         return start + "\n".join(f"  {line}" for line in lines)
 
 
-def _times(count: int) -> str:
-    return f"{count} time{'s' * (count != 1)}"
+def _sent(sums: CommunicationStatistics) -> str:
+    return f"sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB"
+
+
+def _compared(sums: CommunicationStatistics) -> str:
+    return f"compared {sums.checks} time{'s' * (sums.checks != 1)}, bit-identical"
 
 
 @dataclass
@@ -148,15 +144,13 @@ class DuoReport(Report):
             return super().__str__()
         slow, ahead, text = self.slow, self.ahead, super().__str__()
         text += (
-            f"\n  full precision, during the next step: sent {slow.wire / 1e6:.3f} MB instead of "
-            f"{slow.raw / 1e6:.3f} MB, transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s"
-            f"\n  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, "
-            f"{ahead.skipped} skipped"
+            f"\n  full precision, during the next step: {_sent(slow)}, "
+            f"transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s\n  {ahead.committed} steps "
+            f"committed, {int(self.outstanding)} outstanding, {ahead.skipped} skipped"
         )
         if (sent := self.parameters) is not None:
             text += (
-                f"\n  parameters: sent {sent.wire / 1e6:.3f} MB instead of {sent.raw / 1e6:.3f} MB"
-                f", transfer {sent.transfer:.3f} s, compared {_times(sent.checks)}, bit-identical; "
-                f"memory of this rank's optimizer {self.held / 1e6:.3f} MB"
+                f"\n  parameters: {_sent(sent)}, transfer {sent.transfer:.3f} s, "
+                f"{_compared(sent)}; memory of this rank's optimizer {self.held / 1e6:.3f} MB"
             )
         return text

@@ -1,9 +1,7 @@
 """Agreement of ranks, and propagation of an error of one rank to all.
 
-A `Meeting` is a context in which ranks compare statements on versions, model, DDP settings, plan
-and batch, and a heartbeat thread detects failed ranks. Inside it, collectives may last as long as
-compilation, because other ranks wait in one while a rank compiles. Invariant: all ranks continue,
-or all raise an error that names a rank and its reason, unless a process is killed before it.
+Invariant: all ranks continue, or all raise an error that names a rank and its reason, unless a
+process is killed before it. Meanwhile collectives may last as long as a rank compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import compress
 from operator import ne
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -54,36 +52,25 @@ _REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
         "DDP": "pass the same arguments to DistributedDataParallel on all ranks",
         "plan for the cluster": "use the same plan file on all ranks",
         "replanning": "pass guard(..., replan=...) with the same settings on all ranks, or on none",
-        "batch": "use batches of the same size and dtypes on all ranks; for different sizes, "
-        "weight gradients with qsync_fx.distributed.average_by_batch(ddp), or pass guard(..., "
-        "same_batch=False)",
+        "batch": "use batches of the same size and dtypes on all ranks; for different sizes, call "
+        "qsync_fx.distributed.average_by_batch(ddp), or pass guard(..., same_batch=False)",
         "hierarchy": _SAME_LAYOUT,
         "node layout": _SAME_LAYOUT,
-        "gradient codec": "pass the same codec or plan to compress on all ranks, and a scaler on "
-        "all ranks or on none",
+        "gradient codec": "pass the same codec or plan, and scaler, to compress on all ranks",
         "gradient seed": "pass the same seed to compress on all ranks",
-        "tensor codec": "create the same model on all ranks, and pass the same least=... or plan "
-        "to compress",
-        "optimizer": "create the optimizer with the same arguments on all ranks, and pass a scaler "
-        "to compress on all ranks or on none",
+        "tensor codec": "use the same model, and least=... or plan of compress, on all ranks",
+        "optimizer": "use the same optimizer settings, and scaler of compress, on all ranks",
     }
 )
 _DDP_SETTINGS: Final = (
-    "bucket_bytes_cap",
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "broadcast_buffers",
-)
+    "bucket_bytes_cap find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers"
+).split()
 
 
 def several_ranks() -> bool:
     """Return whether torch.distributed is initialized with more than one rank."""
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    return is_initialized and distributed.get_world_size() > 1
 
 
 def patience() -> float:
@@ -115,13 +102,8 @@ def at_least(seconds: float) -> Iterator[None]:
 class Meeting:
     """Context in which ranks agree and report failures; raises timeouts of collectives.
 
-    All methods raise `RankError` if a rank has failed or the store is lost.
-
-    Args:
-        compiling: seconds that a rank may compile.
-        silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
-            of the process group.
-        collectives: whether a process that stays blocked in a collective is terminated.
+    All methods raise `RankError` if a rank has failed or the store is lost. For `compiling` and
+    `silence` see `guard`; with `collectives`, a process blocked in a collective is terminated.
     """
 
     def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
@@ -182,12 +164,10 @@ class Meeting:
             while (text := self._channel.get(f"{key}/{rank}")) is None:
                 self.check()
                 if (waited := time.monotonic() - began) > limit:
-                    message = (
-                        f"rank {rank} has not reached the comparison of {about or key} within "
-                        f"{waited:.0f} s"
-                    )
+                    reason = f"rank {rank} has not reached the comparison of {about or key} within"
                     do = "check its log; every rank must enter the same guard around the same loop"
-                    self.watcher.tell(Failure(rank, message, None, do, lives=False))
+                    failure = Failure(rank, f"{reason} {waited:.0f} s", None, do, lives=False)
+                    self.watcher.tell(failure)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
         return text
@@ -196,13 +176,7 @@ class Meeting:
         """Return the texts that all ranks put under `key`."""
         return [self.get(key, rank, limit) for rank in range(self.world)]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Report an error to the other ranks, or raise the failure that caused it."""
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._stack.close()
         if isinstance(error, SystemExit) and not error.code:
             error = None
@@ -222,23 +196,20 @@ class Meeting:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[None]:
-        """Raise `RankError` if the store is lost."""
         try:
             yield
         except StoreLost:
-            raise RankError(
-                "the store of the process group no longer responds: its process has ended",
-                where=f"rank {self.rank}; the store is in the process of rank 0, or the launcher",
-                do="find the cause in the log of this process, and restart all ranks",
-            ) from None
+            text = "the store of the process group no longer responds: its process has ended"
+            where = f"rank {self.rank}; the store is in the process of rank 0, or the launcher"
+            do = "find the cause in the log of this process, and restart all ranks"
+            raise RankError(text, where=where, do=do) from None
 
     def _cause(self, error: BaseException) -> Failure | None:
         """Return the failure of another rank that caused an error; report an error of this rank."""
         # A lost connection is explained by the rank behind it within some seconds.
         lost_connection = _is_of_a_collective(error)
         if self.watcher.failure is None and lost_connection:
-            self.watcher.hurry()
-            self.watcher.wait(_FOR_A_CAUSE)
+            self.watcher.hurry(_FOR_A_CAUSE)
         failure, is_own = self.watcher.failure, not isinstance(error, RankError)
         if failure is not None and failure.rank != self.rank and (lost_connection or is_own):
             return failure
@@ -289,7 +260,6 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _difference(stated: Mapping[int, Statement]) -> Failure | None:
-    """Return the first section that differs between the statements of ranks."""
     for section in dict.fromkeys(name for item in stated.values() for name in item):
         lines = {rank: tuple(item[section]) for rank, item in stated.items() if section in item}
         most, count = Counter(lines.values()).most_common(1)[0]
@@ -310,7 +280,6 @@ def _difference(stated: Mapping[int, Statement]) -> Failure | None:
 
 
 def _first_of(lines: Sequence[str]) -> str:
-    """Return the first three lines as text, with the number of all if there are more."""
     if not lines:
         return "the same lines in another order"
     more = f", ... ({len(lines)} in total)" if len(lines) > 3 else ""
@@ -324,10 +293,8 @@ def of_model(model: nn.Module) -> Statement:
         tensors.append(f"{name} {_dtype(p)}{list(p.shape)}{'' if p.requires_grad else ' frozen'}")
     for name, buffer in unwrapped(model).named_buffers():
         tensors.append(f"buffer {name} {_dtype(buffer)}{list(buffer.shape)}")
-    stated = {
-        "version": [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"],
-        "model": tensors,
-    }
+    versions = [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"]
+    stated = {"version": versions, "model": tensors}
     if (parallel := parallel_in(model)) is not None:
         stated["DDP"] = [f"{name}={getattr(parallel, name)}" for name in _DDP_SETTINGS]
     plans = [options.plan for options in options_of(model) if options.plan is not None]
@@ -367,8 +334,7 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 def check_replicas(model: nn.Module) -> None:
     """Compare the parameters of all ranks bit by bit; call it on every rank at the same step.
 
-    Raise `RankError` on every rank if parameters differ. DTensors are skipped, because each rank
-    has a different shard.
+    Raise `RankError` on every rank if they differ. DTensors are skipped: ranks have other shards.
     """
     if not several_ranks() or not (result := digests(model)):
         return
@@ -383,15 +349,9 @@ def check_replicas(model: nn.Module) -> None:
     where = _first_of(list(compress(result, map(ne, rows[others[0]], usual))))
     if others[1:]:
         where += f"; ranks {', '.join(map(str, others))}"
-    description = (
-        f"the parameters of rank {others[0]} differ from those of rank {rows.index(usual)}; "
-        "they must be bit-identical"
-    )
-    do = (
-        "check that all ranks start with the same parameters, use the same optimizer settings, "
-        "and do not change averaged gradients"
-    )
-    raise Failure(others[0], description, where, do).error()
+    text = f"the parameters of rank {others[0]} differ from those of rank {rows.index(usual)}"
+    do = "use equal initial parameters and optimizers, and do not change averaged gradients"
+    raise Failure(others[0], f"{text}; they must be bit-identical", where, do).error()
 
 
 def digests(model: nn.Module) -> dict[str, int]:

@@ -1,9 +1,7 @@
 """Gradient compression for DistributedDataParallel and FSDP2.
 
-`compress` validates its arguments on each rank without communication, has all ranks agree, and
-installs a DDP communication hook or a custom FSDP2 reduce-scatter. Invariant: no rank sends
-gradients before all ranks agree; an error of one rank raises on every rank. This is the only file
-that reads private attributes of torch's FSDP.
+Invariant: no rank sends gradients before all ranks agree; an error of one rank raises on every
+rank. This is the only file that reads private attributes of torch's FSDP.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, overload
 
@@ -27,18 +25,13 @@ from qsync_fx.communication.bucket import threshold
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compressor_state import CompressorHandle
-from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
+from qsync_fx.communication.ddp_hook import DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
 from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
-from qsync_fx.distributed.agreement import (
-    Meeting,
-    parallel_in,
-    patience,
-    several_ranks,
-    told_to_all,
-)
+from qsync_fx.distributed import agreement
+from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
@@ -47,8 +40,9 @@ from qsync_fx.plan.plan import Plan
 
 Way = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter from a plan."""
+_SCALER_METHODS: Final = ("get_scale", "is_enabled")
 _DEVICES: Final = ("cpu", "cuda")
-_TYPES: Final = 4
+_MOST_BYTES: Final = 4  # of a value
 
 
 @dataclass(frozen=True)
@@ -63,18 +57,15 @@ class CompressRequest:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
         size = 1 if nodes is None else nodes.size
         if nodes is not None and len(nodes.ranks) == 1:
-            warnings.warn(
+            text = (
                 "all ranks share one node, so gradients are sent in FP32 and not compressed. Set "
-                "hierarchical=False to compress gradients between all ranks",
-                stacklevel=3,
             )
+            text += "hierarchical=False to compress gradients between all ranks"
+            warnings.warn(text, stacklevel=3)
         elif self.planned and self.planned != size:
-            warnings.warn(
-                f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these nodes "
-                f"have {size}: the predicted step time does not apply. Find a plan for these nodes "
-                "or remove hierarchical=...",
-                stacklevel=3,
-            )
+            text = f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these "
+            text += f"nodes have {size}: the predicted step time does not apply. Find a plan for "
+            warnings.warn(f"{text}these nodes or remove hierarchical=...", stacklevel=3)
 
 
 def checked(
@@ -96,10 +87,8 @@ def checked(
     elif isinstance(codec, str):
         codec = way_named(codec)
     elif not isinstance(codec, Codec | Duo):
-        raise OptionError(
-            f"compress requires a codec or a plan, not {type(codec).__name__}",
-            do='pass the name of a codec, such as "qsgd8", or a plan',
-        )
+        text = f"compress requires a codec or a plan, not {type(codec).__name__}"
+        raise OptionError(text, do='pass the name of a codec, such as "qsgd8", or a plan')
     chosen: Any = codec if planned is None else planned
     description, is_duo = None, isinstance(chosen, Duo)
     if optimizer is not None and not is_duo:
@@ -111,11 +100,8 @@ def checked(
     elif planned is not None and least is not None:
         name, description = "least", "a plan defines which tensors are sent in FP32"
         do = "remove least=..."
-    elif scaler is not None and not (
-        hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")
-    ):
-        name, do = "scaler", "pass the torch.amp.GradScaler"
-        kind = type(scaler).__name__
+    elif scaler is not None and not all(hasattr(scaler, method) for method in _SCALER_METHODS):
+        name, do, kind = "scaler", "pass the torch.amp.GradScaler", type(scaler).__name__
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
     elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
         name = "hierarchical"
@@ -152,85 +138,52 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     """Return the DistributedDataParallel of a model and its trained parameters, by name."""
     parallel = parallel_in(model)
     if parallel is None:
-        raise OptionError(
-            "compress requires a DistributedDataParallel or FSDP model, "
-            f"not {type(model).__name__}",
-            do="wrap the model first with DistributedDataParallel(model) or fully_shard(model)",
-        )
+        kind = type(model).__name__
+        text = f"compress requires a DistributedDataParallel or FSDP model, not {kind}"
+        do = "wrap the model first with DistributedDataParallel(model) or fully_shard(model)"
+        raise OptionError(text, do=do)
     if getattr(parallel, "_comm_hooks", None):
-        raise OptionError(
-            "the model already has a communication hook, and DistributedDataParallel supports one",
-            do="create a new DistributedDataParallel, and call compress once",
+        text = (
+            "the model already has a communication hook, and DistributedDataParallel supports one"
         )
-    world = distributed.get_world_size(parallel.process_group)
-    if world != distributed.get_world_size():
-        raise OptionError(
-            f"the model is trained by only {world} of {distributed.get_world_size()} ranks",
-            do="use a process group of all ranks for the model",
-        )
+        raise OptionError(text, do="create a new DistributedDataParallel, and call compress once")
+    ranks, world = distributed.get_world_size(parallel.process_group), distributed.get_world_size()
+    if ranks != world:
+        text = f"the model is trained by only {ranks} of {world} ranks"
+        raise OptionError(text, do="use a process group of all ranks for the model")
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
         compressible(name, p)
-        if p.device != named[0][1].device:
-            raise OptionError(
-                f"the model has parameters on {named[0][1].device} and on {p.device}",
-                where=name,
-                do="train on one device per rank",
-            )
+        if p.device != (first := named[0][1].device):
+            text = f"the model has parameters on {first} and on {p.device}"
+            raise OptionError(text, where=name, do="train on one device per rank")
     return parallel, named
 
 
 def compressible(name: str, parameter: nn.Parameter) -> None:
     """Raise `OptionError` if no codec supports the device or dtype of a parameter."""
-    if (
-        parameter.device.type not in _DEVICES
-        or not parameter.is_floating_point()
-        or parameter.dtype.itemsize > _TYPES
-    ):
-        raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed",
-            where=name,
-            do="train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress",
-        )
+    is_supported = parameter.is_floating_point() and parameter.dtype.itemsize <= _MOST_BYTES
+    if parameter.device.type not in _DEVICES or not is_supported:
+        text = f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed"
+        do = "train in at most 32 bits on the CPU or an NVIDIA GPU, or without compress"
+        raise OptionError(text, where=name, do=do)
 
 
 def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     do = 'use DistributedDataParallel, or a codec such as "qsgd8"'
     if isinstance(chosen, Duo):
-        description = (
-            "DUO requires a DistributedDataParallel: with FSDP, a rank does not have the "
-            "parameters that DUO must store"
-        )
+        text = "DUO requires a DistributedDataParallel: with FSDP, ranks lack parameters to store"
     elif not isinstance(chosen, Codec):
-        description = (
-            "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
-            "parameters as one row"
-        )
+        text = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
     elif isinstance(chosen, Adaptive):
-        description = (
-            "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
-        )
+        text = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
     elif chosen.fitted((3, 5)) != chosen:
-        description = (
-            f"{chosen.name} encodes columns of parameters, but FSDP reduces the gradients of many "
-            "parameters as one row"
-        )
+        text = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
         do = 'use a codec of consecutive values, such as "1bit*"'
     else:
         return chosen
-    raise OptionError(description, where="compress", do=do)
-
-
-def assignment(
-    chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None
-) -> Assigned:
-    """Return the codec of each parameter; raise `PlanError` if the plan is of another model."""
-    if isinstance(chosen, Duo):
-        return chosen.assigned(sizes, least)
-    if isinstance(chosen, Codec):
-        return ddp_hook.to_all(chosen, sizes, least)
-    return ddp_hook.by_plan(chosen, names)
+    raise OptionError(text, where="compress", do=do)
 
 
 def unit_rows(model: nn.Module) -> dict[str, int]:
@@ -239,28 +192,19 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
     for name, module in _units(model).items():
         where, groups = name or "the model", _groups(module)
         if len(groups) > 1:
-            raise OptionError(
-                "FSDP shards the module over several meshes, which compression does not support",
-                where=where,
-                do="shard the module over one mesh",
-            )
+            text = "FSDP shards the module over several meshes, which compression does not support"
+            raise OptionError(text, where=where, do="shard the module over one mesh")
         reductions = {type(group._reduce_scatter_comm).__name__ for group in groups}
         if reductions - {"DefaultReduceScatter"}:
-            raise OptionError(
-                "the model already has a custom reduce-scatter, and FSDP supports one",
-                where=where,
-                do="shard a new model, and call compress once",
-            )
+            text = "the model already has a custom reduce-scatter, and FSDP supports one"
+            raise OptionError(text, where=where, do="shard a new model, and call compress once")
         parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
         if trained := [p for p in parameters if p.requires_grad]:
             result[name] = sum(_row(where, p) for p in trained)
     for name, p in unwrapped(model).named_parameters():
         if p.requires_grad and not isinstance(p, DTensor):
-            raise OptionError(
-                "FSDP does not shard the parameter, so its gradients are not averaged",
-                where=name,
-                do="call fully_shard(model) on the root module",
-            )
+            text = "FSDP does not shard the parameter, so its gradients are not averaged"
+            raise OptionError(text, where=name, do="call fully_shard(model) on the root module")
     return result
 
 
@@ -283,15 +227,11 @@ def _groups(module: Any) -> list[Any]:
 
 
 def _row(where: str, parameter: Any) -> int:
-    """Return the values of a parameter's padded shard."""
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     world = distributed.get_world_size()
     if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
-        raise OptionError(
-            f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank",
-            where=where,
-            do="shard over a one-dimensional mesh of all ranks",
-        )
+        text = f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank"
+        raise OptionError(text, where=where, do="shard over a one-dimensional mesh of all ranks")
     compressible(where, parameter)
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:
@@ -334,7 +274,10 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
 ) -> DdpCompressor | ShardedCompression:
-    """Install gradient compression on a model; call it once before training, on all ranks.
+    """Install gradient compression on a model, and return its handle.
+
+    Call it once before training, on all ranks. Raise `OptionError` for an invalid argument,
+    `PlanError` for a plan of another model, and on all ranks `RankError` if they do not agree.
 
     Args:
         model: a DistributedDataParallel over all ranks, or a model sharded by `fully_shard`,
@@ -356,21 +299,12 @@ def compress(
             nodes. True uses the nodes of torchrun, or else host names; an int is the number of
             consecutive ranks per node. Default: as the plan specifies, otherwise False.
         seed: seed of stochastic rounding. The same seed reproduces training bit by bit.
-        least: tensors (with FSDP: units) of fewer values are sent in FP32. Default: the largest
-            size with which more than 99% of all values are coded; 0 with "duo0". Not allowed with a
-            plan.
+        least: tensors (with FSDP: units) of fewer values are sent in FP32. Default without a plan:
+            the largest size with which more than 99% of all values are coded; 0 with "duo0".
         check_every: steps between bit-exact comparisons of gradients over ranks and measurements of
             the codec's error; 0 for never.
-
-    Returns:
-        A handle that reports, saves and loads the state of the codecs.
-
-    Raises:
-        OptionError: an argument is invalid.
-        PlanError: the plan cannot be read, or is of another model.
-        RankError: the ranks do not agree; raised on all of them.
     """
-    with told_to_all():
+    with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
         fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
@@ -380,13 +314,15 @@ def compress(
         else:
             parallel, named = trained(model)
             sizes = [p.numel() for _, p in named]
-            assigned = assignment(chosen, [name for name, _ in named], sizes, least)
-            if isinstance(chosen, Duo):
-                weights = None
+            if isinstance(chosen, Codec):
+                assigned = ddp_hook.to_all(chosen, sizes, least)
+            elif not isinstance(chosen, Duo):
+                assigned = ddp_hook.by_plan(chosen, [name for name, _ in named])
+            else:
+                assigned, weights = chosen.assigned(sizes, least), None
                 if sharded:
-                    requested = None if sharded is True else sharded
-                    codec_of_weights = weights_codec(chosen, requested)
-                    weights = ddp_hook.to_all(codec_of_weights, sizes, least).codecs
+                    updates = weights_codec(chosen, None if sharded is True else sharded)
+                    weights = ddp_hook.to_all(updates, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
@@ -411,11 +347,8 @@ def compress(
         return compression
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
-
-        def joins() -> bool:
-            return bool(parallel._join_config.enable)
-
-        duo = DuoCompressor(*common, chosen.ahead, stepped, scaler, joins, weights)
+        settings = *common, chosen.ahead, stepped, scaler
+        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights)
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)

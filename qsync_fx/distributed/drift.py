@@ -1,9 +1,7 @@
 """Drift detection: when compute time, memory or links differ from the plan for many steps.
 
-A rank compares its compute seconds and its memory with the predictions of the plan. Drift is
-reported if all of the last `patience` steps exceed `tolerance` in the same direction. A class is
-slower if one rank is, and faster only if all are. All ranks time one all-reduce together, between
-steps, so that a late rank is not mistaken for a slow link.
+A class of devices is slower if one rank is, and faster only if all are. All ranks time one
+all-reduce together, between steps, so that a late rank is not mistaken for a slow link.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ from qsync_fx.profiler.links.collective_times import all_reduce_seconds
 
 Clock = Callable[[], float]
 _NOTE: Final = "link"
-_OUGHT: Final = 0.01
-"""Minimum seconds of the probe, well above clock and scheduler noise."""
-_LONGEST: Final = 0.5
-"""Seconds above which the probe uses fewer bytes."""
+_OUGHT: Final = 0.01  # minimum seconds of the probe, well above clock and scheduler noise
+_LONGEST: Final = 0.5  # seconds above which the probe uses fewer bytes
 _LATENCIES: Final = 3
 _REPEATS: Final = 3
 _SIZES: Final = tuple(2**power for power in range(12, 27, 2))
@@ -39,9 +35,8 @@ _IN_A_ROW: Final = 2
 class Pace:
     """Timer of this rank's compute seconds per step, without waiting for other ranks.
 
-    A pass starts at the call of a compiled region and ends with the last gradient of autograd,
-    before DistributedDataParallel waits for others; the optimizer step is added. Call `begin` and
-    `end` around the optimizer step.
+    A pass starts at the call of a compiled region and ends with the last gradient of autograd. Call
+    `begin` and `end` around the optimizer step, which is added.
     """
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
@@ -100,8 +95,7 @@ class Hysteresis:
     """Thresholds of drift detection and replanning.
 
     Attributes:
-        tolerance: relative deviation of compute seconds or memory from the prediction: 0.15 for
-            15%.
+        tolerance: relative deviation of compute seconds or memory from the prediction.
         patience: consecutive steps that must exceed it.
         cooldown: steps after a decision that are ignored.
         gain: relative improvement of step time or variance that justifies recompilation.
@@ -230,10 +224,9 @@ def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
 
 
 def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, gain: float) -> bool:
-    """Return whether a plan with (step seconds, variance) `after` is worth compiling for.
+    """Return whether a plan with (step seconds, variance) `after` gains at least the share `gain`.
 
-    `fits` tells whether the active plan satisfies the memory limits, `gain` the improvement to
-    reach.
+    If the active plan does not fit the memory limits, any other plan does.
     """
     (old_seconds, old_variance), (seconds, variance) = before, after
     if not fits or seconds < old_seconds * (1 - gain):
@@ -281,9 +274,7 @@ class ProbedLinks:
         self.probe = LinkProbe.noted(notes)
 
     def look(self) -> float | None:
-        """Measure on all ranks, every `patience` steps; return measured over predicted seconds or
-        None.
-        """
+        """Measure on all ranks, every `patience` steps; return the drift, if any."""
         if self.probe is None:
             return None
         if self._resting > 0:

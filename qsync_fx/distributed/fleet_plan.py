@@ -1,8 +1,7 @@
 """Plan of a running cluster: ranks profile themselves, rank 0 solves and broadcasts.
 
-`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later. Invariant: all
-ranks return the same plan, or all raise. While a rank measures or rank 0 solves, no other rank
-waits in a collective, so errors propagate at once.
+Invariant: all ranks return the same plan, or all raise. While a rank measures or rank 0 solves, no
+other rank waits in a collective, so errors propagate at once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from qsync_fx.allocator.api import find_plan
-from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import PlanRequest
@@ -31,13 +29,8 @@ from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.formats import Precision
-from qsync_fx.plan.cluster_plan import (
-    ClusterPlan,
-    between_nodes,
-    is_called,
-    named_class,
-    this_process,
-)
+from qsync_fx.plan import cluster_plan
+from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
@@ -46,8 +39,7 @@ from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
 
-CODECS: Final = "codecs"
-"""Key of the plan note that lists the codecs that the solver may choose."""
+CODECS: Final = "codecs"  # key of the plan note that lists the codecs that the solver may choose
 
 
 @dataclass(frozen=True)
@@ -146,11 +138,6 @@ class FleetPlan(ClusterPlan):
     __hash__ = ClusterPlan.__hash__
 
 
-def under(plans: PlanResult, now: PlanResult) -> Evaluation:
-    """Evaluate the plans of one result under the problem of another."""
-    return evaluate_plan(now.problem, plans.plans, plans.evaluation.codecs)
-
-
 def _seconds(profile: Profile) -> float:
     return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)
 
@@ -180,7 +167,8 @@ def measure_and_plan(
     """Return the best plan for the running ranks; call it on every rank with the uncompiled model.
 
     Call it after `init_process_group`. Rank 0's planning request is used: objective, limits,
-    codecs, `hierarchical` and `max_replans`.
+    codecs, `hierarchical` and `max_replans`. Raise `RankError` if another rank has failed or has a
+    different model, `QSyncError` if this rank cannot be measured or no plan satisfies the limits.
 
     Args:
         model, step, batches, optimizer: as of `qsync_fx.measure`.
@@ -200,20 +188,11 @@ def measure_and_plan(
         progress: whether rank 0 shows progress.
         measuring: further arguments of `qsync_fx.measure`. With `path="profile.json"` rank 1 writes
             "profile.1.json".
-
-    Raises:
-        RankError: another rank has failed, or has a different model.
-        QSyncError: this rank cannot be measured, or no plan satisfies the limits.
     """
-    mine = device_class or named_class() or _class_of(this_process().device)
-    wishes: dict[str, Any] = {
-        "objective": objective,
-        "budget": budget,
-        "memory": memory,
-        "target": target,
-        "margin": margin,
-        "codecs": codecs,
-    }
+    called = cluster_plan.this_process().device
+    mine = device_class or cluster_plan.named_class() or _class_of(called)
+    wishes: dict[str, Any] = {"objective": objective, "budget": budget, "memory": memory}
+    wishes |= {"target": target, "margin": margin, "codecs": codecs}
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
@@ -229,7 +208,8 @@ def measure_and_plan(
         profile = measure(
             model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring
         )
-        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], max_replans)
+        samples = [samples_in(first)]
+        alone = _Choosing(PlanSurvey.of([mine], [profile], wishes, samples), samples, max_replans)
         measuring |= {"optimizer": optimizer, "progress": progress}
         while (plan := alone.next) is not None:
             part = plan.classes[mine]
@@ -275,13 +255,12 @@ def measure_and_plan(
             classes = meeting.get_all("class", compiling)
             samples = [int(item) for item in meeting.get_all("batch", compiling)]
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, samples, max_replans, links)
+            survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
+            choosing = _Choosing(survey, samples, max_replans)
         for index in itertools.count():
             if choosing is not None:
-                text = ""
-                if (plan := choosing.next) is not None:
-                    text = plan.to_json()
-                meeting.put(f"plan {index} to run", text)
+                plan = choosing.next
+                meeting.put(f"plan {index} to run", "" if plan is None else plan.to_json())
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
@@ -298,25 +277,12 @@ def measure_and_plan(
 
 
 class _Choosing:
-    """Solver loop of rank 0: from the profiles of all ranks to the final plan."""
-
-    def __init__(
-        self,
-        classes: Sequence[str],
-        profiles: Sequence[Profile],
-        wishes: Mapping[str, Any],
-        samples: Sequence[int],
-        max_replans: int,
-        links: NodeLinks = FLAT,
-    ) -> None:
-        self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
-        self._samples = samples
-        first = self._survey.answer()
-        self._rounds = ReplanLoop(first, lambda _: self._survey.answer(), max_replans)
+    def __init__(self, survey: PlanSurvey, samples: Sequence[int], max_replans: int) -> None:
+        self._survey, self._samples = survey, samples
+        self._rounds = ReplanLoop(survey.answer(), lambda _: self._survey.answer(), max_replans)
 
     @property
     def next(self) -> FleetPlan | None:
-        """The plan to run next; None at the end of the loop."""
         return self._found() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
@@ -338,26 +304,21 @@ class _Choosing:
 
 
 def _check_measuring(measuring: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later."""
     ours = ("model", "step", "batches", "precisions", "optimizer", "profile", "progress")
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
         if name not in names:
-            raise OptionError(
-                f"measure_and_plan has no argument {shown(name)}", do=nearest(name[:40], names)
-            )
+            text = f"measure_and_plan has no argument {shown(name)}"
+            raise OptionError(text, do=nearest(name[:40], names))
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
-            raise OptionError(
-                "planning requires the sensitivity of each operator",
-                where="sensitivity=None",
-                do='remove the argument, or use a method such as "second_order"',
-            )
+            text = "planning requires the sensitivity of each operator"
+            do = 'remove the argument, or use a method such as "second_order"'
+            raise OptionError(text, where="sensitivity=None", do=do)
         method(measuring["sensitivity"])
 
 
 def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:
-    """Raise `PlanError` if `memory` names a class of devices that no rank has."""
     if not isinstance(memory, Mapping):
         return
     for name in memory:

@@ -1,15 +1,14 @@
 """`guard`: context that synchronizes errors of data-parallel training over ranks.
 
-Invariant: under a guard, an error on any rank ends training on every rank with an error that names
-the rank and its reason, unless the process is killed before it can report. The guard changes no
-tensor, gradient or random state.
+Invariant: an error on any rank ends training on every rank with an error that names the rank and
+its reason, unless the process is killed before. The guard changes no tensor or random state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,57 +43,44 @@ def guard(
     """Return a guard: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
 
     If a plan was made for a memory limit, a rank that exceeds the limit in a step logs a warning.
-    Without torch.distributed, or with a single rank, the guard is inactive.
+    Without torch.distributed, or with a single rank, the guard is inactive. Raise `OptionError` if
+    an argument is invalid.
 
     Args:
-        model: the trained module as it is called: compiled, a DistributedDataParallel, or both in
-            either order.
+        model: the trained module as it is called: compiled, a DistributedDataParallel, or both.
         compiling: seconds that a rank may compile, regardless of the timeout of the process group.
-        silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
-            of the process group.
+        silence: seconds without a heartbeat until a rank has failed; default: the group's timeout.
         check_every: optimizer steps between bit-exact comparisons of the parameters; 0 for never.
         same_batch: whether it is an error that ranks start with batches of different sizes, unless
             gradients are weighted by batch size.
         replan: switches to another plan when the speed of a device or its free memory changes.
-
-    Raises:
-        OptionError: an argument is invalid.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"guard requires a torch.nn.Module, not {type(model).__name__}",
-            do="pass the model that is trained",
+            f"guard requires a torch.nn.Module, not {type(model).__name__}", do="pass the model"
         )
     for name, value in (("compiling", compiling), ("silence", silence)):
         if value is not None and not value > 0:
-            raise OptionError(
-                f"{name} must be a positive number of seconds, not {value}",
-                where=f"guard(..., {name}=...)",
-                do="use a number above 0",
-            )
+            text = f"{name} must be a positive number of seconds, not {value}"
+            raise OptionError(text, where=f"guard(..., {name}=...)", do="use a number above 0")
     if check_every < 0:
-        raise OptionError(
-            f"check_every must be a number of steps, not {check_every}",
-            where="guard(..., check_every=...)",
-            do="use 0 to disable the check",
-        )
+        text, do = f"check_every must be a number of steps, not {check_every}", "use 0 for never"
+        raise OptionError(text, where="guard(..., check_every=...)", do=do)
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
+@dataclass(eq=False, repr=False)
 class Guard:
     """Context for one training, created by `guard`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        compiling: float,
-        silence: float | None,
-        check_every: int,
-        same_batch: bool,
-        replan: Replanning | None,
-    ) -> None:
-        self._model, self._compiling, self._silence = model, compiling, silence
-        self._check_every, self._same_batch, self._replan = check_every, same_batch, replan
+    _model: nn.Module
+    _compiling: float
+    _silence: float | None
+    _check_every: int
+    _same_batch: bool
+    _replan: Replanning | None
+
+    def __post_init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._steps = self._within = 0
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -114,12 +100,11 @@ class Guard:
         return () if self._replanner is None else tuple(self._replanner.history)
 
     def __enter__(self) -> Guard:
-        """Compare the statements of all ranks and install the hooks."""
         if not agreement.several_ranks():
             return self
         with contextlib.ExitStack() as stack:
             meeting = stack.enter_context(Meeting(self._compiling, self._silence))
-            settings = "none" if self._replan is None else str(self._replan.hysteresis)
+            settings = str((self._replan and self._replan.hysteresis) or "none")
             mine = {**agreement.of_model(self._model), "replanning": [settings]}
             meeting.agree("models and plans", mine)
             stack.enter_context(agreement.compiles_told(meeting))
@@ -136,21 +121,14 @@ class Guard:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Compare parameters after the last step; report an error, or raise its cause."""
-        if error is not None or self._steps == 0 or not self._check_every:
-            self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *exception: Any) -> None:
+        if exception[1] is not None or self._steps == 0 or not self._check_every:
+            self._stack.__exit__(*exception)
             return
         with self._stack:
             check_replicas(self._model)
 
     def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
-        """Measure peak memory if a plan limits it, and step time if the ranks replan."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         costs = [PredictedCost.noted(plan.notes) for plan in plans]
         limited = [cost for cost in costs if cost.memory is not None]
@@ -182,7 +160,6 @@ class Guard:
         return agreement.uncompiled(compare)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Compare the parameters that previous steps produced."""
         if not self._trains(optimizer):
             return
         self._optimizers.add(optimizer)

@@ -58,8 +58,7 @@ def free_bytes(device: torch.device) -> float | None:
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
-_FIRST = 3
-"""Steps that are not measured: they compile code and create the optimizer state."""
+_FIRST = 3  # steps that are not measured: they compile code and create the optimizer state
 
 
 class PeakCheck:
@@ -86,7 +85,6 @@ class PeakCheck:
 
     @property
     def _is_open(self) -> bool:
-        """Whether the plan has a limit and its peak is not measured yet."""
         return self._predicted.memory is not None and self.over is None
 
     def called(self) -> None:
@@ -98,13 +96,12 @@ class PeakCheck:
             if self._began < 0:
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._began = self._steps
-        elif self._began < 0:
-            if not _profiler_enabled():
-                self._before = []
-                if self.parallel is None or not self.parallel.gradient_as_bucket_view:
-                    gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-                    self._before = [weakref.ref(gradient) for gradient in gradients]
-                self._recording, self._began = AllocationRecording(), self._steps
+        elif self._began < 0 and not _profiler_enabled():
+            self._before = []
+            if self.parallel is None or not self.parallel.gradient_as_bucket_view:
+                gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+                self._before = [weakref.ref(gradient) for gradient in gradients]
+            self._recording, self._began = AllocationRecording(), self._steps
         elif self._recording is not None and self._steps == self._began + 1 and not self._second:
             self._recording.second()
             self._second = True
@@ -119,8 +116,7 @@ class PeakCheck:
             first, second = self._recording.stop()
             self._recording = None
             live = held_bytes(self._model, self._optimizers(), self.parallel)
-            # Gradients zeroed in place were allocated before the recording, which covers all
-            # others.
+            # Gradients zeroed in place were allocated before the recording, unlike all others.
             live += sum(tensor.nbytes for g in self._before if (tensor := g()) is not None)
             self._report(live + max(accumulate(second, initial=max(0, sum(first)))))
 
@@ -132,17 +128,14 @@ class PeakCheck:
     def _report(self, peak: float) -> None:
         memory, predicted = self._predicted.memory or 0.0, self._predicted.peak
         self.over = peak / (predicted or peak)
-        text, limit = short(peak, "B"), short(memory, "B")
-        _LOG.info("%s: peak memory of a step %s, limit of its plan %s", self._who, text, limit)
+        used, limit = short(peak, "B"), short(memory, "B")
+        _LOG.info("%s: peak memory of a step %s, limit of its plan %s", self._who, used, limit)
         if peak > memory:
             where = f"step {self._steps} under this plan"
             if predicted is not None:
                 where += f"; predicted peak {short(predicted, 'B')}"
-            error = PlanError(
-                f"{self._who}: the peak memory of a step is {text}, {short(peak - memory, 'B')} "
-                f"above the plan's limit of {limit}",
-                where=where,
-                do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or use "
-                "a smaller batch; guard(..., replan=...) replans automatically",
-            )
-            _LOG.warning("%s", error)
+            over, possible = short(peak - memory, "B"), short(memory * memory / peak, "B")
+            text = f"{self._who}: the peak memory of a step is {used}, {over} above the plan's "
+            do = f"plan for {possible} of memory on this class, or use a smaller batch; "
+            do += "guard(..., replan=...) replans automatically"
+            _LOG.warning("%s", PlanError(f"{text}limit of {limit}", where=where, do=do))

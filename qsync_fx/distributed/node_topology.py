@@ -27,8 +27,7 @@ from qsync_fx.profiler.links.collective_times import all_reduces
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
     """Return the nodes; None if ranks are not grouped, or each has a node of its own.
 
-    An int as `hierarchical` is the number of consecutive ranks per node; `limit` are the seconds to
-    wait for another rank. Raise `OptionError` if nodes have different numbers of ranks.
+    `limit` are the seconds to wait for another rank. Raise `OptionError` for nodes of unequal size.
     """
     with Meeting(limit, None, collectives=False) as meeting:
         meeting.agree("hierarchies", {"hierarchy": [f"hierarchical={hierarchical!r}"]})
@@ -48,8 +47,7 @@ class NodeLinks:
     uneven: bool = False  # whether nodes differ in the number of ranks
 
 
-FLAT: Final = NodeLinks()
-"""Topology without nodes."""
+FLAT: Final = NodeLinks()  # topology without nodes
 
 
 def nodes_to_plan_for(
@@ -57,8 +55,7 @@ def nodes_to_plan_for(
 ) -> tuple[NodeGroups | None, bool]:
     """Return the nodes that a plan is solved for, if any, and whether they have different sizes.
 
-    Rank 0's `hierarchical` is used; None groups ranks if there are several nodes, each with the
-    same number of ranks. Raise `OptionError` if nodes have different numbers of ranks.
+    Rank 0's `hierarchical` is used; None groups ranks if there are several nodes of equal size.
     """
     names = _node_names(meeting, limit)
     meeting.put("hierarchical", json.dumps(hierarchical))
@@ -100,11 +97,9 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
 def in_a_row(size: int, world: int) -> list[str]:
     """Return the node name of each rank, for nodes of `size` consecutive ranks."""
     if size < 1 or world % size:
-        raise OptionError(
-            f"{world} ranks cannot be divided into nodes of {size}",
-            where="hierarchical",
-            do="use a divisor of the number of ranks, or True",
-        )
+        text = f"{world} ranks cannot be divided into nodes of {size}"
+        do = "use a divisor of the number of ranks, or True"
+        raise OptionError(text, where="hierarchical", do=do)
     return [str(rank // size) for rank in range(world)]
 
 
@@ -116,18 +111,15 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
     sizes = {name: len(ranks) for name, ranks in result.items()}
     most, fewest = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
     if sizes[most] != sizes[fewest]:
-        raise OptionError(
-            f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}",
-            where="hierarchical",
-            do="start the same number of ranks on each node, or set hierarchical=False",
-        )
+        text = f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}"
+        do = "start the same number of ranks on each node, or set hierarchical=False"
+        raise OptionError(text, where="hierarchical", do=do)
     if len(result) == len(names):
         return None
     return NodeGroups(tuple(map(tuple, result.values())))
 
 
 def _node_names(meeting: Meeting, limit: float) -> list[str]:
-    """Return the node name of each rank: torchrun's group rank, or else the host name."""
     name = socket.gethostname()
     if (node := environment.text("GROUP_RANK")) and environment.text("LOCAL_WORLD_SIZE"):
         name = json.dumps(["torchrun's", node])

@@ -1,9 +1,7 @@
 """Messages between ranks through the store of torch.distributed, and detection of failed ranks.
 
-A rank may be blocked in a collective, so a heartbeat thread talks to the store. Rank 0 reads all
-heartbeats, the others only rank 0's. Ranks on the same machine also detect, from /proc, that a
-process has ended. Invariant: each rank knows and logs a reported failure within about a second, and
-no call of `Channel` waits for another rank or raises anything but `StoreLost`.
+A heartbeat thread talks to the store, as a rank may be blocked in a collective. Invariant: each
+rank knows a reported failure within about a second; no call of `Channel` waits for another rank.
 """
 
 from __future__ import annotations
@@ -190,14 +188,11 @@ class Watcher:
         """Record that this rank begins or ends to compile; a callback of Dynamo."""
         self._is_compiling = begins
 
-    def wait(self, seconds: float) -> None:
-        """Return as soon as a failure is known, at the latest after `seconds`."""
-        self._known.wait(seconds)
-
-    def hurry(self) -> None:
-        """Shorten the limit of silence on all ranks, because a collective has failed."""
+    def hurry(self, seconds: float) -> None:
+        """Shorten the limit of silence on all ranks; return once a failure is known, in time."""
         if not self.lost:
             self.channel.count("hurry", 1)
+        self._known.wait(seconds)
 
     def tell(self, failure: Failure) -> None:
         """Report a failure to all ranks, including this one."""
@@ -240,7 +235,7 @@ class Watcher:
             before = time.monotonic()
 
     def _turn(self, beats: int, now: float) -> None:
-        state = "compiles" if self._is_compiling else "runs"
+        state = {True: "compiles", False: "runs"}[self._is_compiling]
         self.channel.put(f"beat/{self.channel.rank}", f"{state} {beats}")
         if self.failure is None:
             if (reported := self.channel.told()) is not None:

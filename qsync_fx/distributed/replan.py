@@ -1,9 +1,7 @@
 """Replanning during training, when device speed, free memory or link speed changes.
 
-Every `patience` steps the ranks exchange summaries of their windows and evaluate `drift`. On drift,
-rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
-ranks switch plans between the same two steps. Invariant: at every step all ranks run parts of the
-same plan, and no rank waits in a collective meanwhile.
+Rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
+ranks switch plans between the same two steps. Invariant: no rank waits in a collective meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.evaluator import Evaluation
+from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.communication.control_group import control
@@ -42,7 +40,7 @@ from qsync_fx.distributed.drift import (
     drift,
     wins,
 )
-from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan, under
+from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan
 from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
@@ -168,23 +166,18 @@ class Replanning(Hysteresis):
                 where="Replanning(found=...)",
                 do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
             )
-        has_nodes = self.compression is not None and self.compression.nodes is not None
+        compression = self.compression
+        has_nodes = compression is not None and compression.nodes is not None
         if nodes_noted(self.found.notes) is not None or has_nodes:
-            raise OptionError(
-                "codecs between nodes cannot change during training",
-                where="Replanning",
-                do="pass hierarchical=False to measure_and_plan and compress, or do not replan",
-            )
-        assigned = self.compression and self.compression.assigned.text
-        if CODECS in self.found.notes and (
-            self.compression is None
-            or assigned != by_plan(self.found.codecs, self.compression.names).text
-        ):
-            raise OptionError(
-                "the plan has gradient codecs, but replanning has no compression that uses them",
-                where="Replanning(compression=...)",
-                do="pass the result of qsync_fx.distributed.compress(ddp, found) for this plan",
-            )
+            text = "codecs between nodes cannot change during training"
+            do = "pass hierarchical=False to measure_and_plan and compress, or do not replan"
+            raise OptionError(text, where="Replanning", do=do)
+        planned = compression and by_plan(self.found.codecs, compression.names).text
+        active = compression and compression.assigned.text
+        if CODECS in self.found.notes and (active is None or active != planned):
+            text = "the plan has gradient codecs, but replanning has no compression that uses them"
+            do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
+            raise OptionError(text, where="Replanning(compression=...)", do=do)
 
     @property
     def hysteresis(self) -> Hysteresis:
@@ -263,11 +256,8 @@ class Replanner:
             self._all_reduces = self._links.table()
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
-        self._planned = {
-            name: size
-            for name, size in self._planned.items()
-            if size < (self._caps[name] or math.inf)
-        }
+        planned = self._planned.items()
+        self._planned = {n: size for n, size in planned if size < (self._caps[n] or math.inf)}
         about = f"plan after step {self._steps}"
         if self._meeting.rank == 0:
             self._meeting.put(about, json.dumps(self._solved(causes)))
@@ -290,7 +280,6 @@ class Replanner:
         _LOG.warning("%s", decided)
 
     def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
-        """Return rank 0's decision and the plan to switch to, as a JSON-compatible dict."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
         limits = {name: self._planned.get(name, cap) for name, cap in self._caps.items()}
@@ -301,16 +290,15 @@ class Replanner:
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:
-            now = under(old, answer)
+            now = evaluate_plan(answer.problem, old.plans, old.evaluation.codecs)
             fits = not any(name.startswith("memory") for name in now.exceeds(answer.problem))
             before = ReplanCosts.of(now, old.plans)
             new, reason = ReplanCosts.of(answer.evaluation, answer.plans), ""
             gain = self._settings.gain
+            costs = (before.seconds, before.variance), (new.seconds, new.variance)
             if (answer.plans, answer.codecs) == (old.plans, old.codecs):
                 reason = "the active plan is still the best one"
-            elif not wins(
-                (before.seconds, before.variance), (new.seconds, new.variance), fits, gain
-            ):
+            elif not wins(*costs, fits, gain):
                 reason = f"the best new plan gains less than {gain:.0%} of time or variance"
             else:
                 self._solution, after = FleetPlan.of(answer, survey), new
@@ -339,18 +327,13 @@ def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:
 
 
 def _check(model: nn.Module, result: FleetPlan) -> None:
-    """Raise `OptionError` if the model does not train under the plan, or is sharded."""
+    where = "guard(..., replan=...)"
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise OptionError(
-            "replanning supports DistributedDataParallel, but this model is sharded",
-            where="guard(..., replan=...)",
-            do="remove replan=...",
-        )
+        text = "replanning supports DistributedDataParallel, but this model is sharded"
+        raise OptionError(text, where=where, do="remove replan=...")
     digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
     active = {options.plan and options.plan.notes.get(CLUSTER) for options in options_of(model)}
     if active != {digest}:
-        raise OptionError(
-            "the model is not compiled with the plan that replanning starts from",
-            where="guard(..., replan=...)",
-            do='compile the model with options={"plan": found} and the same found',
-        )
+        text = "the model is not compiled with the plan that replanning starts from"
+        do = 'compile the model with options={"plan": found} and the same found'
+        raise OptionError(text, where=where, do=do)

@@ -1,8 +1,7 @@
 """Gradient averaging over samples for ranks with batches of different sizes.
 
-If rank r has b(r) samples, the mean over all samples weights its gradient by
-b(r) * ranks / sum(b). The sample counts are reduced with the first bucket of each step, so batch
-sizes may change between steps, and a rank without data (`join`) has weight 0.
+If rank r has b(r) samples, its gradient has the weight b(r) * ranks / sum(b). The sample counts are
+reduced with the first bucket of each step, so batch sizes may change between steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _WEIGHTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object = None) -> None:
     """Average the gradients of a model over samples instead of ranks; call once before training.
 
-    The batch size is the first dimension of the first tensor argument of the model. Passes under
-    `no_sync` add up.
+    The batch size is the first dimension of the first argument. Passes under `no_sync` add up.
 
     Args:
         model: a DistributedDataParallel, compiled or not.
@@ -36,10 +34,8 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     """
     parallel = parallel_in(model)
     if parallel is None:
-        raise OptionError(
-            f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first with DistributedDataParallel(model)",
-        )
+        text = f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}"
+        raise OptionError(text, do="wrap the model first with DistributedDataParallel(model)")
     group = parallel.process_group
     samples, weight = 0, torch.tensor(1.0)
 
@@ -57,9 +53,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
             share = samples * distributed.get_world_size(group)
             weight, samples = share / total.clamp(min=1), 0
         gradients.mul_(weight.to(gradients.dtype))
-        if hook is not None:
-            return hook(value, bucket)
-        return default_hooks.allreduce_hook(group, bucket)
+        return hook(value, bucket) if hook else default_hooks.allreduce_hook(group, bucket)
 
     # DistributedDataParallel compares annotations with classes, but here they are strings.
     weigh.__annotations__.clear()

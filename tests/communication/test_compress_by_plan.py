@@ -98,7 +98,7 @@ def test_error_of_one_rank_is_raised_on_all(world: int, tmp_path: Path) -> None:
         ("missing", "PlanError", "nowhere.json"),
         ("of another model", "PlanError", "'0.wieght', which is not a trained parameter"),
         ("argument", "OptionError", "check_every must be a number of steps, not -1"),
-        ("optimizer", "OptionError", "requires the optimizer"),
+        ("optimizer", "OptionError", "requires a torch.optim.Optimizer"),
     ):
         assert second[name]["kind"] == kind, "its own error stays what it is"
         assert text in second[name]["text"], name

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
+from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.communication.control_group import limit_of_group
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
@@ -29,7 +30,6 @@ from qsync_fx.distributed.agreement import (
     compiles_told,
     digests,
 )
-from qsync_fx.distributed.fleet_plan import under
 from qsync_fx.distributed.rank_liveness import Channel, Failure, StoreLost, has_ended, identity
 from qsync_fx.errors import PlanError
 from tests.support import tiers
@@ -149,7 +149,9 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
     slow = plan.survey.answer({"cpu": 3.0})
-    assert slow.evaluation.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
+    old = plan.answer
+    planned = evaluate_plan(old.problem, old.plans, old.evaluation.codecs)
+    assert slow.evaluation.seconds == pytest.approx(3 * planned.seconds)
     assert PredictedCost.noted(plan.classes["cpu"].notes).computing == pytest.approx(
         plan.answer.evaluation.classes["cpu"].computing
     )

@@ -1,8 +1,7 @@
 """Codecs of gradients, by name: `codec_named` returns one, `NAMES` lists them.
 
-`Codec` (codec.py) is the interface. Each module that implements codecs defines `CODECS`, a tuple of
-them; a new codec is a new module (docs/howto-codec.md). Their kernels are in
-cpp/codecs/kernels.cpp, with equal bits on all processors; torch_kernels.py has them for GPUs.
+Each module that implements codecs defines `CODECS`, a tuple of them (docs/howto-codec.md). Kernels
+are in cpp/codecs/kernels.cpp, with equal bits on all processors, and in torch_kernels.py for GPUs.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 from qsync_fx.formats import FORMATS, Precision
 
 
@@ -32,9 +32,7 @@ class CastCodec(Codec):
     def nbytes(self, n: int) -> int:
         return -(-n * self.format.dtype.itemsize // 4) * 4
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         self._sent(wire, values.numel()).copy_(values)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:

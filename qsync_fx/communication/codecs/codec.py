@@ -1,8 +1,7 @@
-"""Interface of gradient codecs.
+"""Interface of gradient codecs, which convert n values to bytes and back, in units with a scale.
 
-A codec converts n values to bytes and back, in units that each have a scale or two means. A tensor
-may be cut between units. Invariant: a codec has no state. NaN and infinity stay non-finite, or make
-their unit NaN, and leave the error feedback unchanged. All tensors are on one device.
+Invariant: a codec has no state. NaN and infinity stay non-finite, or make their unit NaN, and leave
+the error feedback unchanged. All tensors are on one device.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+Feedback = Tensor | None  # error feedback, FP32, with the shape of the values
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -26,16 +27,11 @@ class Draw:
 
 
 class Codec(ABC):
-    """Codec of gradients; a subclass is a frozen dataclass.
-
-    Attributes:
-        residual: whether it has error feedback, to be added to the next gradient.
-        gathered: whether all ranks receive full gradients and sum them themselves, because coding
-            the mean again would bias it.
-    """
+    """Codec of gradients; a subclass is a frozen dataclass."""
 
     name: str
-    residual: ClassVar[bool] = False
+    residual: ClassVar[bool] = False  # whether it has error feedback, added to the next gradient
+    # Whether ranks sum full gradients themselves, because coding the mean again would bias it.
     gathered: ClassVar[bool] = False
 
     @property
@@ -48,9 +44,7 @@ class Codec(ABC):
         """Return the number of bytes for n values; a multiple of four."""
 
     @abstractmethod
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         """Encode FP32 values into `wire`, uint8, at least `nbytes` long.
 
         The error feedback `residual`, FP32, is added to the values and replaced by their error.
@@ -85,7 +79,6 @@ class Codec(ABC):
             self._coded(torch.zeros(3 * self.unit, dtype=torch.float32, device=device))
 
     def _coded(self, values: Tensor) -> Tensor:
-        """Return values after encoding and decoding, with zeros as error feedback."""
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         result = torch.empty_like(values)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)

@@ -1,15 +1,14 @@
 """1bitSGD (F. Seide et al., 2014): signs, two means for each unit, and error feedback.
 
-Within a unit, each value >= 0 becomes the mean of all values >= 0, each other value the mean of the
-others. A unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*), as in the
-study of low-precision communication, sections 2.2 and 3.2. Invariant: decoded values plus error
-feedback equal the input; the error feedback of a unit sums to zero up to rounding.
+Each value >= 0 becomes the mean of those in its unit, each other value the mean of the others. A
+unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*; study of low-precision
+communication, sections 2.2 and 3.2). Invariant: decoded values plus error feedback are the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 from qsync_fx.errors import QSyncError
 
 
@@ -34,18 +33,16 @@ class Reshaped(Codec):
         return self.size
 
     def nbytes(self, n: int) -> int:
-        return _C.onebit_bytes(n, self.size)
+        return _C.onebit_bytes(n, self.unit)
 
     def theory(self, n: int) -> float:
-        return n * (1 + 64 / self.size) / 8
+        return n * (1 + 64 / self.unit) / 8
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         if not buffers.native(values):
             feedback = torch.zeros_like(values) if residual is None else residual
-            coded, left = torch_kernels.onebit_encode(values, feedback, self.size)
+            coded, left = torch_kernels.onebit_encode(values, feedback, self.unit)
             wire[: coded.numel()].copy_(coded)
             feedback.copy_(left)
             return
@@ -56,7 +53,7 @@ class Reshaped(Codec):
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not buffers.native(values):
-            decoded = torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size)
+            decoded = torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.unit)
             buffers.put(decoded, values, add)
             return
         source, target = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
@@ -64,15 +61,15 @@ class Reshaped(Codec):
 
 
 @dataclass(frozen=True)
-class Columns(Codec):
+class Columns(Reshaped):
     """1bitSGD: units are columns; `fitted` returns the codec for the shape of a parameter.
 
-    A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
-    of a vector, as in CNTK, which stores tensors with reversed dimensions.
+    As in CNTK, a column is the first dimension of a matrix [out, in], the width of a convolution
+    kernel, or all of a vector.
     """
 
+    size: int = field(default=0, repr=False)
     name: str = "1bit"
-    residual: ClassVar[bool] = True
 
     def fitted(self, shape: Sequence[int]) -> Codec:
         if len(shape) == 2:
@@ -81,27 +78,12 @@ class Columns(Codec):
 
     @property
     def unit(self) -> int:
-        raise QSyncError(
-            "1bitSGD encodes columns and needs the shape of a parameter",
-            do="call fitted(shape) first",
-        )
-
-    def nbytes(self, n: int) -> int:
-        return self.unit
-
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
-        self.nbytes(values.numel())
-
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        self.nbytes(values.numel())
+        text = "1bitSGD encodes columns and needs the shape of a parameter"
+        raise QSyncError(text, do="call fitted(shape) first")
 
 
 @dataclass(frozen=True)
 class _Column(Reshaped):
-    """1bitSGD of a parameter whose columns have `size` values."""
-
     def theory(self, n: int) -> float:
         return n / self.size * (8 + 4 * -(-self.size // 32))
 

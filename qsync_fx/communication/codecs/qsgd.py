@@ -1,9 +1,8 @@
 """QSGD (D. Alistarh et al., 2017): stochastic rounding between levels.
 
-A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With layout
-"sign", a value is its sign and one of 2**(bits - 1) magnitudes from zero to the scale; with
-"endpoints", one of 2**bits points from -scale to scale (study of low-precision communication,
-section 2.3). Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
+A unit has one FP32 scale, the largest magnitude or the 2-norm. With layout "sign", a value is its
+sign and one of 2**(bits - 1) magnitudes from zero to the scale; with "endpoints", one of 2**bits
+points from -scale to scale. Invariant: unbiased up to 2**-24 of a step, which the error is below.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers, torch_kernels
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 
-UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
-"""Unit sizes of the study by bits (section 4.1)."""
+UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}  # unit sizes of the study by bits (section 4.1)
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ class Qsgd(Codec):
         u = torch.where(step > 0, inputs / step, 0.0).frac()
         return float((step.square() * u * (1 - u)).sum())
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         settings = self.bits, self.size, self.norm, self.layout
         if not buffers.native(values):

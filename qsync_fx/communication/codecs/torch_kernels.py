@@ -1,9 +1,7 @@
-"""Gradient codecs as torch operators, for devices without native kernels.
+"""Gradient codecs as torch operators, for devices without native kernels; the host never waits.
 
 A tensor is coded as rows, one for each unit; the last row is padded with zeros that are not sent.
-Inductor fuses the operators on a GPU. Invariant: the same bytes and values as the kernels in
-cpp/codecs/kernels.cpp, even if a compiler contracts multiply and add (FMA) or divides FP32
-inexactly. Shapes follow from the number of values: the host never waits.
+Invariant: the bytes and values of cpp/codecs/kernels.cpp, even if a compiler contracts FP32 (FMA).
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from torch import Tensor
 
 from qsync_fx.communication.codecs.codec import Draw
 
+Norm = Literal["max", "two"]
+Layout = Literal["sign", "endpoints"]
 _failed: Final[list[str]] = []
 
 
@@ -39,14 +39,11 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
         return _compiled(function, value[len(tensors) :])(*tensors)
     except Exception as error:  # noqa: BLE001  any compiler failure: run eagerly
         if not _failed:
-            text = next(iter(str(error).splitlines()), "")
-            _failed.append(text)
-            warnings.warn(
-                "gradients on the GPU are encoded by unfused operators, several times slower, "
-                f"because Inductor failed ({type(error).__name__}: {text}). "
-                "Install the Triton version of this torch",
-                stacklevel=2,
-            )
+            reason = next(iter(str(error).splitlines()), "")
+            _failed.append(reason)
+            text = "gradients on the GPU are encoded by unfused operators, several times slower, "
+            text += f"because Inductor failed ({type(error).__name__}: {reason}). "
+            warnings.warn(f"{text}Install the Triton version of this torch", stacklevel=2)
         return function(*value)
 
 
@@ -69,19 +66,13 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 _LANES: Final = 16
-_FOLDED: Final = 128
-"""Largest unit whose order of summation is unrolled for the compiler."""
+_FOLDED: Final = 128  # largest unit whose order of summation is unrolled for the compiler
 _LOW: Final = 0xFFFFFFFF
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
 def qsgd_encode(
-    values: Tensor,
-    bits: int,
-    size: int,
-    norm: Literal["max", "two"],
-    layout: Literal["sign", "endpoints"],
-    draw: Draw,
+    values: Tensor, bits: int, size: int, norm: Norm, layout: Layout, draw: Draw
 ) -> Tensor:
     """Return the bytes of FP32 values, in units of `size`."""
     if not (n := values.numel()):
@@ -94,11 +85,7 @@ def qsgd_encode(
 
 
 def qsgd_rows(
-    rows: Tensor,
-    start: Tensor,
-    bits: int,
-    norm: Literal["max", "two"],
-    layout: Literal["sign", "endpoints"],
+    rows: Tensor, start: Tensor, bits: int, norm: Norm, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Return scales [units], FP32, and codes [units, bytes], uint8, of rows [units, size], FP32.
 
@@ -119,9 +106,7 @@ def qsgd_rows(
     return torch.where(finite, scale, torch.nan), _packed(code, bits)
 
 
-def qsgd_decode(
-    wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]
-) -> Tensor:
+def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Layout) -> Tensor:
     """Return n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
@@ -131,9 +116,7 @@ def qsgd_decode(
     return result.reshape(-1)[:n]
 
 
-def qsgd_values(
-    scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]
-) -> Tensor:
+def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Layout) -> Tensor:
     """Return the values of units, [units, size], FP32, from scales [units] and codes."""
     code = _unpacked(packed, bits, size)
     last = _largest_code(bits, layout)
@@ -166,8 +149,7 @@ def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, 
 def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return means [units, 2], signs [units, bytes], uint8, and error feedback [units, size].
 
-    `value` and `old` are gradient and error feedback [units, size], FP32; `n` [1] is the number of
-    values without padding.
+    `value` and `old`, the feedback, are [units, size], FP32; `n` [1] counts values without padding.
     """
     rows = value + old
     valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
@@ -214,7 +196,6 @@ def _padded(packed: Tensor, units: int, nbytes: int) -> Tensor:
 
 
 def _fill(rows: Tensor, by: int) -> Tensor:
-    """Return rows padded with zeros to a multiple of `by` columns."""
     return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
 
 
@@ -256,7 +237,6 @@ def _mix(word: Any) -> Any:
 
 
 def _start(draw: Draw, device: torch.device) -> Tensor:
-    """Return [[key of the random numbers, index of the first value]]."""
     key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
     return torch.tensor([[key, draw.first]], device=device)
 
@@ -277,13 +257,11 @@ def _over(x: Tensor, y: Tensor | float) -> Tensor:
 
 
 def _groups(size: int, bits: int) -> int:
-    """Return the padded number of values in a unit."""
     group = max(128 // bits, _LANES)
     return -(-size // group) * group
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    """Return the packed bytes of codes, [units, bytes], uint8."""
     code = _fill(code, _groups(1, bits))
     if bits == 16:
         return _bytes(code.to(torch.int16))

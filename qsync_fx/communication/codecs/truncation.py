@@ -1,8 +1,7 @@
 """AQGB's truncation codec (X. Liu et al., 2022): the highest 12 to 32 bits of each FP32 value.
 
-Partitions have equal bytes at every level, except for the last of a tensor, and contain their
-level, so that a reader need not know it. Invariant: truncation moves a value towards zero by less
-than 2**-(bits - 9) of it; NaN stays NaN.
+Partitions contain their level, and have equal bytes at every level, except for the last. Invariant:
+truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
 
 LEVELS = (12, 16, 20, 24, 28, 32)
-STEP = 420
-"""Bytes that contain a whole number of values at every level."""
+STEP = 420  # bytes that contain a whole number of values at every level
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class Truncated(Codec):
     def theory(self, n: int) -> float:
         return n * self.bits / 8
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()
         if not values.is_cpu:
             coded, left = wire.cpu(), None if residual is None else residual.cpu()

@@ -1,8 +1,7 @@
 """DUO's comm hook of DistributedDataParallel, and its handle.
 
 The hook copies each bucket, then reduces it in few bits. After the optimizer's lookahead step, the
-copies are reduced in FP32 during the next forward and backward pass. `Steps` runs the optimizer.
-Invariant: at most one slow reduction is in flight, on the single communication thread.
+single communication thread reduces the copies in FP32, during the next forward and backward pass.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ _SAVED: Final = "duo"
 class DuoCompressor(DdpCompressor):
     """DUO compressor of a DistributedDataParallel.
 
-    `joins` returns whether the model trains under `join`. With a sharded optimizer, `weights` has
-    the codec of the differences of each parameter.
+    `joins` returns whether the model trains under `join`; `weights` are the codecs of shards.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class DuoCompressor(DdpCompressor):
         joins: Callable[[], bool],
         weights: Sequence[Codec] | None = None,
     ) -> None:
-        self._weight_codecs = weights
-        self._weight_kinds = "no"
+        self._weight_codecs, self._weight_kinds = weights, "no"
         if weights is not None:
             self._weight_kinds = ", ".join(sorted({repr(codec) for codec in weights}))
             # Gradients and parameters of all codecs need the same shards.
@@ -78,7 +75,6 @@ class DuoCompressor(DdpCompressor):
             self._steps.follow()
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Copy a bucket, then reduce it in few bits asynchronously."""
         if self._state.world == 1:
             return super().hook(state, bucket)
         step, last = self._state.step, bool(bucket.is_last())
@@ -97,8 +93,8 @@ class DuoCompressor(DdpCompressor):
     def flush(self) -> None:
         """Commit the pending gradients in full precision.
 
-        Call it before evaluation, before saving parameters for use, and at the end of training.
-        With a sharded optimizer, all ranks call it together.
+        Call it before evaluation, before saving parameters for use and at the end of training. With
+        a sharded optimizer, all ranks call it together.
         """
         begun = time.perf_counter()
         self.wait()
@@ -114,10 +110,9 @@ class DuoCompressor(DdpCompressor):
             self._steps.drop_unused()
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scale the gradients to a 2-norm of at most `limit`; return the norm before.
+        """Scale the gradients to a 2-norm, over all shards, of at most `limit`; return the old one.
 
         Call it from a step pre-hook of the optimizer, on all ranks: the hook runs for both steps.
-        With a sharded optimizer, the norm is over all shards.
         """
         return self._optimized.clip(limit, self._state.step)
 
@@ -131,18 +126,17 @@ class DuoCompressor(DdpCompressor):
         return self._optimized.whole_state(self._optimizer, self._state.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for a bit-identical resume, without a flush.
+        """Return this rank's state for a bit-identical resume, with the pending gradients.
 
-        It contains the parameters before the lookahead step and the pending gradients. Save it with
-        the states of the model and the optimizer.
+        Save it with the states of the model and the optimizer.
         """
         result = super().state_dict()
         self._steps.drop_unused()
-        if (pending := self._steps.pending) is None:
-            return {**result, _SAVED: None}
-        self._outstanding.step = None
-        saved = optimizer_steps.saved(pending, self._optimized.committed, self.pieces)
-        return {**result, _SAVED: saved}
+        result[_SAVED] = None
+        if (pending := self._steps.pending) is not None:
+            self._outstanding.step = None
+            result[_SAVED] = optimizer_steps.saved(pending, self._optimized.committed, self.pieces)
+        return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`, after the model and the optimizer have loaded their states."""
@@ -159,7 +153,6 @@ class DuoCompressor(DdpCompressor):
             self._steps.restore(optimizer_steps.load(saved, committed, self.pieces))
 
     def report(self) -> DuoReport:
-        """Return the traffic of both reductions on this rank, their duration, and step counts."""
         parameters = self._optimized.tally
         return DuoReport(
             **vars(replace(super().report(), replicated=not self._optimized.sharded)),
@@ -177,11 +170,9 @@ class DuoCompressor(DdpCompressor):
 
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
-            raise OptionError(
-                "DUO needs a step on every rank, but under join() a rank without data makes none",
-                where="ddp.join()",
-                do="use the same number of batches on all ranks, or a codec instead of DUO",
-            )
+            text = "DUO needs a step on every rank, but under join() a rank without data makes none"
+            do = "use the same number of batches on all ranks, or a codec instead of DUO"
+            raise OptionError(text, where="ddp.join()", do=do)
         averaged = self._steps.begin(step)
 
         def record_versions() -> None:
@@ -215,7 +206,6 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _after_lookahead(self, pending: PendingStep) -> None:
-        """Write the optimizer's parameters into the model, and start the slow reduction."""
         self._optimized.show(pending.step, self._checks(pending.step))
         self._worker.submit(lambda: self._reduce_in_fp32(pending))
 
@@ -235,14 +225,12 @@ class DuoCompressor(DdpCompressor):
         if weights is None or world == 1:
             return ReplicatedParameters(self._parameters, keeps=world > 1)
         functional_optimizer.check(self._optimizer)
-        pieces = [
-            replace(piece, codec=codec) for piece, codec in zip(self.pieces, weights, strict=True)
-        ]
+        both = zip(self.pieces, weights, strict=True)
+        pieces = [replace(piece, codec=codec) for piece, codec in both]
         state = self._state.like(f"parameters in {self._weight_kinds}")
         return ShardedParameters(group, self._parameters, pieces, state, self._run_now)
 
     def _run_now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)
         self._worker.wait()
-        result: Tensor = done.value()
-        return result
+        return done.value()  # type: ignore[no-any-return]

@@ -31,12 +31,9 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
     step = getattr(type(optimizer), "step", None)
     closure = step and inspect.signature(step).parameters.get("closure")
     requires_closure = closure and closure.default is inspect.Parameter.empty
-    if optimizer is None:
-        description = "DUO requires the optimizer for its committed and lookahead steps"
-        do = "pass optimizer=..."
-    elif not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
-        description = f"DUO requires a torch.optim.Optimizer, and {subject} is not one"
-        do = "pass the torch.optim.Optimizer itself, without a wrapper"
+    if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
+        description = f"DUO requires a torch.optim.Optimizer for its two steps, not {subject}"
+        do = "pass the torch.optim.Optimizer itself, without a wrapper, as optimizer=..."
     elif type(optimizer).__module__.startswith("torch.distributed"):
         description = f"{subject} communicates with other ranks in its step, which DUO runs twice"
         do = "pass the inner optimizer of all parameters"
@@ -57,11 +54,10 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
         if missing := [name for key, name in current.items() if key not in existing]:
-            raise OptionError(
-                f"{whose}: they would get no gradients, or none in full precision",
-                where=f"{', '.join(missing[:3])} ({len(missing)} in total)",
-                do="create the optimizer with exactly the trained parameters of the model",
-            )
+            text = f"{whose}: they would get no gradients, or none in full precision"
+            where = f"{', '.join(missing[:3])} ({len(missing)} in total)"
+            do = "create the optimizer with exactly the trained parameters of the model"
+            raise OptionError(text, where=where, do=do)
     return optimizer
 
 
@@ -122,11 +118,6 @@ def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
     return scale, infinite is not None and bool(infinite)
 
 
-def put_back(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Restore a copy of the state, in the tensors that were there."""
-    _restored(optimizer.state, saved)
-
-
 def copied(value: Any) -> Any:
     """Return a copy that shares no tensor with `value`."""
     if isinstance(value, Tensor):
@@ -139,7 +130,7 @@ def copied(value: Any) -> Any:
 def _put(optimizer: Optimizer, groups: Settings) -> None:
     for group, values in zip(optimizer.param_groups, groups, strict=False):
         for name, value in values.items():
-            group[name] = _restored(group.get(name), value)
+            group[name] = restored(group.get(name), value)
 
 
 def _set(optimizer: Optimizer, attributes: Mapping[str, Tensor]) -> None:
@@ -150,7 +141,7 @@ def _set(optimizer: Optimizer, attributes: Mapping[str, Tensor]) -> None:
             delattr(optimizer, name)
 
 
-def _restored(now: Any, before: Any) -> Any:
+def restored(now: Any, before: Any) -> Any:
     """Return `before`, written into the tensors and dictionaries of `now` if they match."""
     if isinstance(now, Tensor) and isinstance(before, Tensor):
         if (now.shape, now.dtype) != (before.shape, before.dtype):
@@ -161,7 +152,7 @@ def _restored(now: Any, before: Any) -> Any:
         for name in [name for name in now if name not in before]:
             del now[name]
         for name, value in before.items():
-            now[name] = _restored(now.get(name), value)
+            now[name] = restored(now.get(name), value)
         return now
     return before
 
@@ -175,8 +166,7 @@ _STEPS: Final = 3
 def check(optimizer: Optimizer) -> None:
     """Raise `OptionError` if a step on shards differs from the shards of a full step.
 
-    SGD, Adam, AdamW and most others pass; optimizers that use rows, norms or shapes (Adafactor,
-    Muon, LAMB) do not.
+    Optimizers that use rows, norms or shapes do not pass: Adafactor, Muon, LAMB.
     """
     generator = torch.Generator().manual_seed(0)
     for index, group in enumerate(settings(optimizer)):
@@ -189,15 +179,13 @@ def check(optimizer: Optimizer) -> None:
             is_elementwise, cause = torch.equal(full.flatten(), torch.cat(parts)), None
         except Exception as error:  # noqa: BLE001  an optimizer of the user may raise anything
             is_elementwise, cause = False, error
-        why = "on a shard is not the shard of a full step"
-        if cause is not None:
-            why = f"on a shard fails ({cause!r})"
         if not is_elementwise:
-            raise OptionError(
-                f"{type(optimizer).__name__} cannot be sharded over ranks: its step {why}",
-                where=f"group {index} of the optimizer",
-                do="remove sharded=..., or use an elementwise optimizer such as SGD or AdamW",
-            ) from cause
+            name, why = type(optimizer).__name__, "is not the shard of a full step"
+            if cause is not None:
+                why = f"fails ({cause!r})"
+            text = f"{name} cannot be sharded over ranks: its step on a shard {why}"
+            do = "remove sharded=..., or use an elementwise optimizer such as SGD or AdamW"
+            raise OptionError(text, where=f"group {index} of the optimizer", do=do) from cause
 
 
 def _stepped(

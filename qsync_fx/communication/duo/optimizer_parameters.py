@@ -1,8 +1,7 @@
 """Parameters that a rank's optimizer steps under DUO: replicated, or sharded.
 
-With a sharded optimizer each rank steps its shard of each parameter. After each step, ranks
-all-gather the low-bit differences of their shards from the model's parameters; the next difference
-includes the coding error of this one. Invariant: the models of all ranks are bit-identical.
+After each step on shards, ranks all-gather their low-bit differences from the model's parameters;
+the next ones include their coding error. Invariant: the models of all ranks are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,18 +26,12 @@ from qsync_fx.errors import OptionError
 
 _COUNTERS: Final = ("step",)
 """State entries that are not sharded, even if they have the shape of a parameter."""
-_PARAMETERS, _SUM, _STATE = 0, 1, 2
-"""Message numbers; for gradients the number is the bucket index."""
-_DIFFERENT_PARAMETERS: Final = (
-    "the parameters of rank {} differ from those of rank {} after an optimizer step"
-)
+_PARAMETERS, _SUM, _STATE = 0, 1, 2  # message numbers; for gradients the number is the bucket index
+_DIFFERENT: Final = "the parameters of rank {} differ from those of rank {} after an optimizer step"
 
 
 class ReplicatedParameters:
-    """Parameters that the optimizer steps: all of them on every rank.
-
-    `committed` are their values before the lookahead step.
-    """
+    """Parameters that each rank's optimizer steps; `committed` are those before the lookahead."""
 
     tally: CommunicationStatistics | None = None
     sharded = False
@@ -113,16 +106,13 @@ class ShardedParameters(ReplicatedParameters):
         for piece, p in zip(pieces, parameters, strict=True):
             # `empty_like` has the same strides if and only if the tensor is dense in memory.
             if torch.empty_like(p, device="meta").stride() != p.stride():
-                raise OptionError(
-                    "the parameter is not dense in memory, so it cannot be sharded",
-                    where=piece.name,
-                    do="make the parameter contiguous, or remove sharded=...",
-                )
+                text = "the parameter is not dense in memory, so it cannot be sharded"
+                do = "make the parameter contiguous, or remove sharded=..."
+                raise OptionError(text, where=piece.name, do=do)
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
-        self.stepped = [
-            nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)
-        ]
+        shards = [self.own(place, p.detach()) for place, p in enumerate(parameters)]
+        self.stepped = [nn.Parameter(shard.clone()) for shard in shards]
         self.committed = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
@@ -130,9 +120,8 @@ class ShardedParameters(ReplicatedParameters):
         shards: dict[Tensor, Any] = {}
         for p, values in optimizer.state.items():
             if (place := places.get(id(p))) is not None:
-                shards[self.stepped[place]] = {
-                    name: self._state_of(place, name, value) for name, value in values.items()
-                }
+                state = {name: self._state_of(place, name, item) for name, item in values.items()}
+                shards[self.stepped[place]] = state
         for group in optimizer.param_groups:
             group["params"] = [self.stepped[places[id(p)]] for p in group["params"]]
         optimizer.state.clear()
@@ -235,10 +224,8 @@ class ShardedParameters(ReplicatedParameters):
     ) -> None:
         def work() -> Tensor:
             with torch.no_grad():
-                flats = [
-                    geometry.flat(piece, p.detach())
-                    for piece, p in zip(pieces, self._parameters, strict=True)
-                ]
+                both = zip(pieces, self._parameters, strict=True)
+                flats = [geometry.flat(piece, p.detach()) for piece, p in both]
                 shown, shards = [flat.float() for flat in flats], []
                 for part, flat, piece in zip(self.stepped, shown, pieces, strict=True):
                     shard = part.float()
@@ -252,7 +239,7 @@ class ShardedParameters(ReplicatedParameters):
                     torch.autograd.graph.increment_version(p)
                     if compared:
                         reducer.add_to_digest(result)
-            reducer.settle(step, compared, _DIFFERENT_PARAMETERS)
+            reducer.settle(step, compared, _DIFFERENT)
             return torch.empty(0)
 
         self._now(work)
@@ -262,12 +249,9 @@ class ShardedParameters(ReplicatedParameters):
         if not _is_sharded(name, value):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
-            raise OptionError(
-                f"the optimizer state {name} of shape {list(value.shape)} cannot be sharded like "
-                f"its parameter of shape {list(p.shape)}",
-                where=self._pieces[place].name,
-                do="remove sharded=...",
-            )
+            shape, where = list(value.shape), self._pieces[place].name
+            text = f"the optimizer state {name} {shape} cannot be sharded like its parameter"
+            raise OptionError(f"{text} {list(p.shape)}", where=where, do="remove sharded=...")
         return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 
     def _total(self, value: float, step: int) -> float:
@@ -286,5 +270,4 @@ class ShardedParameters(ReplicatedParameters):
 
 
 def _is_sharded(name: str, value: Any) -> bool:
-    """Return whether an entry of the optimizer's state is sharded like its parameter."""
     return isinstance(value, Tensor) and name not in _COUNTERS and value.dim() > 0

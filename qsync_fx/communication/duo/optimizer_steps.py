@@ -17,11 +17,9 @@ COMMIT |                       |    | COMMIT
                   DROP
 
 A backward pass ends with BACKWARD, `optimizer.step()` is COMMIT (if steps are AHEAD) and LOOKAHEAD,
-`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. There are no other
-transitions. The FP32 reduction starts with AHEAD and ends before COMMIT.
-
-Invariant: between steps, the optimizer's state and the committed parameters are those of a training
-with FP32 gradients, computed on parameters one lookahead step ahead.
+`flush()` is COMMIT, and `skip()` or a mean that is not finite is DROP. The FP32 reduction starts
+with AHEAD and ends before COMMIT. Invariant: between steps, the optimizer's state and the committed
+parameters are those of a training with FP32 gradients, computed one lookahead step ahead.
 """
 
 from __future__ import annotations
@@ -125,12 +123,10 @@ def saved(
     """Return a copy of a pending step and the committed parameters, equal on unsharded ranks."""
     assert pending.use is not None
     names = [piece.name for piece in pieces]
-    return {
-        "step": pending.step,
-        "weights": {name: weight.clone() for name, weight in zip(names, committed, strict=True)},
-        "gradients": {names[place]: g.clone() for place, g in pending.gradients.items()},
-        "use": copied(vars(pending.use)),
-    }
+    weights = dict(zip(names, committed, strict=True))
+    gradients = {names[place]: gradient for place, gradient in pending.gradients.items()}
+    state = {"step": pending.step, "weights": weights, "gradients": gradients}
+    return {name: copied(value) for name, value in {**state, "use": vars(pending.use)}.items()}
 
 
 def load(
@@ -140,11 +136,9 @@ def load(
     weights, gradients = state["weights"], state["gradients"]
     for piece, weight in zip(pieces, committed, strict=True):
         if piece.name not in weights or weights[piece.name].shape != weight.shape:
-            raise OptionError(
-                "the state of DUO belongs to another model",
-                where=f"{piece.name}, {list(weight.shape)}",
-                do="load the state of the same model",
-            )
+            where = f"{piece.name}, {list(weight.shape)}"
+            do = "load the state of the same model"
+            raise OptionError("the state of DUO belongs to another model", where=where, do=do)
     for piece, weight in zip(pieces, committed, strict=True):
         weight.copy_(weights[piece.name])
     places = {piece.name: place for place, piece in enumerate(pieces)}
@@ -156,12 +150,10 @@ def load(
 def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
     """Raise `OptionError` for a state of another rank or world size, which has other shards."""
     if (state.get("rank"), state.get("world")) != (rank, world):
-        raise OptionError(
-            f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
-            f"optimizer has other shards than rank {rank} of {world}",
-            where="the sharded state of DUO",
-            do="load each rank's own state; for other ranks, use handle.whole_optimizer_state()",
-        )
+        text = f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
+        text += f"optimizer has other shards than rank {rank} of {world}"
+        do = "load each rank's own state; for other ranks, use handle.whole_optimizer_state()"
+        raise OptionError(text, where="the sharded state of DUO", do=do)
 
 
 class Outstanding:
@@ -174,12 +166,14 @@ class Outstanding:
 
     def _ended(self) -> None:
         if self.step is not None:
-            warnings.warn(
+            text = (
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
-                f"of step {self.step} were applied: the parameters are those of a lookahead step. "
-                "Call handle.flush() before evaluation, before saving and at the end of training",
-                stacklevel=2,
             )
+            text += (
+                f"of step {self.step} were applied: the parameters are of a lookahead step. Call"
+            )
+            text += " handle.flush() before evaluation, before saving and at the end of training"
+            warnings.warn(text, stacklevel=2)
 
 
 class StepState(Enum):
@@ -192,11 +186,7 @@ class StepState(Enum):
 
 
 class Steps:
-    """Commit and lookahead steps of an optimizer.
-
-    `wait` returns once the communication thread is idle; `after_lookahead` is called with each
-    pending step after its lookahead step.
-    """
+    """Commit and lookahead steps of an optimizer; `wait` waits for the communication thread."""
 
     def __init__(
         self,
@@ -211,11 +201,10 @@ class Steps:
         self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
         self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
-        self.statistics = LookaheadStatistics()
+        self.statistics, self._in_own_step = LookaheadStatistics(), False
         self._free_buffers: dict[int, list[Tensor]] = {}
         self._saved_state: dict[Any, Any] | None = None
         self._unused_gradients: list[Tensor | None] | None = None
-        self._in_own_step = False
 
     @property
     def state(self) -> StepState:
@@ -244,20 +233,15 @@ class Steps:
         if self.averaged is None:
             return
         if self.averaged.finite:
-            raise OptionError(
-                "no optimizer step has used the averaged gradients of the previous backward pass",
-                where=f"step {self.averaged.step} of DUO",
-                do="accumulate gradients under ddp.no_sync(); discard them with handle.skip()",
-            )
+            text = "no optimizer step has used the averaged gradients of the previous backward pass"
+            do = "accumulate gradients under ddp.no_sync(); discard them with handle.skip()"
+            raise OptionError(text, where=f"step {self.averaged.step} of DUO", do=do)
         self.statistics.skipped += 1
         self._release(self.averaged)
         self.averaged = None
 
     def commit(self, since: float) -> bool:
-        """Apply the full-precision gradients of the previous step; return whether there were any.
-
-        `since` is the time from which the caller waited for them.
-        """
+        """Apply the FP32 mean, awaited since the time `since`; return whether there is one."""
         pending, live = self.pending, self._parameters
         if pending is None or (use := pending.use) is None:
             return False
@@ -273,11 +257,8 @@ class Steps:
                         p.grad.mul_(use.factor)
         if use.is_scaled and not live.finite(pending.step):
             self.statistics.skipped += 1
-            warnings.warn(
-                f"the full-precision gradients of step {pending.step} are not finite, although the "
-                "low-precision ones were: the step is skipped",
-                stacklevel=4,
-            )
+            text = f"the full-precision gradients of step {pending.step} are not finite, although "
+            warnings.warn(f"{text}the low-precision ones were: the step is skipped", stacklevel=4)
         else:
             self._in_own_step = True
             try:
@@ -298,9 +279,8 @@ class Steps:
 
     def copy(self, values: Tensor) -> Tensor:
         """Return an FP32 copy in a reused buffer; allocation costs more than a copy."""
-        free = self._free_buffers.get(values.numel()) or [
-            torch.empty_like(values, dtype=torch.float32)
-        ]
+        n = values.numel()
+        free = self._free_buffers.get(n) or [torch.empty_like(values, dtype=torch.float32)]
         return free.pop().copy_(values)
 
     def _release(self, step: PendingStep) -> None:
@@ -312,20 +292,16 @@ class Steps:
         if self._in_own_step:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
-            raise OptionError(
-                "optimizer.step has arguments such as a closure, which DUO cannot repeat",
-                where="optimizer.step(...)",
-                do="run the backward pass first, then call optimizer.step() without arguments",
-            )
+            text = "optimizer.step has arguments such as a closure, which DUO cannot repeat"
+            do = "run the backward pass first, then call optimizer.step() without arguments"
+            raise OptionError(text, where="optimizer.step(...)", do=do)
         self._wait()
         averaged, live = self.averaged, self._parameters
         if averaged is None:
             if any(p.grad is not None for p in live.stepped):
-                raise OptionError(
-                    "the gradients were not averaged since the last optimizer step",
-                    where="optimizer.step()",
-                    do="call optimizer.step() once after each backward pass outside ddp.no_sync()",
-                )
+                text = "the gradients were not averaged since the last optimizer step"
+                do = "call optimizer.step() once after each backward pass outside ddp.no_sync()"
+                raise OptionError(text, where="optimizer.step()", do=do)
             return
         averaged.use, infinite = self._use(averaged)
         if infinite:
@@ -346,7 +322,7 @@ class Steps:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._in_own_step or self._saved_state is None or self.pending is None:
             return
-        functional_optimizer.put_back(optimizer, self._saved_state)
+        functional_optimizer.restored(optimizer.state, self._saved_state)
         if self._unused_gradients is not None:
             for p, gradient in zip(self._parameters.stepped, self._unused_gradients, strict=True):
                 p.grad = gradient
@@ -354,19 +330,15 @@ class Steps:
         self._after_lookahead(self.pending)
 
     def _use(self, averaged: PendingStep) -> tuple[Use, bool]:
-        """Return how the optimizer uses the gradients, and whether an infinity skips the step."""
         scale, infinite = functional_optimizer.scaling(self._optimizer)
         gradients = [p.grad for p in self._parameters.stepped]
         factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
-            raise OptionError(
-                "gradients were changed between the backward pass and the step, which DUO cannot "
-                "repeat for the full-precision gradients",
-                where=f"step {averaged.step} of DUO",
-                do="after compress(...), call optimizer.register_step_pre_hook(clip) with a "
-                f"function clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler "
-                "as compress(..., scaler=scaler)",
-            )
+            text = "gradients were changed between the backward pass and the step, which DUO cannot"
+            text += " repeat for the full-precision gradients"
+            do = "after compress(...), call optimizer.register_step_pre_hook(clip) with a function "
+            do += f"clip(*_) that calls {self._parameters.clip_advice}; pass a GradScaler as scaler"
+            raise OptionError(text, where=f"step {averaged.step} of DUO", do=do)
         used = [g is not None for g in gradients]
         settings = functional_optimizer.settings(self._optimizer)
         return Use(settings, used, factor, scale), infinite

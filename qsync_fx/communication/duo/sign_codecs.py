@@ -1,22 +1,20 @@
-"""Codecs of DUO's fast reduction, with 0, 1, 2, 4 or 8 bits for each value.
+"""Codecs of DUO's fast reduction, whose errors the slow one corrects: they have no error feedback.
 
-They have no error feedback: the slow reduction corrects their errors, which feedback would count
-twice. Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks,
-also with 0 bits.
+Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks, also
+with 0 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import NAMES, PLAIN, Codec, buffers, codec_named
-from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.codec import Draw, Feedback
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
 from qsync_fx.communication.codecs.truncation import Adaptive
@@ -40,9 +38,7 @@ class ZeroBit(Codec):
     def theory(self, n: int) -> float:
         return 0.0
 
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
         is_finite = bool(values.isfinite().all())
         wire[:_FLAG].view(torch.float32).fill_(0.0 if is_finite else torch.nan)
@@ -76,11 +72,9 @@ class Duo:
 
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
-            raise OptionError(
-                f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps",
-                where="Duo(fast=...)",
-                do="use a codec without error feedback, such as SignBit(64) for one bit",
-            )
+            text = f"DUO's fast codec {self.fast.name} depends on the gradients of earlier steps"
+            do = "use a codec without error feedback, such as SignBit(64) for one bit"
+            raise OptionError(text, where="Duo(fast=...)", do=do)
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Return the fast codec of each parameter; with 0 bits, small parameters have it too."""
@@ -90,17 +84,9 @@ class Duo:
         return replace(result, name=self.name, said=repr(self), text=repr(self))
 
 
-DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
-    {
-        duo.name: duo
-        for duo in (
-            Duo(ZeroBit(), "duo0"),
-            Duo(SignBit(64), "duo1"),
-            *(Duo(Qsgd(bits, UNITS[bits]), f"duo{bits}") for bits in (2, 4, 8)),
-            Duo(PLAIN, "duo32"),
-        )
-    }
-)
+_QSGD = {bits: Qsgd(bits, UNITS[bits]) for bits in (2, 4, 8)}
+_FAST: Final[Mapping[int, Codec]] = {0: ZeroBit(), 1: SignBit(64), **_QSGD, 32: PLAIN}
+DUOS: Final = {f"duo{bits}": Duo(codec, f"duo{bits}") for bits, codec in _FAST.items()}
 """Configurations by name. With 32 bits, both means are equal, and so is training without DUO."""
 
 
@@ -116,11 +102,9 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
         return Qsgd(bits, UNITS[bits])
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
-        raise OptionError(
-            f"differences of parameters cannot be sent with {result.name}",
-            where="compress(..., sharded=...)",
-            do='use a codec with fixed bits and no error feedback, such as "qsgd4", or True',
-        )
+        text = f"differences of parameters cannot be sent with {result.name}"
+        do = 'use a codec with fixed bits and no error feedback, such as "qsgd4", or True'
+        raise OptionError(text, where="compress(..., sharded=...)", do=do)
     return result
 
 
