@@ -405,10 +405,7 @@ _OF_THE_MACHINE: Final = (
         r"\bKilled\b|signal 9|out of memory|Cannot allocate",
         "the compiler was killed, probably for lack of memory: set QSYNC_BUILD_JOBS=1",
     ),
-    (
-        "unsupported (GNU|clang) version",
-        "set NVCC_CCBIN to a host compiler that this nvcc accepts",
-    ),
+    ("unsupported (GNU|clang) version", "set NVCC_CCBIN to a host compiler that this nvcc accepts"),
     ("No space left", "set QSYNC_CACHE_DIR to a folder on a disk with free space"),
 )
 """Patterns of the output of a compiler whose failure another source would not avoid, and advice."""

@@ -59,10 +59,7 @@ class DispatchPath:
 
 
 def decide(
-    problem: Problem,
-    arch: Arch,
-    table: TuningTable | None = None,
-    listed: Candidates = candidates,
+    problem: Problem, arch: Arch, table: TuningTable | None = None, listed: Candidates = candidates
 ) -> KernelDecision:
     """Decide for one problem.
 
