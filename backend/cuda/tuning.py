@@ -177,9 +177,10 @@ def tune_all(
     for problem in buckets(problems, wide):
         try:
             result[problem] = tune(problem, candidates(problem), timer(problem), rounds)
-            report(problem, result[problem], "")
         except QSyncError as error:
             report(problem, None, error.what)
+        else:
+            report(problem, result[problem], "")
     choices = []
     for problem, choice in result.items():
         other = counterpart(problem, wide)

@@ -408,7 +408,8 @@ def _conv_configs(
 
 def _conv_tiles(kind: KernelConfig, operation: ConvOperation) -> tuple[_Tile2 | _Tile3, ...]:
     simt, weight = kind.unit == "simt", operation == "wgrad"
-    tiles, split = _CONV_TENSOR, _SPLIT
+    tiles: tuple[_Tile2, ...] = _CONV_TENSOR
+    split: tuple[_Tile2, ...] = _SPLIT
     strided = operation == "dgrad" and kind.strided
     if simt:
         tiles, split = _CONV_SIMT, _SPLIT_SIMT

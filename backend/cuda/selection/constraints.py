@@ -313,7 +313,8 @@ def _misfits(c: KernelConfig, p: Problem) -> Iterator[str]:
 
 def _gemm_misfits(c: KernelConfig, p: GemmProblem) -> Iterator[str]:
     if c.a_major != p.a_major or c.b_major != p.b_major:
-        yield f"it reads {c.a_major}-major a and {c.b_major}-major b, not {p.a_major} and {p.b_major}"
+        ours, theirs = (f"{x.a_major}-major a and {x.b_major}-major b" for x in (c, p))
+        yield f"it reads {ours}, not {theirs}"
     if not all(1 <= size <= _LARGEST for size in (p.m, p.n, p.k)):
         yield f"sizes must be from 1 to {_LARGEST}"
     longest = LARGEST_K.get(p.a, p.k)
