@@ -28,11 +28,7 @@ def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
 
 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
-    """Return, per spatial dimension and tap, the smallest input size at which the tap meets data.
-
-    A tap may meet only padding: eight of the nine taps of a 3 x 3 kernel with stride 2 on an image
-    of one pixel.
-    """
+    """Return, per spatial dimension and tap, the smallest input size at which the tap meets data."""
     stride, padding, dilation, transposed, output_padding, _ = geometry
     result = []
     for index, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
@@ -56,12 +52,7 @@ def needs_padding(weight: Tensor, x: Tensor, geometry: Geometry) -> bool:
 
 
 def unsafe_dimensions(kernel: Sequence[int], size: Sequence[int], geometry: Geometry) -> list[bool]:
-    """Return for each spatial dimension whether it has to be padded; True if it is symbolic.
-
-    Args:
-        kernel: spatial size of the weight.
-        size: spatial size of the convolution's input.
-    """
+    """Return for each spatial dimension whether it has to be padded; True if it is symbolic."""
     stride, padding, dilation, transposed, output_padding, groups = geometry
     numbers = [*kernel, *stride, *padding, *dilation, *output_padding]
     if not all(isinstance(number, int) for number in numbers):
@@ -91,11 +82,8 @@ def convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias, None if not `needed`.
 
-    Args:
-        gradient: of the output, `[N, O, *size']`.
-        x: `[N, C, *size]`.
-        weight: `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`.
-        bias_sizes: shape of the bias; None if there is none.
+    `gradient` is `[N, O, *size']`, `x` `[N, C, *size]`, `weight` `[O, C / groups, *kernel]`,
+    transposed `[C, O / groups, *kernel]`. `bias_sizes` is None without a bias.
     """
     backward: Any = torch.ops.aten.convolution_backward.default
     if not any(needed[1:]) or not needs_padding(weight, x, geometry):
@@ -134,8 +122,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) 
     if grouped and needs_padding(weight, x, geometry):
         sides, geometry = _explicit(weight, x, geometry)
         x = F.pad(x, sides)
-    result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *geometry)
-    return result
+    return torch.ops.aten.convolution.default(x, weight, bias, *geometry)  # type: ignore[no-any-return]
 
 
 class _Convolution(torch.autograd.Function):
@@ -168,5 +155,4 @@ class _Convolution(torch.autograd.Function):
 def _padded_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     if input.dim() < weight.dim():
         return _padded_convolution(input.unsqueeze(0), weight, bias, *rest).squeeze(0)
-    result: Tensor = _Convolution.apply(input, weight, bias, rest)  # type: ignore[no-untyped-call]
-    return result
+    return _Convolution.apply(input, weight, bias, rest)  # type: ignore[no-untyped-call, no-any-return]

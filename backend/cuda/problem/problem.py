@@ -243,7 +243,7 @@ def gemm_problem(x: GemmProduct, a: Outline | None = None, b: Outline | None = N
     """Return the problem of a valid, non-empty product with concrete sizes.
 
     An operand that is neither row- nor column-major counts as contiguous along k, the layout of its
-    future copy. `a` and `b` are outlines of the operands, if they will differ from `x.a` and `x.b`.
+    copy. `a` and `b` are outlines of the operands that will replace `x.a` and `x.b`.
     """
     first, second = a or x.a, b or x.b
     return GemmProblem(

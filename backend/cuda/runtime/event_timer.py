@@ -107,9 +107,9 @@ def _gemm(x: GemmProduct) -> Callable[[], Tensor]:
 
 def _conv(x: ConvProduct) -> Callable[[], Tensor]:
     narrow = CONVERTED.get(x.a.dtype, x.a.dtype)
-    rest = x.size, (x.stride, x.padding, x.dilation), x.operation
+    geometry, convolve = (x.stride, x.padding, x.dilation), reference_result.convolve
     # The casts count: torch has no convolutions of one-byte operands.
-    return lambda: reference_result.convolve(x.a.to(narrow), x.b.to(narrow), *rest)
+    return lambda: convolve(x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation)
 
 
 def differs(result: Tensor, x: GemmProduct | ConvProduct) -> str:
@@ -172,8 +172,8 @@ class EventTimer:
         if isinstance(candidate, str):
             runs = [peer(self._problem, value) for value in self._copies]
         else:
-            problems = self._problem, self._taken
-            runs = [call_of(candidate, *problems, value) for value in self._copies]
+            problem, used = self._problem, self._taken
+            runs = [call_of(candidate, problem, used, value) for value in self._copies]
             if wrong := differs(runs[0](), self._copies[0]):
                 raise TuningError(f"its result is wrong: {wrong}", where=name)
         self._row(runs, len(runs))

@@ -1,8 +1,7 @@
 """Dispatch of GEMMs and convolutions on tensors: to a kernel, or to torch as the fallback.
 
 This is the "front-end security wrapper" of LP-PyTorch (section VI): a kernel trusts its arguments.
-Python overhead per call can leave a small GPU idle, so the decision, the operand check and all
-arguments except pointers are cached per operand layout, in a call site.
+The decision, the operand check and all arguments except pointers are cached per operand layout.
 """
 
 from __future__ import annotations
