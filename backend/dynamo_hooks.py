@@ -369,8 +369,7 @@ class ObservedGraphs(CatchErrorsWrapper):
             k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)]
             for k in _REASONS
         }
-        called = [] if touched else _called_for(frame, around)
-        entries = touched or [log.frame(frame.f_code, module) for module in called]
+        entries = touched or [log.frame(frame.f_code, m) for m in _called_for(frame, around)]
         _note(entries, result, new)
         settle_packed(entries, log)
         if result.guarded_code is None:

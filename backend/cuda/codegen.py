@@ -208,9 +208,10 @@ def _unit(
 
 
 def _constant(name: str, value: int | str) -> str:
+    kind = {str: "auto", bool: "bool", int: "int"}[type(value)]
     if isinstance(value, bool):
-        return f"bool {name} = {str(value).lower()}"
-    return f"{'auto' if isinstance(value, str) else 'int'} {name} = {value}"
+        value = str(value).lower()
+    return f"{kind} {name} = {value}"
 
 
 def _opcode(config: KernelConfig) -> str:

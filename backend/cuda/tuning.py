@@ -86,7 +86,7 @@ class TunedChoice:
         problem: a bucket (`problem.bucket()`).
         name: the winner: "torch", or the name of a `KernelConfig`.
         seconds: median seconds by name, of each candidate that ran, in the order of the candidates.
-        failed: reason by name, of the other candidates.
+        failed: reason by name, of the others.
         faster_than_bf16: for INT8 and FP8 problems, whether the winner is faster than the best
             candidate in BF16, or in FP16 if the device has no unit for BF16; None if unknown, and
             for other formats.

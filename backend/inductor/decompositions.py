@@ -113,7 +113,7 @@ def _max_pool2d_backward(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
 
 
 class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
-    """A decomposition table that is pickled, for cache keys, as the arguments that it is built from."""
+    """A decomposition table that is pickled, for cache keys, as the arguments that it is of."""
 
     def __init__(
         self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]

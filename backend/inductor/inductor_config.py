@@ -101,7 +101,7 @@ def register_with_inductor() -> None:
         ours.conv2d_product.default: _channels_last_on_cuda,
         ours.integer_convolution.default: None,
         ours.quantize.default: _as_convolutions,
-        # Inductor has no implicit fallback for operators whose decomposition returns NotImplemented.
+        # Inductor has no implicit fallback where a decomposition returns NotImplemented.
         ours.quantize_transposed.default: _as_traced,
     }
     for operator, constraint in constraints.items():

@@ -52,8 +52,7 @@ class AsWeights(CustomGraphPass):
         output.args = (type(returned)(result),)
 
     def uuid(self) -> Any:
-        files = get_hash_for_files((__file__,))
-        return files if self.before is None else (files, self.before.uuid())
+        return get_hash_for_files((__file__,)), self.before and self.before.uuid()
 
 
 def _may_differ(weight: fx.Node, gradient: Any) -> bool:
@@ -163,7 +162,7 @@ def depthwise_gradients(
     They are computed in FP32 and channels-last, where oneDNN is fast, and rounded once.
 
     Args:
-        gradient: `[N, C, H', W']`; `x` is `[N, C, H, W]`, `weight` `[C, 1, R, S]`, all BF16 or FP32.
+        gradient: `[N, C, H', W']`, BF16 or FP32, like `x`, `[N, C, H, W]`, and `weight`.
         rest: stride, padding and dilation of the convolution, and whether each gradient is needed.
 
     Returns:

@@ -212,8 +212,7 @@ class InBits(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        files = get_hash_for_files((__file__,))
-        return files if self.partition is None else (files, self.partition.uuid())
+        return get_hash_for_files((__file__,)), self.partition and self.partition.uuid()
 
 
 def _only_gates(node: Any, inputs: dict[str, fx.Node]) -> bool:

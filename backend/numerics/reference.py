@@ -67,7 +67,9 @@ def _whole(t: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
     if rounding == "nearest":
         return t.round()
     below = t.floor()
-    return below if random is None else below + (random < t - below)
+    if random is None:
+        return below
+    return below + (random < t - below)
 
 
 def _step(value: Tensor, row: Precision) -> Tensor:

@@ -114,7 +114,9 @@ def _attention(
             for operand in (query, key, value)
         )
     result = products(query, key, value, scale)
-    return result if order is None else in_order(result, order)
+    if order is None:
+        return result
+    return in_order(result, order)
 
 
 def attend_by_products(graph: PrecisionGraph) -> None:
@@ -151,8 +153,9 @@ def attend_by_products(graph: PrecisionGraph) -> None:
 def _gradient_order(operands: Sequence[Any]) -> Sequence[int] | None:
     """Return the memory order of torch's gradients; None without a fused kernel for them."""
     widths = {operand.shape[-1] for operand in operands}
-    rows = all(operand.stride(-1) == 1 for operand in operands)
-    return _BY_TOKEN if rows and len(widths) == 1 else None
+    if len(widths) == 1 and all(operand.stride(-1) == 1 for operand in operands):
+        return _BY_TOKEN
+    return None
 
 
 def _trained(graph: PrecisionGraph) -> set[fx.Node]:

@@ -28,7 +28,7 @@ def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
 
 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
-    """Return, per spatial dimension and tap, the smallest input size at which the tap meets data."""
+    """Return, per spatial dimension and tap, the least input size at which the tap meets data."""
     stride, padding, dilation, transposed, output_padding, _ = geometry
     result = []
     for index, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
@@ -122,7 +122,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) 
     if grouped and needs_padding(weight, x, geometry):
         sides, geometry = _explicit(weight, x, geometry)
         x = F.pad(x, sides)
-    return torch.ops.aten.convolution.default(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+    result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *geometry)
+    return result
 
 
 class _Convolution(torch.autograd.Function):
@@ -155,4 +156,5 @@ class _Convolution(torch.autograd.Function):
 def _padded_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     if input.dim() < weight.dim():
         return _padded_convolution(input.unsqueeze(0), weight, bias, *rest).squeeze(0)
-    return _Convolution.apply(input, weight, bias, rest)  # type: ignore[no-untyped-call, no-any-return]
+    result: Tensor = _Convolution.apply(input, weight, bias, rest)  # type: ignore[no-untyped-call]
+    return result

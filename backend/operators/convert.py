@@ -124,7 +124,9 @@ def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
     The forward pass uses this operator so that the quantized tensor is saved for backward, not the
     result of the cast, which a joint-graph partitioner would save if it saw it in both passes.
     """
-    return q if q.dtype == dtype else _carry(q, dtype)
+    if q.dtype == dtype:
+        return q
+    return _carry(q, dtype)
 
 
 @define(

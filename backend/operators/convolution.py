@@ -364,8 +364,10 @@ def _keep(node: fx.Node, role: Role) -> list[int]:
     call = arguments(node)
     if role == Role.ACTIVATION:
         return [0] * (dimensions(call["input"]) == dimensions(call["weight"]))
+    if not _transposed(node):
+        return [0]
     # Grouped transposed convolutions have no dimension of their own for output channels.
-    return [1] * (call["groups"] == 1) if _transposed(node) else [0]
+    return [1] * (call["groups"] == 1)
 
 
 def _none(node: fx.Node, role: Role) -> list[int]:

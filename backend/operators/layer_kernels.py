@@ -282,7 +282,9 @@ def without_narrow_unit(
 
     `node` is torch's operator, not quantized yet; `emit` and `keep` are as in `Lowering`.
     """
-    requested = _problems_on_trial(node, row, fmt, context, emit, keep) if fmt.scaled else None
+    if not fmt.scaled:
+        return None
+    requested = _problems_on_trial(node, row, fmt, context, emit, keep)
     if requested is None:
         return None
     narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]

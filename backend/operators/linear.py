@@ -47,8 +47,8 @@ from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, extent
 def linear(value: ProductArguments) -> Tensor:
     """Compute `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
-    Output: INT8 products are summed exactly in INT32 (in FP32 from K = 133,000 on); formats with a
-    carrier are multiplied in it, summed in FP32 and rounded to it. Scale and bias are applied in
+    Output: INT8 products are summed exactly in INT32 (in FP32 from K = 133,000 on); other formats
+    are multiplied in the carrier, summed in FP32 and rounded to it. Scale and bias are applied in
     FP32, then one rounding to `out_dtype` follows.
 
     Gradients: the incoming gradient is rounded to the format's `gradient` (BF16 for INT8, scaled
@@ -80,7 +80,9 @@ def _rows(t: Tensor, stacked: bool) -> Tensor:
     """Return `[..., K]` as `[M, K]`; batched layers have three dimensions already."""
     if stacked:
         return t
-    return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
+    if t.dim() == 1:
+        return t.unsqueeze(0)
+    return t.flatten(0, -2)
 
 
 def _per_row(scale: Tensor | None, stacked: bool) -> Tensor | None:
@@ -121,7 +123,8 @@ def output(
         if bias is not None:
             bias = bias.to(row.dtype)
         if wq.dim() == 2:
-            return torch.ops.aten.linear.default(rows, wq, bias).to(out_dtype)  # type: ignore[no-any-return]
+            plain: Tensor = torch.ops.aten.linear.default(rows, wq, bias)
+            return plain.to(out_dtype)
         if bias is None:
             return (rows @ transposed(wq)).to(out_dtype)
         return torch.baddbmm(bias, rows, transposed(wq)).to(out_dtype)

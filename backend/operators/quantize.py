@@ -166,7 +166,9 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
             f"{x.dtype} cannot be rounded to {row}", where=where, do="round floating-point tensors"
         )
     # Too large values become infinite in the cast to a plain format, as loss scaling expects.
-    return dataclasses.replace(row, max=FP32.max) if row.plain else row
+    if row.plain:
+        return dataclasses.replace(row, max=FP32.max)
+    return row
 
 
 def _round_fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:

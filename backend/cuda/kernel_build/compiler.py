@@ -462,7 +462,7 @@ def complaint(report: str) -> str:
 def disassembler() -> Path | None:
     """Return cuobjdump, if nvdisasm, which it calls, exists too."""
     result = tool("cuobjdump")
-    return result if result and tool("nvdisasm", result.parent) else None
+    return result and tool("nvdisasm", result.parent) and result
 
 
 def listing(code: Path) -> str:

@@ -73,7 +73,7 @@ def tools_key(tools: Toolchain, flags: tuple[str, ...]) -> str:
 
 
 def headers_digest(headers: Headers) -> str:
-    """Return a digest of all header files, read again only if sizes or modification times change."""
+    """Return a digest of all headers, read again only if sizes or modification times change."""
     # Strings: path objects are ten times slower, and every kernel lookup passes here.
     files = sorted(
         (path[len(folder) :], path, os.stat(path))

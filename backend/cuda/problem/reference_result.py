@@ -154,11 +154,12 @@ def convolve(
     """
     settings = (*map(list, geometry), False, [0, 0], 1)
     if operation == "fprop":
-        return torch.ops.aten.convolution.default(a, b, None, *settings)  # type: ignore[no-any-return]
+        result: Tensor = torch.ops.aten.convolution.default(a, b, None, *settings)
+        return result
     backward: Any = torch.ops.aten.convolution_backward.default
     like = _image(a, a.shape[operation == "wgrad"], b.shape[1], *size)
     if operation == "dgrad":
-        result: Tensor = backward(a, like, b, None, *settings, [True, False, False])[0]
+        result = backward(a, like, b, None, *settings, [True, False, False])[0]
     else:
         result = backward(a, b, like, None, *settings, [False, True, False])[1]
     return result

@@ -62,7 +62,9 @@ def assumed(
     arch: Arch | None, table: TuningTable | None = None, on: str = "cuda"
 ) -> Iterator[None]:
     """Treat all devices of type `on` as devices of `arch` with kernels; without kernels if None."""
-    reason = "the device is assumed to have no kernels" * (arch is None)
+    reason = ""
+    if arch is None:
+        reason = "the device is assumed to have no kernels"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
     devices.forget()
     try:

@@ -49,7 +49,9 @@ def operands(
         return torch.rand(shape, device=device, generator=generator) + 0.5
 
     def matrix(shape: tuple[int, ...], dtype: torch.dtype, major: Major) -> Tensor:
-        return values(shape, dtype) if major == "row" else values(shape[::-1], dtype).t()
+        if major == "row":
+            return values(shape, dtype)
+        return values(shape[::-1], dtype).t()
 
     a_type, b_type, out = type_of(problem.a), type_of(problem.b), type_of(problem.out)
     first, second, result = problem.shapes

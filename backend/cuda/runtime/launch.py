@@ -143,9 +143,9 @@ def _key(x: Product) -> Key:
     return (
         kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(),
         b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        None if x.a_scale is None else (x.a_scale.dtype, x.a_scale.shape),
-        None if x.b_scale is None else (x.b_scale.dtype, x.b_scale.shape),
-        None if x.bias is None else x.bias.shape,
+        x.a_scale is not None and (x.a_scale.dtype, x.a_scale.shape),
+        x.b_scale is not None and (x.b_scale.dtype, x.b_scale.shape),
+        x.bias is not None and x.bias.shape,
     )  # fmt: skip
 
 

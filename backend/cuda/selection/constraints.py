@@ -343,7 +343,8 @@ def _conv_misfits(c: KernelConfig, p: ConvProblem) -> Iterator[str]:
         yield "the filter is larger than the image"
     strided = p.operation == "dgrad" and p.stride != (1, 1)
     if p.operation == "dgrad" and strided != c.strided:
-        yield f"it supports only {'strides other than 1' if c.strided else 'stride 1'}"
+        kind = {True: "strides other than 1", False: "stride 1"}[c.strided]
+        yield f"it supports only {kind}"
     if strided and p.dilation != (1, 1):
         yield "input gradients of convolutions with both stride and dilation are not supported"
     if not on_hopper(c):

@@ -163,7 +163,7 @@ class Dispatcher:
         return known_of(device).arch is not None
 
     def _computes(self, problem: Problem, device: torch.device) -> bool:
-        """Return whether a kernel computes a product, which is about to be computed."""
+        """Return whether a kernel computes a product now."""
         selected = decision(problem, device)
         reason = selected.reason
         if selected.config is not None:
@@ -232,7 +232,9 @@ def _gemm_problem(x: GemmProduct, a: Outline | None, b: Outline | None) -> GemmP
     if not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
     result = gemm_problem(x, a, b)
-    return None if too_large(result.m, result.n, result.k) else result
+    if too_large(result.m, result.n, result.k):
+        return None
+    return result
 
 
 def _gridded(row: Precision) -> bool:

@@ -63,7 +63,8 @@ def gemm(
         PrecisionError: unsupported dtypes.
     """
     call: Any = torch.ops.qsync.gemm.default
-    return call(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)  # type: ignore[no-any-return]
+    result: Tensor = call(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
+    return result
 
 
 @functools.cache

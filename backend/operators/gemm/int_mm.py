@@ -56,7 +56,9 @@ def _strided(t: Tensor) -> Tensor:
     if not t.is_contiguous():
         return t if t.t().is_contiguous() else t.contiguous()
     # oneDNN uses the row stride as the row length even with a single row, where any is valid.
-    return t if t.stride(0) == t.shape[1] else t.flatten().view(t.shape)
+    if t.stride(0) == t.shape[1]:
+        return t
+    return t.flatten().view(t.shape)
 
 
 def _products_fake(a: Tensor, bt: Tensor) -> Tensor:
