@@ -153,14 +153,10 @@ class CompilationSession:
         return self.check_runs(compiled, graph)
 
     def restrict_reuse(self) -> ApplyCachedPlan | None:
-        """Guard the code against reuse for other modules, if their plans may differ.
+        """Guard the code against reuse for other modules, and return the usable cached plans.
 
-        Returns:
-            the cached plans that the graph may use; None if there are none.
-
-        Raises:
-            PlanError: each module needs code of its own, more than Dynamo's recompile limit. For
-                cached plans it is a warning, and they are not used.
+        Raise `PlanError` if modules need more code than Dynamo's recompile limit. For cached plans
+        it is a warning, and they are not used.
         """
         plan, cached_plans = self.options.plan, candidates(self.current, self.options, self.device)
         names_modules = plan is not None and (plan.patterns or plan.operators)

@@ -134,12 +134,8 @@ def record(
 ) -> None:
     """Record the operators of `graph` and the modules that they belong to in the log of `options`.
 
-    A graph contains a module if one of its parameters is an input, or an operator has its path:
-    modules whose parameters another module uses (tied weights) count like called ones.
-
-    Args:
-        module: Dynamo's graph module of `graph`.
-        alone: whether the code is for one module only.
+    A graph contains a module if one of its parameters is an input, or an operator has its path.
+    `module` is Dynamo's graph module. `alone`: the code is for one module only.
     """
     if current.code is None:
         return
@@ -174,13 +170,10 @@ def _ran(operator: Operator) -> Ran:
 
 
 def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
-    """Warn if a graph shares code with other modules, for which the plan decides differently.
+    """Warn, or with "strict" raise, if a graph shares code with modules of another plan.
 
     Code after a graph break, and a helper, may not reference their module; Dynamo then uses the
     code of one layer for all layers of the same kind.
-
-    Raises:
-        PlanError: in this case, if the option "strict" is set.
     """
     code, plan = current.code, graph.context.plan
     if options.plan is None or code is None or not current.nested or current.entered:
@@ -229,11 +222,8 @@ def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
 def report_skipped(graph: PrecisionGraph) -> Iterator[None]:
     """Compile `graph` in this context, and report if the inner compiler skips it.
 
-    Inductor skips BF16 graphs on GPUs before Ampere; Dynamo would then run the frame as written.
-
-    Raises:
-        DeviceError: the graph was skipped, and the user requested a plan or a precision. Otherwise
-            it is a warning.
+    Inductor skips BF16 graphs on GPUs before Ampere; Dynamo would then run the frame as written. It
+    is a warning, or a `DeviceError` if the user requested a plan or a precision.
     """
     try:
         yield

@@ -90,7 +90,6 @@ class TunedChoice:
         faster_than_bf16: for INT8 and FP8 problems, whether the winner is faster than the best
             candidate in BF16, or in FP16 if the device has no unit for BF16; None if unknown, and
             for other formats.
-        rounds: measurements per candidate.
     """
 
     problem: Problem
@@ -254,8 +253,7 @@ def path_in(folder: Path, environment: Environment) -> Path:
 def load_table(path: Path, environment: Environment | None = None) -> TuningTable:
     """Return the table in a file; an empty one if the file does not exist and `environment` is set.
 
-    Raises:
-        TuningError: the file is no valid table, or is of another environment.
+    Raise `TuningError` if the file is no valid table, or is of another environment.
     """
     if environment is not None and not path.exists():
         return TuningTable(environment)

@@ -1,11 +1,7 @@
 """Layout decisions on the CPU: weight gradients, depthwise gradients, images of convolutions.
 
-- `AsWeights` gives weight gradients the layout of their weights.
-- `convolution_backward` computes depthwise gradients for which oneDNN has no fast kernel in FP32
-  and channels-last. They are at least as exact: sums are rounded once.
-- `settings` disables Inductor's channels-last layout if weights far outweigh images.
-
-Except for the depthwise gradients, only layouts change, no values.
+Depthwise gradients for which oneDNN has no fast kernel are computed in FP32 and channels-last: they
+are at least as exact, since sums are rounded once. Otherwise only layouts change, no values.
 """
 
 from __future__ import annotations

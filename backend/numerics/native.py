@@ -33,8 +33,7 @@ _guards: Any = torch._C._dynamo.guards
 empty_on_cpu: Final = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 """Return an uninitialized CPU tensor of a size, strides (tuples of ints) and a dtype.
 
-Inductor's generated code allocates with this function. It is three times as fast as `torch.empty`,
-which costs as much as a small kernel.
+It is three times as fast as `torch.empty`, which costs as much as a small kernel.
 """
 
 

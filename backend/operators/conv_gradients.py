@@ -2,8 +2,7 @@
 
 If the kernel is longer than the data along a dimension, or one of its taps meets only padding,
 oneDNN leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md).
-The operator writes the padding into the input of such convolutions, as their sizes require: the
-gradient is the same, and every tap meets a value.
+The operator writes the padding into the input of such convolutions.
 """
 
 from __future__ import annotations

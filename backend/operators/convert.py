@@ -141,12 +141,8 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return `x`, or a copy of it, dense in memory with its dimensions in `order`.
 
     An operator that replaces torch's has the same output strides: a traced graph lacks a
-    `contiguous()` that had no effect on the traced strides, and `view` fails on others.
-
-    Args:
-        x: any shape and strides; returned if its strides are as required.
-        order: dimensions of `x` from the outermost in memory to the innermost; see
-            `qsync_fx.graph.fx_utils.memory_order`.
+    `contiguous()` that had no effect on the traced strides, and `view` fails on others. `order` is
+    from the outermost dimension in memory to the innermost.
     """
     permuted = x.permute(list(order))
     if _has_dense_strides(permuted):

@@ -81,10 +81,7 @@ class LayerKernels:
 
 
 def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
-    """Return the distinct problems of lowered graphs, in the order in which layers run.
-
-    On devices without kernels these are the problems that the model would have there.
-    """
+    """Return the distinct problems of lowered graphs, on any device, in the order of the layers."""
     result: dict[Problem, None] = {}
     for operator in (operator for graph in graphs for operator in _layers(graph)):
         kernels = operator.note.computed

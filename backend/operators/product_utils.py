@@ -1,9 +1,8 @@
 """Arithmetic and arguments that the operators of a product with a weight share.
 
 Operands are cast to the format's compute dtype (`Precision.carrier`), in which each value is exact.
-FP32 scales are applied to the result. A scale that varies along the contracted dimension is
-multiplied into the incoming gradient before rounding (`round_gradients`), or into the saved operand
-(`backward_operand`).
+FP32 scales are applied to the result. One that varies along the contracted dimension is multiplied
+into the incoming gradient before rounding, or into the saved operand.
 """
 
 from __future__ import annotations
