@@ -134,7 +134,7 @@ def _cutlass_3(c: KernelConfig) -> Iterator[str]:
     if c.arch != "sm_90a":
         yield f"{c.schedule} is a schedule of sm_90a"
     if c.unit != "tensor" or c.warp is not None or c.instruction is not None:
-        yield 'wgmma kernels have the unit "tensor"; their schedule determines warp and instruction'
+        yield 'wgmma kernels have the unit "tensor", and no warp and instruction'
     if c.tile[2] * size_of(c.a) != 128:
         yield "a tile must have 128 bytes along k, the widest swizzle of TMA"
     if c.alignment * size_of(c.a) != 16 or c.out_alignment * size_of(c.out) != 16:

@@ -206,12 +206,12 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
         checked.append(given)
         check_given(*given)
 
-    check_given = gemm._check
-    monkeypatch.setattr(gemm, "_check", refuses)
+    check_given = gemm._check_gemm
+    monkeypatch.setattr(gemm, "_check_gemm", refuses)
     scale, bias = torch.ones(()), torch.ones(B.shape[1])
     right = A, B, scale, scale, bias, torch.float32, False
     for _ in range(2):
-        gemm._kernel(*right)
+        gemm._gemm_kernel(*right)
     assert len(checked) == 1
     wrong = (
         {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)},
@@ -220,7 +220,7 @@ def test_unsupported_product_is_refused_next_to_a_cached_one(
     )  # fmt: skip
     for change in wrong:
         with pytest.raises((PrecisionError, RuntimeError)):
-            gemm._kernel(*(change.get(at, given) for at, given in enumerate(right)))  # type: ignore[arg-type]
+            gemm._gemm_kernel(*(change.get(at, given) for at, given in enumerate(right)))  # type: ignore[arg-type]
 
 
 def quantizer(*statuses: int) -> Handle:
