@@ -113,9 +113,9 @@ def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
             except KernelError as error:
                 _had[unit] = error
         failed = {unit: had for unit in missing if isinstance(had := _had[unit], QSyncError)}
-        for unit, error in failed.items():
-            of_source = isinstance(error, ToolchainError) and error.of_the_source
+        for unit, reason in failed.items():
+            of_source = isinstance(reason, ToolchainError) and reason.of_the_source
             # Another kernel might work.
-            if of_source or isinstance(error, RefusedKernelError):
+            if of_source or isinstance(reason, RefusedKernelError):
                 _refused.add(unit)
         return list(failed.values())
