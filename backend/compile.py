@@ -73,22 +73,16 @@ def rewrite(
     """Run the pipeline on a Dynamo graph, while Dynamo compiles.
 
     Args:
-        module, inputs, options: as a backend receives them.
         instruments: observers of the passes.
         observed: operators of the model's other graphs.
         unasked: plans of cached profiles that may apply to the model.
-
-    Raises:
-        QSyncError: the options, the plan or a pass do not fit the model, or the device is
-            unsupported.
     """
     device = _device(module, inputs)
     with targeted(options.target, device), _unhooked():
         context = context_for(module, inputs, options, observed)
         fakes = _fake(inputs, context.fake_mode)
-        passes = with_cached_plan(
-            pipeline(options, operators.lowerings(), context.training), unasked
-        )
+        steps = pipeline(options, operators.lowerings(), context.training)
+        passes = with_cached_plan(steps, unasked)
         if not instruments and not options.passes:
             # Compilation does not use operator costs, and computing them takes longer than a pass.
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
@@ -159,14 +153,10 @@ class CompilationSession:
         return self.check_runs(compiled, graph)
 
     def restrict_reuse(self) -> ApplyCachedPlan | None:
-        """Guard the code against reuse for other modules, if their plans may differ.
+        """Guard the code against reuse for other modules, and return the usable cached plans.
 
-        Returns:
-            the cached plans that the graph may use; None if there are none.
-
-        Raises:
-            PlanError: each module needs code of its own, more than Dynamo's recompile limit. For
-                cached plans it is a warning, and they are not used.
+        Raise `PlanError` if modules need more code than Dynamo's recompile limit. For cached plans
+        it is a warning, and they are not used.
         """
         plan, cached_plans = self.options.plan, candidates(self.current, self.options, self.device)
         names_modules = plan is not None and (plan.patterns or plan.operators)
@@ -343,10 +333,8 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
             return value
         symbolic = tracing.tensor_to_context.get(value)
         source = getattr(symbolic, "tensor_source", None)
-        static = symbolic is None
-        return mode.from_tensor(
-            value, symbolic_context=symbolic, source=source, static_shapes=static
-        )
+        sizes: dict[str, Any] = {"symbolic_context": symbolic, "static_shapes": symbolic is None}
+        return mode.from_tensor(value, source=source, **sizes)
 
     return [fake(value) for value in inputs]
 

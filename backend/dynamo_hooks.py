@@ -1,13 +1,9 @@
 """Hooks into Dynamo: registration, torch.compile arguments, results per frame, failures.
 
-Dynamo calls a backend only if there is a graph. Only Dynamo's callback knows that a model yields
-none (an active mode, a skipped class, an untraceable forward pass), so `install` replaces the class
-of the callback with a recording subclass, via `OptimizeContext.__call__` (since torch 2.0; tests
-pin it). Invariant: Dynamo compiles the same frames, plus forward passes of torch's own classes with
-layers, which it skips only for their file. Other backends are unaffected, and no hook changes a
-graph.
-
-A plan that cannot be followed is never silently ignored: the hooks warn or raise.
+Only Dynamo's callback knows that a model yields no graph, so `install` replaces the class of the
+callback with a recording subclass. Invariant: Dynamo compiles the same frames, plus forward passes
+of torch's own classes with layers, which it skips only for their file. Other backends are
+unaffected, and no hook changes a graph. Plans are never silently ignored: the hooks warn or raise.
 """
 
 from __future__ import annotations
@@ -69,9 +65,8 @@ Backend = Callable[..., Any]
 def register(backend: Backend, name: str) -> None:
     """Register a backend with torch; called while the module of its entry point is imported.
 
-    torch loads a backend from its entry point when a program first names it, and registers it
-    without a lock: of several threads that do so simultaneously, all but one fail with "duplicate
-    name". Afterwards, registering the same function again under the same name has no effect.
+    torch registers it without a lock: of several threads, all but one would fail with "duplicate
+    name". Registering the same function again under the same name has no effect.
     """
     # A thread that waits for this import has already read `register_backend`, so a replacement
     # function would come too late for it: its code object is replaced.
@@ -108,13 +103,8 @@ _register_backend = registry.register_backend.__wrapped__ = _copied(registry.reg
 def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     """Make Dynamo recompile the current code inside DistributedDataParallel if DDP would split it.
 
-    DDP splits graphs at bucket boundaries, so that a bucket is reduced while the backward pass
-    continues. Dynamo does not check for DDP once it has code for a function: a model that ran
-    before it was wrapped would reuse the code of one full graph, without overlap. Code compiled
-    inside DDP, and code whose gradients fit in one bucket, remains valid everywhere.
-
-    Args:
-        inputs: inputs of the graph that Dynamo compiles, parameters among them.
+    Otherwise a model that ran before it was wrapped would reuse the code of one full graph, without
+    overlap of reductions. `inputs` are those of the graph, parameters among them.
     """
     parameters = [item for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad]
     gradients = sum(parameter.nbytes for parameter in parameters)
@@ -144,12 +134,8 @@ def record(
 ) -> None:
     """Record the operators of `graph` and the modules that they belong to in the log of `options`.
 
-    A graph contains a module if one of its parameters is an input, or an operator has its path:
-    modules whose parameters another module uses (tied weights) count like called ones.
-
-    Args:
-        module: Dynamo's graph module of `graph`.
-        alone: whether the code is for one module only.
+    A graph contains a module if one of its parameters is an input, or an operator has its path.
+    `module` is Dynamo's graph module. `alone`: the code is for one module only.
     """
     if current.code is None:
         return
@@ -184,13 +170,10 @@ def _ran(operator: Operator) -> Ran:
 
 
 def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
-    """Warn if a graph shares code with other modules, for which the plan decides differently.
+    """Warn, or with "strict" raise, if a graph shares code with modules of another plan.
 
     Code after a graph break, and a helper, may not reference their module; Dynamo then uses the
     code of one layer for all layers of the same kind.
-
-    Raises:
-        PlanError: in this case, if the option "strict" is set.
     """
     code, plan = current.code, graph.context.plan
     if options.plan is None or code is None or not current.nested or current.entered:
@@ -239,11 +222,8 @@ def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
 def report_skipped(graph: PrecisionGraph) -> Iterator[None]:
     """Compile `graph` in this context, and report if the inner compiler skips it.
 
-    Inductor skips BF16 graphs on GPUs before Ampere; Dynamo would then run the frame as written.
-
-    Raises:
-        DeviceError: the graph was skipped, and the user requested a plan or a precision. Otherwise
-            it is a warning.
+    Inductor skips BF16 graphs on GPUs before Ampere; Dynamo would then run the frame as written. It
+    is a warning, or a `DeviceError` if the user requested a plan or a precision.
     """
     try:
         yield
@@ -379,9 +359,7 @@ class ObservedGraphs(CatchErrorsWrapper):
             k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)]
             for k in _REASONS
         }
-        entries = touched or [
-            log.frame(frame.f_code, module) for module in _called_for(frame, around)
-        ]
+        entries = touched or [log.frame(frame.f_code, m) for m in _called_for(frame, around)]
         _note(entries, result, new)
         settle_packed(entries, log)
         if result.guarded_code is None:
@@ -401,13 +379,12 @@ def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
             reason = "torch dispatch mode"
         texts = texts + new["unimplemented"] or [reason] * bool(reason)
     # Dynamo counts a reason once by its first line and once in full.
-    distinct = [
-        text
-        for text in dict.fromkeys(texts)
-        if not any(other != text and other.startswith(text) for other in texts)
-    ]
+    short = {a for a in texts for b in texts if a != b and b.startswith(a)}
     for entry in entries:
-        entry.outcome, entry.texts = outcome, tuple(distinct)
+        entry.outcome, entry.texts = (
+            outcome,
+            tuple(t for t in dict.fromkeys(texts) if t not in short),
+        )
 
 
 def _called_for(frame: Any, around: Calls) -> list[nn.Module]:

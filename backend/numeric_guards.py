@@ -1,10 +1,8 @@
 """Guards against numerical errors: second derivatives, FP16 overflow, mixed normalizations.
 
-`telling` makes unsupported second derivatives raise errors of qsync_fx. `watch` warns about
-non-finite FP16 gradients without loss scaling. `widened` computes normalizations of narrow inputs
-in FP32 where torch's own kernels run them.
-
-Invariant: `telling` and `watch` do not change computed values.
+`telling` makes unsupported second derivatives raise errors of qsync_fx, `watch` warns about
+non-finite FP16 gradients without loss scaling: they do not change values. `widened` computes
+normalizations of narrow inputs in FP32 where torch's own kernels run them.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
     """Return compiled code that raises errors of qsync_fx for unsupported second derivatives.
 
     Under the inner compiler "eager", torch differentiates twice, except for lowered operators,
-    whose error names their place in the model. AOTAutograd's error is reworded; if a torch version
-    raises in another way than the tests pin, its own message remains.
+    whose error names their place in the model. AOTAutograd's error is reworded.
     """
     if inner == "eager":
         return _with_places(compiled, graph)
@@ -46,10 +43,8 @@ def _with_places(compiled: Compiled, graph: PrecisionGraph) -> Compiled:
     """Run `compiled` with the location of each lowered operator in the model, by its stream."""
     places: dict[int, str] = {}
     for operator in graph.operators():
-        if not isinstance(operator.node.target, torch._ops.OpOverload):
-            continue
-        stream = arguments(operator.node).get("stream")
-        if isinstance(stream, int):
+        overload = isinstance(operator.node.target, torch._ops.OpOverload)
+        if overload and isinstance(stream := arguments(operator.node).get("stream"), int):
             places[stream] = operator.where
     if not places:
         return compiled
@@ -187,10 +182,7 @@ def widened(module: fx.GraphModule) -> fx.GraphModule:
     """Widen normalizations of mixed dtypes to FP32, in place and in nested graphs too.
 
     torch's CUDA kernels, which run under "aot_eager" and "eager", require parameters in the input's
-    dtype ("expected scalar type BFloat16 but found Float"). On CPU and in Inductor, statistics and
-    parameters are FP32 next to a narrow input; widening computes the same.
-
-    Invariant: result dtypes are unchanged; values are FP32 arithmetic, rounded once.
+    dtype. Result dtypes are unchanged; values are FP32 arithmetic, rounded once.
     """
     for part in list(module.modules()):
         if isinstance(part, fx.GraphModule):

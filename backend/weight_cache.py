@@ -1,11 +1,8 @@
 """Cache of quantized weights across passes: the option "cache_quantized_weights".
 
 The quantization of weights is lifted out of the compiled graph, and the quantized copies become
-graph inputs, as does the random number of the pass. Gradients are with respect to the weight
-itself, which lowered operators receive next to its copy.
-
-Invariant: a graph computes the same as if each weight had been quantized in the pass that made its
-copy. On a cache miss every bit is as without the option.
+graph inputs, as does the random number of the pass. Invariant: a graph computes the same as if each
+weight had been quantized in the pass that made its copy.
 """
 
 from __future__ import annotations
@@ -58,22 +55,14 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _CachedCopies:
-    """Cached copies of a weight.
+    """Copies of a weight, by format, rounding, dimensions with scales, and CUDA stream."""
 
-    A copy is reused only for the same tensor, if no optimizer has stepped, and torch's version
-    counter and the address are unchanged. Optimizers with `fused=True` do not count their writes,
-    so steps are observed; any optimizer may update a source of the weight. A copy retains the
-    weight's memory, so the address is not reused. To detect uncounted writes, sample values are
-    compared at uses 1, 2, 4, 8 and so on.
-
-    Attributes:
-        copies: by format, rounding, dimensions with scales, and CUDA stream; shared between graphs.
-        used: number of reuses, over all steps.
-        trusted: whether torch's version counter has covered all observed writes.
-    """
-
+    # A copy is reused only for the same tensor, if no optimizer has stepped (those with
+    # `fused=True` do not count their writes), and version counter and address are unchanged. A copy
+    # retains the weight's memory, so the address is not reused.
     copies: dict[tuple[object, ...], _Copy] = field(default_factory=dict)
     used: int = 0
+    # To detect uncounted writes, sample values are compared at uses 1, 2, 4, 8 and so on.
     trusted: bool = True
 
 
@@ -139,9 +128,8 @@ def _some(weight: Tensor) -> Tensor:
     live = weight.detach()
     # An odd step visits all columns of a matrix whose rows have an even length.
     step = live.numel() // _COMPARED | 1
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True)
-    )
+    each = zip(live.shape, live.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in each)
     if span == live.numel():  # dense in any layout
         some = live.as_strided((-(-span // step),), (step,))
     else:
@@ -190,9 +178,8 @@ class Lifted:
             with torch.inference_mode(False), torch.no_grad():
                 seed = self._seed()
                 pairs = copies([(value[index], made) for index, made in self.weights], seed)
-            return compiled(
-                *value, *[seed] * self.draws, *(part for pair in pairs for part in pair)
-            )
+            parts = (part for pair in pairs for part in pair)
+            return compiled(*value, *[seed] * self.draws, *parts)
 
         return run
 
@@ -273,19 +260,15 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
     if any(type(size) is not int for size in (*value.shape, *value.stride())):
         return "its size is symbolic"
     if value.device.type == "cuda" and quantize_launch.fused(value, precision(call["fmt"])):
-        return (
-            "no kernel quantizes it on this device, so a compiler fuses its quantization with "
-            "other operators"
-        )
+        return "no kernel quantizes it on this device, so a compiler fuses its quantization"
     return ""
 
 
 def _warn_left_out(graph: PrecisionGraph, weights: dict[fx.Node, str]) -> None:
     left = [node for node, why in weights.items() if why]
     if left:
-        reasons = sorted(
-            {f"{node_metadata.cast_source(node).name}: {weights[node]}" for node in left}
-        )
+        names = {node: node_metadata.cast_source(node).name for node in left}
+        reasons = sorted({f"{names[node]}: {weights[node]}" for node in left})
         if len(reasons) > 3:
             reasons[3:] = ["and so on"]
         warnings.warn(

@@ -64,13 +64,9 @@ ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "floor": 2}
 """`rounding` of a quantizer's arguments."""
 
 _NAMES: Final = {
-    "int8": "INT8",
-    "fp8": "E4M3",
-    "fp8_e5m2": "E5M2",
-    "fp16": "FLOAT16",
-    "bf16": "BFLOAT16",
+    "int8": "INT8", "fp8": "E4M3", "fp8_e5m2": "E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16",
     "fp32": "FLOAT32",
-}
+}  # fmt: skip
 
 
 def written(row: Precision) -> str | None:
@@ -81,13 +77,7 @@ def written(row: Precision) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
-    """Return the unit of a quantizer.
-
-    Args:
-        arch: the target; FP8 requires no unit for it.
-        x: input format: "fp32", "fp16" or "bf16".
-        fmt: output format, a key of `QUANTIZER_FORMATS`.
-    """
+    """Return the unit of a quantizer from `x`, in `X_TYPES`, to `fmt`, in `QUANTIZER_FORMATS`."""
     name = f"quantize_{arch}_{x}_{fmt}"
     source = (
         '#include "plain/quantizer_library.cuh"\n\n'
@@ -151,7 +141,7 @@ def unit_of(config: KernelConfig) -> TranslationUnit:
 
 
 def gemm_source(config: KernelConfig) -> TranslationUnit:
-    """Return the unit of `config`, a valid GEMM (`constraints.problems`)."""
+    """Return the unit of a valid GEMM."""
     types = {"LayoutA": _LAYOUTS[config.a_major], "LayoutB": _LAYOUTS[config.b_major]}
     if on_hopper(config):
         header, types = "gemm/gemm_sm90.cuh", {**types, **_gemm_fields_3x(config)}
@@ -166,7 +156,7 @@ def gemm_source(config: KernelConfig) -> TranslationUnit:
 
 
 def conv_source(config: KernelConfig) -> TranslationUnit:
-    """Return the unit of `config`, a valid convolution (`constraints.problems`)."""
+    """Return the unit of a valid convolution."""
     if on_hopper(config):
         header, types = "conv/conv_sm90.cuh", _conv_fields_3x(config)
     else:
@@ -186,12 +176,7 @@ def _unit(
     types: dict[str, str],
     constants: Mapping[str, int | str],
 ) -> TranslationUnit:
-    """Return the unit of a configuration, which instantiates `header` with a structure `Config`.
-
-    Args:
-        types: additional type names, besides operands, accumulator and output.
-        constants: additional numbers, flags or enumerators, besides the common ones.
-    """
+    """Return the unit of a configuration, which instantiates `header` with a structure `Config`."""
     types = {
         "A": CUTLASS_TYPES[config.a],
         "B": CUTLASS_TYPES[config.b],
@@ -218,24 +203,15 @@ def _unit(
         f'QSYNC_{interface.upper()}(Config, "{config.name}")',
         "",
     ]
-    return TranslationUnit(
-        name=config.name,
-        arch=config.arch,
-        source="\n".join(lines),
-        interface=interface,
-        opcode=_opcode(config),
-        heavy=on_hopper(config),
-    )
+    source, opcode, heavy = "\n".join(lines), _opcode(config), on_hopper(config)
+    return TranslationUnit(config.name, config.arch, source, interface, opcode, heavy)
 
 
 def _constant(name: str, value: int | str) -> str:
-    match value:
-        case str():
-            return f"auto {name} = {value}"
-        case bool():
-            return f"bool {name} = {str(value).lower()}"
-        case _:
-            return f"int {name} = {value}"
+    kind = {str: "auto", bool: "bool", int: "int"}[type(value)]
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"{kind} {name} = {value}"
 
 
 def _opcode(config: KernelConfig) -> str:

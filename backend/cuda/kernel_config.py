@@ -92,41 +92,23 @@ class KernelConfig:
 
 
 SHARED_MEMORY: Final[dict[Arch, int]] = {
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
+    "sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024,
     "sm_90a": 227 * 1024,
-}
+}  # fmt: skip
 """Shared memory bytes per threadblock (CUDA C++ Programming Guide, technical specifications)."""
 
 BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
-    (7, 5): "sm_75",
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    # Orin has the limits of GeForce cards of its generation.
-    (8, 7): "sm_86",
-    (8, 9): "sm_89",
+    (7, 5): "sm_75", (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_86", (8, 9): "sm_89",
     (9, 0): "sm_90a",
-}
-"""Compile target by compute capability.
-
-Machine code runs on no later generation, and "90a" only on 9.0.
-"""
+}  # fmt: skip
+"""Compile target by compute capability; Orin (8.7) has the limits of GeForce cards."""
 
 FORWARD: Final[tuple[Arch, ...]] = ("sm_80", "sm_89")
-"""Targets whose libraries also contain PTX.
-
-The driver compiles it for later devices, even those that nvcc does not know.
-"""
+"""Targets whose libraries also contain PTX, which the driver compiles for later devices."""
 
 MULTIPROCESSORS: Final[dict[Arch, int]] = {
-    "sm_75": 40,
-    "sm_80": 108,
-    "sm_86": 84,
-    "sm_89": 142,
-    "sm_90a": 132,
-}
+    "sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90a": 132,
+}  # fmt: skip
 """Multiprocessors of T4, A100, A40, L40 and H100 (NVIDIA data sheets), for absent devices."""
 
 
@@ -139,9 +121,8 @@ def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arc
     """
     if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
         return BY_CAPABILITY.get(capability)
-    if shared_memory is None:
-        large = capability[0] in (10, 11)
-    else:
+    large = capability[0] in (10, 11)
+    if shared_memory is not None:
         large = shared_memory >= SHARED_MEMORY["sm_80"]
     return "sm_80" if large else "sm_89"
 
@@ -172,13 +153,9 @@ def wide(arch: Arch) -> str:
 
 
 INSTRUCTIONS: Final[dict[str, Shape]] = {
-    "int8": (16, 8, 32),
-    "fp16": (16, 8, 16),
-    "bf16": (16, 8, 16),
-    "tf32": (16, 8, 8),
-    "fp8": (16, 8, 32),
-    "fp8_e5m2": (16, 8, 32),
-}
+    "int8": (16, 8, 32), "fp16": (16, 8, 16), "bf16": (16, 8, 16), "tf32": (16, 8, 8),
+    "fp8": (16, 8, 32), "fp8_e5m2": (16, 8, 32),
+}  # fmt: skip
 """Shapes of `mma` since sm_80 (PTX ISA, warp-level matrix instructions)."""
 
 _TURING_INSTRUCTIONS: Final[dict[str, Shape]] = {"int8": (8, 8, 16), "fp16": (16, 8, 8)}

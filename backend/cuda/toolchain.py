@@ -28,14 +28,8 @@ OLDEST_GCC: Final = (7, 5)
 """Requirement of CUTLASS 4 (README)."""
 
 NEWEST_GCC: Final[dict[Version, int]] = {
-    (12, 4): 13,
-    (12, 5): 13,
-    (12, 6): 13,
-    (12, 8): 14,
-    (12, 9): 14,
-    (13, 0): 15,
-    (13, 1): 15,
-}
+    (12, 4): 13, (12, 5): 13, (12, 6): 13, (12, 8): 14, (12, 9): 14, (13, 0): 15, (13, 1): 15,
+}  # fmt: skip
 """The newest GCC that each nvcc accepts (CUDA Installation Guide for Linux, host compiler support).
 
 Other versions of nvcc check the compiler themselves.
@@ -81,14 +75,10 @@ class Toolchain:
 def toolchain(templates: bool = True) -> Toolchain:
     """Return the tools of this machine, those for units of CUTLASS templates or of plain CUDA.
 
-    Raises:
-        ToolchainError: a tool is missing or has an unsupported version.
+    Raise `ToolchainError` if a tool is missing or has an unsupported version.
     """
-    compiler, headers = nvcc(), Headers()
-    host = host_compiler(compiler)
-    if templates:
-        headers = cutlass()
-    return Toolchain(compiler, host, headers)
+    compiler = nvcc()
+    return Toolchain(compiler, host_compiler(compiler), cutlass() if templates else Headers())
 
 
 def nvcc() -> ToolProgram:
@@ -99,11 +89,8 @@ def nvcc() -> ToolProgram:
     homes = filter(None, map(environment.text, ("CUDA_HOME", "CUDA_PATH")))
     folders = (*(f"{home}/bin" for home in homes), None, USUAL, *wheel_folders("bin"))
     unfit = ""
-    for path in dict.fromkeys(
-        shutil.which("nvcc", path=folder and str(folder)) for folder in folders
-    ):
-        if path is None:
-            continue
+    paths = (shutil.which("nvcc", path=folder and str(folder)) for folder in folders)
+    for path in dict.fromkeys(filter(None, paths)):
         result = _nvcc(path)
         if result is None:
             unfit += f"; {path} does not run"
@@ -155,9 +142,7 @@ def wheel_folders(name: str) -> list[Path]:
 def package_folders(name: str) -> list[Path]:
     """Return the folders of a top-level package without importing it; [] if not installed."""
     spec = importlib.util.find_spec(name)
-    if spec is None:
-        return []
-    return [Path(place) for place in spec.submodule_search_locations or ()]
+    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
 
 
 def host_compiler(compiler: ToolProgram) -> ToolProgram:
@@ -209,9 +194,9 @@ def cutlass() -> Headers:
             do="pip install --no-deps nvidia-cutlass==4.2.0.0",
         )
     if result.version < OLDEST_CUTLASS:
+        version, oldest = dotted(result.version), dotted(OLDEST_CUTLASS)
         raise ToolchainError(
-            f"CUTLASS {dotted(result.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is "
-            "needed",
+            f"CUTLASS {version} is too old: {oldest} or later is needed",
             where=str(result.folders[0]),
             do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and "
             "CUTLASS_PATH",
@@ -241,20 +226,12 @@ def tool(name: str, *neighbours: Path) -> Path | None:
 @functools.cache
 def library_folders(compiler: Path) -> tuple[Path, ...]:
     """Return the library folders of the toolkit that an nvcc, maybe a script, reports."""
-    text = subprocess.run(
-        [compiler, "--dryrun", "-x", "cu", os.devnull],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [compiler, "--dryrun", "-x", "cu", os.devnull]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     top = re.search(r"^#\$ TOP=(.+)$", text.stderr, flags=re.MULTILINE)
     home = Path(top[1].strip()) if top else compiler.resolve().parent.parent
-    return tuple(
-        path
-        for path in (home / "lib64", home / "lib", *home.glob("targets/*/lib"))
-        if path.is_dir()
-    )
+    folders = (home / "lib64", home / "lib", *home.glob("targets/*/lib"))
+    return tuple(path for path in folders if path.is_dir())
 
 
 def dotted(version: Version) -> str:

@@ -31,18 +31,14 @@ _FORMATS: Final = {"a": _OPERAND_FORMATS, "b": _OPERAND_FORMATS, "out": set(OUTP
 
 def _check_problem(problem: Problem) -> str | None:
     for name, value in vars(problem).items():
-        if value not in _FORMATS.get(name, (value,)) or not _in_range(name, value):
+        sizes = value if isinstance(value, tuple) else (value,)
+        least = int(name != "padding")
+        valid = all(least <= size <= LARGEST_SIZE for size in sizes if type(size) is int)
+        if value not in _FORMATS.get(name, (value,)) or not valid:
             return f"a problem cannot have {name} = {repr(value)[:60]}"
     if isinstance(problem, ConvProblem) and min(problem.p, problem.q) < 1:
         return f"a problem cannot have r, s = {problem.r}, {problem.s}"
     return None
-
-
-def _in_range(name: str, value: object) -> bool:
-    """Return whether the sizes in a field are valid; other values, such as flags, are."""
-    sizes = value if isinstance(value, tuple) else (value,)
-    least = 0 if name == "padding" else 1
-    return all(least <= size <= LARGEST_SIZE for size in sizes if type(size) is int)
 
 
 def shown(problem: Problem) -> str:
@@ -56,10 +52,8 @@ def shown(problem: Problem) -> str:
     window = f"{p.r} x {p.s}"
     if max(p.stride) > 1:
         window += f" / {p.stride[0]}"
-    return (
-        f"{p.operation} {p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels, {window}, {formats} -> "
-        f"{p.out}"
-    )
+    image = f"{p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels"
+    return f"{p.operation} {image}, {window}, {formats} -> {p.out}"
 
 
 MARGIN: Final = 0.03
@@ -92,11 +86,10 @@ class TunedChoice:
         problem: a bucket (`problem.bucket()`).
         name: the winner: "torch", or the name of a `KernelConfig`.
         seconds: median seconds by name, of each candidate that ran, in the order of the candidates.
-        failed: reason by name, of the other candidates.
+        failed: reason by name, of the others.
         faster_than_bf16: for INT8 and FP8 problems, whether the winner is faster than the best
             candidate in BF16, or in FP16 if the device has no unit for BF16; None if unknown, and
             for other formats.
-        rounds: measurements per candidate.
     """
 
     problem: Problem
@@ -114,9 +107,7 @@ class TunedChoice:
 
 def name_of(candidate: Candidate) -> str:
     """Return the name of a candidate in tables."""
-    if isinstance(candidate, str):
-        return candidate
-    return candidate.name
+    return candidate if isinstance(candidate, str) else candidate.name
 
 
 def tune(
@@ -177,9 +168,7 @@ def tune_all(
     """Return the choices for the buckets of problems, then for their 16-bit counterparts.
 
     Args:
-        candidates: returns the kernels to measure for a problem.
         timer: returns the timer of a problem, which is released before the next one is created.
-        rounds: measurements per candidate.
         report: called for each finished bucket, with its choice, or None and the reason of failure.
         wide: the 16-bit format of the device, see `kernel_config.wide`.
     """
@@ -189,8 +178,8 @@ def tune_all(
             result[problem] = tune(problem, candidates(problem), timer(problem), rounds)
         except QSyncError as error:
             report(problem, None, error.what)
-            continue
-        report(problem, result[problem], "")
+        else:
+            report(problem, result[problem], "")
     choices = []
     for problem, choice in result.items():
         other = counterpart(problem, wide)
@@ -246,11 +235,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """Tuning results of one environment, by bucket; docs/tuning.md describes the file.
-
-    Each environment has its own file. Files are replaced atomically under a lock; rows of other
-    problems are preserved.
-    """
+    """Tuning results of one environment, by bucket; docs/tuning.md describes the file."""
 
     environment: Environment
     choices: Mapping[Problem, TunedChoice] = field(default_factory=dict)
@@ -268,8 +253,7 @@ def path_in(folder: Path, environment: Environment) -> Path:
 def load_table(path: Path, environment: Environment | None = None) -> TuningTable:
     """Return the table in a file; an empty one if the file does not exist and `environment` is set.
 
-    Raises:
-        TuningError: the file is no valid table, or is of another environment.
+    Raise `TuningError` if the file is no valid table, or is of another environment.
     """
     if environment is not None and not path.exists():
         return TuningTable(environment)
@@ -334,14 +318,12 @@ class _Rows:
 
 def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
     """Return one row of a table."""
-    row: dict[str, Any] = unstructured(_short(choice))
-    return row
+    return unstructured(_short(choice))  # type: ignore[no-any-return]
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """Return a problem's fields and "kind": "gemm" or "conv"."""
-    fields: dict[str, Any] = unstructured(problem)
-    return fields
+    return unstructured(problem)  # type: ignore[no-any-return]
 
 
 def _short(choice: TunedChoice) -> TunedChoice:
@@ -380,10 +362,7 @@ TABLE: Final = Schema(
 
 @dataclass(frozen=True)
 class TimingRecording:
-    """Seconds of every run in one environment, by problem and candidate name.
-
-    They allow tuning without a GPU.
-    """
+    """Seconds of every run in one environment, by problem and candidate; for tuning without GPU."""
 
     environment: Environment
     arch: Arch
@@ -443,15 +422,12 @@ def save_recording(path: Path, recording: TimingRecording) -> None:
 def load_recording(path: Path) -> TimingRecording:
     """Return the recording in a file; raise `TuningError` if it is invalid."""
     result = RECORDING.load(path)
-    return TimingRecording(
-        result.environment, result.arch, {row.problem: row.seconds for row in result.timings}
-    )
+    timings = {row.problem: row.seconds for row in result.timings}
+    return TimingRecording(result.environment, result.arch, timings)
 
 
 def _check_row(row: _Row) -> str | None:
-    if not all(row.seconds.values()):
-        return "a candidate has no timing"
-    return None
+    return None if all(row.seconds.values()) else "a candidate has no timing"
 
 
 RECORDING: Final = Schema(

@@ -86,8 +86,7 @@ def max_pool2d_gradient(
 ) -> Tensor:
     """Add each element of `gradient` at the position of its maximum.
 
-    torch's own operator also requires the pooling's input, which would be saved or recomputed
-    although only its shape is read; Inductor's is not vectorized.
+    torch's own operator also requires the pooling's input; Inductor's is not vectorized.
 
     Args:
         gradient: `[N, C, H', W']` or `[C, H', W']`, floating point.
@@ -114,10 +113,7 @@ def _max_pool2d_backward(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
 
 
 class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
-    """A decomposition table that is pickled as the arguments that it was built from.
-
-    torch 2.13 has the table in its cache keys, and the operators in it cannot be pickled.
-    """
+    """A decomposition table that is pickled, for cache keys, as the arguments that it is of."""
 
     def __init__(
         self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]
@@ -136,11 +132,10 @@ def for_inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     table, dropout = dict(select_decomp_table()), aten.native_dropout.default
-    if device.type != "cpu":
-        ours = fusible_quantize.decompositions(device)
-        if not ours:
-            return None
-    else:
+    ours = fusible_quantize.decompositions(device)
+    if device.type != "cpu" and not ours:
+        return None
+    if device.type == "cpu":
         ours = {
             aten.convolution_backward.default: layouts.convolution_backward,
             aten.threshold_backward.default: recompute_policy.threshold_backward,

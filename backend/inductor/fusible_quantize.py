@@ -1,9 +1,8 @@
 """Quantization that Inductor fuses, for CUDA devices without a quantization kernel.
 
-Inductor generates two kernels, a reduction and a pointwise pass; operator by operator it would be
-two hundred launches with intermediates of 8 bytes per element. Two parts are opaque operators with
-pointwise lowerings: `qsync::uniform`, whose ten rounds would be integer tensors that are read
-twice, and `qsync::divide`. Invariant: the bits of `qsync::quantize` on a CUDA device.
+Inductor generates a reduction and a pointwise pass, instead of two hundred launches. Two parts are
+opaque operators with pointwise lowerings: `qsync::uniform` and `qsync::divide`. Invariant: the bits
+of `qsync::quantize` on a CUDA device.
 """
 
 from __future__ import annotations
@@ -88,11 +87,12 @@ def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]
 
 def register() -> None:
     """Register the lowerings with Inductor."""
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import make_pointwise, register_lowering
 
     operators, settings = torch.ops.qsync, {"type_promotion_kind": None}
     register_lowering(operators.uniform.default, **settings)(_lower_uniform)
-    register_lowering(operators.divide.default, broadcast=True, **settings)(_lower_divide)
+    division = register_lowering(operators.divide.default, broadcast=True, **settings)
+    division(make_pointwise(_divide_exactly))
 
 
 class _Word:
@@ -151,12 +151,6 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
     return Pointwise.create(
         device=seed.get_device(), dtype=torch.float32, inner_fn=draw, ranges=list(size)
     )
-
-
-def _lower_divide(a: Any, b: Any) -> Any:
-    from torch._inductor.lowering import make_pointwise
-
-    return make_pointwise(_divide_exactly)(a, b)
 
 
 def _divide_exactly(x: Any, y: Any) -> Any:

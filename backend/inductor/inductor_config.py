@@ -58,13 +58,9 @@ def _channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple
 
 
 def _as_convolutions(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
-    """Make an image that is quantized channels-last if the graph's convolutions read that.
-
-    With the traced layout Inductor copied every activation twice; without a constraint, tensors
-    computed only to be quantized were channels-first. Inputs that linear layers read as rows keep
-    their layout, as in ConvNeXt. The price: random numbers follow memory positions, so they differ
-    from the eager graph's; rounding stays unbiased.
-    """
+    """Make an image that is quantized channels-last if the graph's convolutions read that."""
+    # With the traced layout Inductor copied every activation twice. Random numbers follow memory
+    # positions, so they differ from the eager graph's; rounding stays unbiased.
     from torch._inductor.ir import ExternKernel
     from torch._inductor.virtualized import V
 
@@ -105,8 +101,7 @@ def register_with_inductor() -> None:
         ours.conv2d_product.default: _channels_last_on_cuda,
         ours.integer_convolution.default: None,
         ours.quantize.default: _as_convolutions,
-        # Its decomposition returns NotImplemented if there are kernels, and Inductor has no
-        # implicit fallback for decomposed operators.
+        # Inductor has no implicit fallback where a decomposition returns NotImplemented.
         ours.quantize_transposed.default: _as_traced,
     }
     for operator, constraint in constraints.items():
@@ -120,12 +115,8 @@ def register_with_inductor() -> None:
 def captures(options: Options, device: torch.device) -> bool:
     """Return whether to capture steps in CUDA graphs; warn if the option has no effect here."""
     if options.cudagraphs and device.type != "cuda":
-        warnings.warn(
-            f'the option "cudagraphs" has no effect on {device.type}: CUDA graphs need a CUDA '
-            "device",
-            PlanWarning,
-            stacklevel=2,
-        )
+        text = f'the option "cudagraphs" has no effect on {device.type}: it needs a CUDA device'
+        warnings.warn(text, PlanWarning, stacklevel=2)
     return options.cudagraphs and device.type == "cuda"
 
 
@@ -163,10 +154,7 @@ def inductor(
 
 @functools.cache
 def _revision() -> str:
-    """Return a digest of the code of this package.
-
-    torch's on-disk caches identify a graph by its operators, not by what tracing into them yields.
-    """
+    """Return a digest of this package, since torch's caches identify operators by name only."""
     folders = {
         Path(str(module.__file__)).parent.resolve()
         for module in (qsync_fx, qsync_fx.backend, qsync_fx.passes)
@@ -187,8 +175,7 @@ def _with_tag(*parts: str) -> Any:
 
 def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
     """Return Inductor's inner compiler with the cache tag of the graph, also for backward."""
-    result: Callable[..., Any] = _with_tag()(compile_inner)
-    return result
+    return _with_tag()(compile_inner)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -196,10 +183,7 @@ def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     """Apply the settings that tracing into a rewritten graph depends on.
 
     Attention without a fused kernel multiplies in the planned format, not in torch's FP32.
-
-    Args:
-        device: of the graph.
-        kernels: text that identifies the decided kernels, for the key of torch's on-disk caches.
+    `kernels` identifies the decided kernels in the key of torch's on-disk caches.
     """
     parts = [kernels]
     if device.type == "cpu":  # different CPUs may share a cache on disk

@@ -1,11 +1,7 @@
 """Layout decisions on the CPU: weight gradients, depthwise gradients, images of convolutions.
 
-- `AsWeights` gives weight gradients the layout of their weights.
-- `convolution_backward` computes depthwise gradients for which oneDNN has no fast kernel in FP32
-  and channels-last. They are at least as exact: sums are rounded once.
-- `settings` disables Inductor's channels-last layout if weights far outweigh images.
-
-Except for the depthwise gradients, only layouts change, no values.
+Depthwise gradients for which oneDNN has no fast kernel are computed in FP32 and channels-last: they
+are at least as exact, since sums are rounded once. Otherwise only layouts change, no values.
 """
 
 from __future__ import annotations
@@ -27,10 +23,9 @@ aten = torch.ops.aten
 
 
 class AsWeights(CustomGraphPass):
-    """Joint-graph pass that gives weight gradients the layout of their weights.
+    """Joint-graph pass that gives weight gradients the layout of their weights, after `before`.
 
-    autograd copies other layouts value by value. The pass runs `before` first, since Inductor has
-    one slot for such passes.
+    autograd copies other layouts value by value. Inductor has one slot for such passes.
     """
 
     def __init__(self, before: Any = None) -> None:
@@ -53,8 +48,7 @@ class AsWeights(CustomGraphPass):
         output.args = (type(returned)(result),)
 
     def uuid(self) -> Any:
-        files = get_hash_for_files((__file__,))
-        return files if self.before is None else (files, self.before.uuid())
+        return get_hash_for_files((__file__,)), self.before and self.before.uuid()
 
 
 def _may_differ(weight: fx.Node, gradient: Any) -> bool:
@@ -161,13 +155,10 @@ def depthwise_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the input and weight gradients of a depthwise convolution, empty if not needed.
 
-    They are computed in FP32 and channels-last, where oneDNN is fast, and rounded once. Inductor
-    converts inputs of torch's operator to the slow layout of the weight gradient.
+    They are computed in FP32 and channels-last, where oneDNN is fast, and rounded once.
 
     Args:
-        gradient: `[N, C, H', W']`, BF16 or FP32.
-        x: `[N, C, H, W]`, same dtype.
-        weight: `[C, 1, R, S]`, same dtype.
+        gradient: `[N, C, H', W']`, BF16 or FP32, like `x`, `[N, C, H, W]`, and `weight`.
         rest: stride, padding and dilation of the convolution, and whether each gradient is needed.
 
     Returns:
@@ -208,7 +199,8 @@ def as_it_comes(module: fx.GraphModule) -> bool:
     Channels-last would convert the weights and gradients in every step. Our kernels read it: if
     they compute the backward products too, images are converted for all of them.
     """
-    if any(_scales_gradients(node) for node in module.graph.nodes):
+    ours = module.graph.find_nodes(op="call_function", target=_OURS)
+    if any(precision(arguments(node)["fmt"]).gradient.scaled for node in ours):
         return False
     images = weights = 0
     for image, weight in _operands(module.graph):
@@ -216,11 +208,6 @@ def as_it_comes(module: fx.GraphModule) -> bool:
             return False
         images, weights = images + image.numel(), weights + weight.numel()
     return weights >= FAR * images > 0
-
-
-def _scales_gradients(node: fx.Node) -> bool:
-    """Return whether a node is our convolution with a scaled gradient format."""
-    return node.target is _OURS and precision(arguments(node)["fmt"]).gradient.scaled
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:

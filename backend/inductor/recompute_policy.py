@@ -1,15 +1,8 @@
 """Saved tensors of a compiled step: masks in bits, and recomputation ("activation_recompute").
 
-By default torch's min-cut partitioner saves both input and output of a GELU or a norm, softmax and
-its dropout result, and a BF16 copy of each weight: it does not recompute operands of backward
-products, nor values with distant readers. With the option it may recompute all pointwise
-operators, norms, casts and roundings, one pass over memory each.
-
-Masks of ReLU and dropout take one bit per value in memory with the option. ReLU masks are int8
-instead of bool, which Inductor's C++ reads one at a time.
-
-Invariant: products, reductions and torch's random numbers are computed once. Recomputed values and
-roundings use the same inputs and seed, so gradients are the same except for 16-bit roundings that a
+With the option, torch's min-cut partitioner may recompute all pointwise operators, norms, casts and
+roundings, and masks of ReLU and dropout take one bit per value. Invariant: products, reductions and
+torch's random numbers are computed once. Gradients are the same except for 16-bit roundings that a
 compiler omits within a fused kernel.
 """
 
@@ -39,7 +32,7 @@ prims = torch.ops.prims
 qsync = torch.ops.qsync
 
 _BYTE: Final = torch.int8
-"""Mask dtype where bools would be read one at a time."""
+"""Dtype of ReLU masks: Inductor's C++ reads bools one at a time."""
 _IN_BYTES: Final = (torch.bool, _BYTE)
 
 
@@ -67,11 +60,10 @@ def _unpacked_fake(
     return bits.new_empty(size, dtype=dtype)
 
 
-@define(
-    "unpack_bits(Tensor bits, SymInt[] size, ScalarType? dtype=None) -> Tensor",
-    "CPU",
-    _unpacked_fake,
-)
+_UNPACK = "unpack_bits(Tensor bits, SymInt[] size, ScalarType? dtype=None) -> Tensor"
+
+
+@define(_UNPACK, "CPU", _unpacked_fake)
 def unpack_bits(
     bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -101,7 +93,6 @@ def keep(size: Sequence[int | SymInt], seed: Tensor, stream: int, p: float) -> T
 def fast_dropout(bits: bool) -> Callable[..., Any]:
     """Return `aten.native_dropout` for one graph, by the option "fast_dropout".
 
-    It is a decomposition because the dropout of BF16 attention appears only in the traced graph.
     Each dropout has its own stream of the graph's seed. The masks are saved, in bits if `bits`.
     """
     streams = RandomStreams(DROPOUT, SHARED)
@@ -221,8 +212,7 @@ class InBits(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        files = get_hash_for_files((__file__,))
-        return files if self.partition is None else (files, self.partition.uuid())
+        return get_hash_for_files((__file__,)), self.partition and self.partition.uuid()
 
 
 def _only_gates(node: Any, inputs: dict[str, fx.Node]) -> bool:

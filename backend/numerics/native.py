@@ -1,10 +1,7 @@
 """CPU rounding by the kernels of `qsync_fx._C`.
 
-The kernels require dense memory and one scale per contiguous run. Other tensors are copied first.
-If the values of a group are not contiguous, or the format is no integer, torch divides by the
-scales and the kernels only round.
-
-Invariant: the bits of `reference`.
+The kernels require dense memory and one scale per contiguous run. For other tensors and formats,
+torch divides by the scales and the kernels only round. Invariant: the bits of `reference`.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ _guards: Any = torch._C._dynamo.guards
 empty_on_cpu: Final = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 """Return an uninitialized CPU tensor of a size, strides (tuples of ints) and a dtype.
 
-Inductor's generated code allocates with this function. It is three times as fast as `torch.empty`,
-which costs as much as a small kernel.
+It is three times as fast as `torch.empty`, which costs as much as a small kernel.
 """
 
 
@@ -141,9 +137,8 @@ def _quantize(
     rounding: Rounding,
     random: tuple[int, int],
 ) -> None:
-    columns = source.numel() // (rows or 1)
+    columns, threads = source.numel() // (rows or 1), torch.get_num_threads()
     pointers = source.data_ptr(), q.data_ptr(), scale.data_ptr()
-    threads = torch.get_num_threads()
     _C.quantize(
         *pointers, rows, columns, _TYPES[source.dtype], rounding, int(row.max), *random, threads
     )

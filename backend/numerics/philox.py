@@ -1,9 +1,6 @@
 """Philox4x32-10 random numbers of the CUDA kernels, in torch integers on any device.
 
-Philox (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) yields
-many bits for few instructions on a GPU, in independent streams. The CPU uses the hash of
-`reference`, which its vector units compute faster.
-
+Philox: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 Invariant: the bits of cpp/cutlass/plain/philox.cuh. 32-bit words are stored in int64, whose
 products wrap around like uint64's, so the masked high half is the high word.
 """

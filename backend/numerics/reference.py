@@ -2,9 +2,7 @@
 
 Invariant: the same inputs give the same bits in every kernel for a kind of device, and without
 randomness on every device. An element's random number depends only on the seed, the stream and its
-position in memory, so a rounding is repeated without stored state. FP32 true division is the only
-inexact step of quantization.
-
+position in memory. FP32 true division is the only inexact step of quantization.
 Random numbers are the device's: on CUDA Philox (`philox`), on the CPU the hash `lowbias32` (C.
 Wellons, "Prospecting for Hash Functions", 2018) in int64 arithmetic. Stochastic rounding is
 unbiased: up with the probability of the fraction (QSync, section IV-A).

@@ -1,9 +1,8 @@
 """The `qsync::` operators and the lowerings that emit them.
 
-Importing the package registers the operators of the namespace `qsync`. `lowerings()` returns one
-`Lowering` per operator row of `qsync_fx.ops`, ours and those that installed packages add through
-the entry point group `qsync_fx.lowerings`. A module that lowers ATen operators defines `LOWERINGS`,
-a tuple of `Lowering`. Start reading at `linear.py`: forward and backward pass of one operator.
+Importing the package registers the operators of the namespace `qsync`. A module that lowers ATen
+operators defines `LOWERINGS`; installed packages add theirs through the entry point group
+`qsync_fx.lowerings`. Start reading at `linear.py`: forward and backward pass of one operator.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _MODULES = tuple(
 def lowerings() -> Mapping[str, Lowering]:
     """Return every lowering, also of installed packages, by the name of its operator row.
 
-    Raises:
-        QSyncError: a package is broken, two lowerings claim one operator, or a lowering is for an
-            operator without a row that accepts scaled formats.
+    Raise `QSyncError` if a package is broken, two lowerings claim one operator, or a lowering is
+    for an operator without a row that accepts scaled formats.
     """
     sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
     sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")

@@ -74,7 +74,6 @@ _REASON: Final = (
     f"{MOST_TOKENS} tokens"
 )
 
-
 _BY_TOKEN: Final = (0, 2, 1, 3)
 """Order in memory of the gradients of torch's fused kernel, `[batch, heads, tokens, width]`."""
 
@@ -105,15 +104,9 @@ def _attention(
     order: Sequence[int] | None = None,
     gradient_order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute attention as two products with a softmax between them.
+    """Compute attention on `[batch, heads, tokens, width]`, with the result and gradients in order.
 
-    AOTAutograd traces into it, and Inductor fuses scale and softmax.
-
-    Args:
-        query, key, value: `[batch, heads, tokens, width]`, BF16 or FP16.
-        scale: of the scores; `width ** -0.5` by default.
-        order: dimensions of the result from the outermost in memory to the innermost; None for any.
-        gradient_order: dimension order of the three gradients, likewise.
+    Orders are from the outermost dimension in memory to the innermost; None for any.
     """
     if gradient_order is not None:
         query, key, value = (

@@ -2,8 +2,7 @@
 
 If the kernel is longer than the data along a dimension, or one of its taps meets only padding,
 oneDNN leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md).
-The operator writes the padding into the input of such convolutions, as their sizes require: the
-gradient is the same, and every tap meets a value.
+The operator writes the padding into the input of such convolutions.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
 
 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
-    """Return, per spatial dimension and tap, the smallest input size at which the tap meets data.
-
-    A tap may meet only padding: eight of the nine taps of a 3 x 3 kernel with stride 2 on an image
-    of one pixel.
-    """
+    """Return, per spatial dimension and tap, the least input size at which the tap meets data."""
     stride, padding, dilation, transposed, output_padding, _ = geometry
     result = []
     for index, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
@@ -56,12 +51,7 @@ def needs_padding(weight: Tensor, x: Tensor, geometry: Geometry) -> bool:
 
 
 def unsafe_dimensions(kernel: Sequence[int], size: Sequence[int], geometry: Geometry) -> list[bool]:
-    """Return for each spatial dimension whether it has to be padded; True if it is symbolic.
-
-    Args:
-        kernel: spatial size of the weight.
-        size: spatial size of the convolution's input.
-    """
+    """Return for each spatial dimension whether it has to be padded; True if it is symbolic."""
     stride, padding, dilation, transposed, output_padding, groups = geometry
     numbers = [*kernel, *stride, *padding, *dilation, *output_padding]
     if not all(isinstance(number, int) for number in numbers):
@@ -91,11 +81,8 @@ def convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias, None if not `needed`.
 
-    Args:
-        gradient: of the output, `[N, O, *size']`.
-        x: `[N, C, *size]`.
-        weight: `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`.
-        bias_sizes: shape of the bias; None if there is none.
+    `gradient` is `[N, O, *size']`, `x` `[N, C, *size]`, `weight` `[O, C / groups, *kernel]`,
+    transposed `[C, O / groups, *kernel]`. `bias_sizes` is None without a bias.
     """
     backward: Any = torch.ops.aten.convolution_backward.default
     if not any(needed[1:]) or not needs_padding(weight, x, geometry):

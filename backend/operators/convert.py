@@ -1,8 +1,7 @@
 """Copies of tensors in another layout or dtype: `qsync::convert`, `qsync::carry`, `in_order`.
 
-Units for narrow formats read both operands along the contracted dimension, in steps of 16 bytes;
-saved tensors seldom have such a layout. The results are the same on every device, and copies
-preserve every bit, also of NaN.
+Units for narrow formats read both operands along the contracted dimension, in steps of 16 bytes.
+The results are the same on every device, and copies preserve every bit, also of NaN.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ def _convert(
 def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of `q`, any shape and strides, cast to `dtype`, in which each is exact.
 
-    The forward pass uses this operator so that the quantized tensor is saved for backward. A
-    joint-graph partitioner that sees the same cast in both passes saves its result, which is twice
-    as large. No fusion is lost: the neighbours are opaque kernels.
+    The forward pass uses this operator so that the quantized tensor is saved for backward, not the
+    result of the cast, which a joint-graph partitioner would save if it saw it in both passes.
     """
     if q.dtype == dtype:
         return q
@@ -143,12 +141,8 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return `x`, or a copy of it, dense in memory with its dimensions in `order`.
 
     An operator that replaces torch's has the same output strides: a traced graph lacks a
-    `contiguous()` that had no effect on the traced strides, and `view` fails on others.
-
-    Args:
-        x: any shape and strides; returned if its strides are as required.
-        order: dimensions of `x` from the outermost in memory to the innermost; see
-            `qsync_fx.graph.fx_utils.memory_order`.
+    `contiguous()` that had no effect on the traced strides, and `view` fails on others. `order` is
+    from the outermost dimension in memory to the innermost.
     """
     permuted = x.permute(list(order))
     if _has_dense_strides(permuted):
@@ -171,10 +165,7 @@ def _has_dense_strides(x: Tensor) -> bool:
 
 
 def _with_unit_strides(x: Tensor) -> Tensor:
-    """Return contiguous `x` with the strides of a new tensor along dimensions of size 1.
-
-    These strides distinguish the memory formats of a tensor with one channel or one pixel.
-    """
+    """Return contiguous `x` with the strides of a new tensor along dimensions of size 1."""
     if _has_dense_strides(x):
         return x
     units = [dim for dim, size in enumerate(x.shape) if isinstance(size, int) and size == 1]

@@ -1,10 +1,7 @@
 """`qsync::convolution`: output, input gradient and weight gradient of 1-D to 3-D convolutions.
 
-The operator is composite like `qsync::linear`. torch has no integer convolution for unpacked
-weights, so convolutions without a kernel of ours run in the carrier. An output wider than the
-carrier would require FP32; a CPU then sums integers (`qsync::integer_convolution`), in 0.2 to 0.9
-of FP32's time.
-
+The operator is composite like `qsync::linear`. Convolutions without a kernel of ours run in the
+carrier; for an output wider than the carrier a CPU sums integers (`qsync::integer_convolution`).
 Invariant: every convolution reads values of its format, and neither `x` nor `weight` is saved.
 """
 
@@ -97,10 +94,7 @@ def convolution(
 
 
 def _spread(dilation: Sequence[int], weight: Tensor) -> list[int]:
-    """Return the dilation, 1 along dimensions with one tap.
-
-    torch 2.13 crashes with a segmentation fault for some such layers in BF16.
-    """
+    """Return the dilation, 1 along dimensions with one tap: torch 2.13 crashes for some in BF16."""
     size = weight.shape[2:]
     every = [*dilation] * (len(size) // len(dilation))
     return [1 if taps == 1 else step for step, taps in zip(every, size, strict=True)]
@@ -128,13 +122,7 @@ def _by_kernel(
     dispatcher: Dispatcher,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Return a product of a batch by a kernel; None if there is none.
-
-    Args:
-        a, b: operands as in `qsync::conv2d_product`, with their scales.
-        like: the input for dgrad, else the weight.
-        dtype: of the result.
-    """
+    """Return a product of a batch by a kernel, or None; `like` is the input (dgrad) or weight."""
     stride, padding, dilation, transposed, _, groups = geometry
     if transposed or groups != 1:
         return None
@@ -236,14 +224,7 @@ class _Convolution(torch.autograd.Function):
         for role in rounded:
             operation, other, like = operands[role]
             product = _by_kernel(
-                operation,
-                rounded[role],
-                other,
-                like,
-                geometry=geometry,
-                row=row,
-                dtype=dtypes[role],
-                dispatcher=dispatcher,
+                operation, rounded[role], other, like, geometry, row, dtypes[role], dispatcher
             )
             if product is not None:
                 results[role] = product
@@ -264,9 +245,8 @@ class _Convolution(torch.autograd.Function):
             w, w_factor = carried(wq, w_scale, dtype, again=True)
             needed = [role in roles for role in Role]
             needed.append(with_bias and Role.WEIGHT in roles)
-            *products, of_bias = convolution_backward(
-                rounded_g, x, w, [g.shape[1]], geometry, needed
-            )
+            channels = [g.shape[1]]
+            *products, of_bias = convolution_backward(rounded_g, x, w, channels, geometry, needed)
             for role, product, factor in zip(Role, products, (w_factor, x_factor), strict=True):
                 if product is not None and role in roles:
                     results[role] = scaled(product, combined(left, factor), None, dtypes[role])
@@ -357,14 +337,9 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
             return None
         return cpu_kernels.gemm_too_small(rows, channels, summed, fmt)
     if not native_integer_unit():
-        return (
-            "the kernels of the native module have no INT8 unit on this CPU, so its "
-            "convolutions run in bf16"
-        )
+        return "the native module has no INT8 unit on this CPU, so its convolutions run in bf16"
     if transposed or groups != 1 or weight.dim() != 4:
-        return (
-            "the CPU kernel supports only 2-d convolutions that are neither transposed nor grouped"
-        )
+        return "the CPU kernel supports only 2-d convolutions, neither transposed nor grouped"
     return cpu_kernels.conv_too_small(weight.shape, stride)
 
 
@@ -375,10 +350,8 @@ def _emit(node: fx.Node, argument: Operands) -> fx.Node:
     tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, argument.seed
     value = node.meta["val"]
     order = memory_order(value) or list(range(value.dim()))
-    arranged = (*geometry, order, argument.fmt, argument.rounding, argument.out_dtype)
-    return node.graph.call_function(
-        torch.ops.qsync.convolution.default, (*tensors, argument.stream, *arranged)
-    )
+    rest = argument.stream, *geometry, order, argument.fmt, argument.rounding, argument.out_dtype
+    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, *rest))
 
 
 def _transposed(node: fx.Node) -> bool:
@@ -387,15 +360,13 @@ def _transposed(node: fx.Node) -> bool:
 
 
 def _keep(node: fx.Node, role: Role) -> list[int]:
-    """Return the dimension with a scale per sample or per output channel.
-
-    Grouped transposed convolutions have no dimension of their own for output channels.
-    """
+    """Return the dimension with a scale per sample or per output channel, if there is one."""
     call = arguments(node)
     if role == Role.ACTIVATION:
         return [0] * (dimensions(call["input"]) == dimensions(call["weight"]))
     if not _transposed(node):
         return [0]
+    # Grouped transposed convolutions have no dimension of their own for output channels.
     return [1] * (call["groups"] == 1)
 
 
@@ -415,12 +386,8 @@ def _with_right_gradients(node: fx.Node) -> list[fx.Node]:
     return []
 
 
+_NAMES = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 LOWERINGS = tuple(
     Lowering(name, _emit, _keep, _refuses, computed, _with_right_gradients, slower=_slower)
-    for name in (
-        *(f"conv{spatial}d" for spatial in (1, 2, 3)),
-        *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),
-        "convolution",
-        "_convolution",
-    )
+    for name in (*_NAMES.split(), "convolution", "_convolution")
 )

@@ -46,10 +46,7 @@ _NONE_LIKE_IT: Final = "there are no kernels for layers like it"
 class LayerProduct:
     """One product of a layer on a device with kernels, and its kernel.
 
-    Attributes:
-        name: "output", "input gradient" or "weight gradient"; "product" if it is not known.
-        problem: the key by which kernels are selected.
-        decision: the kernel, or the reason why torch computes the product.
+    `name` is "output", "input gradient" or "weight gradient"; "product" if it is not known.
     """
 
     name: str
@@ -61,10 +58,8 @@ class LayerProduct:
 class LayerKernels:
     """The kernels of a layer's products; the text is part of the operator's reason.
 
-    Attributes:
-        arch: the architecture of the kernels; "" if there are none.
-        products: in the order output, input gradient, weight gradient; empty if no kernel fits.
-        because: the reason why torch computes all products.
+    `products` are in the order output, input gradient, weight gradient. Without kernels, `arch` is
+    "", and `because` is the reason why torch computes all products.
     """
 
     arch: str = ""
@@ -86,10 +81,7 @@ class LayerKernels:
 
 
 def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
-    """Return the distinct problems of lowered graphs, in the order in which layers run.
-
-    On devices without kernels these are the problems that the model would have there.
-    """
+    """Return the distinct problems of lowered graphs, on any device, in the order of the layers."""
     result: dict[Problem, None] = {}
     for operator in (operator for graph in graphs for operator in _layers(graph)):
         kernels = operator.note.computed
@@ -114,10 +106,7 @@ def _layers(graph: PrecisionGraph) -> list[Operator]:
 
 
 def _problems_of_layer(node: fx.Node) -> list[Problem]:
-    """Return the problems of a layer's call: output, input gradient, weight gradient, if needed.
-
-    The list is empty if a size depends on values.
-    """
+    """Return the problems of a layer's call and its gradients; [] if a size depends on values."""
     call = [_valueless(argument) for argument in node.args]
     if any(argument is _UNKNOWN for argument in call):
         return []
@@ -181,19 +170,16 @@ def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
     if not requested:
         return LayerKernels(state.arch, because=_NONE_LIKE_IT)
     named = zip(_names_of_products(node, requested), requested, strict=True)
-    return LayerKernels(
-        state.arch,
-        tuple(LayerProduct(name, problem, decision(problem, device)) for name, problem in named),
-    )
+    products = (LayerProduct(name, problem, decision(problem, device)) for name, problem in named)
+    return LayerKernels(state.arch, tuple(products))
 
 
 def _names_of_products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
     """Return the names of a layer's products: in a fixed order if complete, else by layout."""
     gradients = ("input gradient", "weight gradient")
     needed = [name for index, name in enumerate(gradients) if _trained(node.args[index])]
-    names = ["output", *needed]
-    if len(names) == len(problems):
-        return names
+    if len(needed) + 1 == len(problems):
+        return ["output", *needed]
     return [_name_of_product(problem) for problem in problems]
 
 
@@ -291,14 +277,11 @@ def without_narrow_unit(
 ) -> str | None:
     """Return why no product of a layer would use a narrow unit; None if one would, or if unknown.
 
-    Args:
-        node, row: the layer as torch's operator, and its row; its operands are not quantized yet.
-        fmt: the format to which it would be lowered.
-        emit, keep: as in `Lowering`.
+    `node` is torch's operator, not quantized yet; `emit` and `keep` are as in `Lowering`.
     """
-    requested = None
-    if fmt.scaled:
-        requested = _problems_on_trial(node, row, fmt, context, emit, keep)
+    if not fmt.scaled:
+        return None
+    requested = _problems_on_trial(node, row, fmt, context, emit, keep)
     if requested is None:
         return None
     narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]

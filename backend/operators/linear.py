@@ -1,10 +1,7 @@
 """`qsync::linear`, `qsync::contract` and `qsync::grouped`: matrix products with a weight.
 
 The operators are composite: unless one of our kernels is faster, the products are torch's, and
-Inductor fuses casts, scales and bias around them. `x` and `weight` are inputs for autograd alone;
-the arithmetic uses the quantized tensors, which are also saved for backward (QSync, section IV-B:
-an operator is its forward and backward pass).
-
+Inductor fuses casts, scales and bias around them. `x` and `weight` are inputs for autograd alone.
 Invariant: every product multiplies values of its format, and neither `x` nor `weight` is saved.
 """
 
@@ -50,8 +47,8 @@ from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, extent
 def linear(value: ProductArguments) -> Tensor:
     """Compute `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
-    Output: INT8 products are summed exactly in INT32 (in FP32 from K = 133,000 on); formats with a
-    carrier are multiplied in it, summed in FP32 and rounded to it. Scale and bias are applied in
+    Output: INT8 products are summed exactly in INT32 (in FP32 from K = 133,000 on); other formats
+    are multiplied in the carrier, summed in FP32 and rounded to it. Scale and bias are applied in
     FP32, then one rounding to `out_dtype` follows.
 
     Gradients: the incoming gradient is rounded to the format's `gradient` (BF16 for INT8, scaled
@@ -75,9 +72,8 @@ def linear(value: ProductArguments) -> Tensor:
     Returns:
         `[..., N]` or `[E, M, N]`. Gradients have the dtypes of `x`, `weight` and `bias`.
     """
-    matches, _ = _Linear.apply(*value)  # type: ignore[no-untyped-call]
-    result: Tensor = matches
-    return result
+    result, _ = _Linear.apply(*value)  # type: ignore[no-untyped-call]
+    return result  # type: ignore[no-any-return]
 
 
 def _rows(t: Tensor, stacked: bool) -> Tensor:
@@ -96,9 +92,7 @@ def _per_row(scale: Tensor | None, stacked: bool) -> Tensor | None:
 
 
 def _per_column(scale: Tensor | None) -> Tensor | None:
-    if scale is None or scale.dim() == 0:
-        return scale
-    return transposed(scale)
+    return scale if scale is None or scale.dim() == 0 else transposed(scale)
 
 
 def _uniform(scale: Tensor | None, stacked: bool) -> bool:
@@ -122,23 +116,18 @@ def output(
 ) -> Tensor:
     """Return `rows @ wq.T`, `[M, N]`, with scales and bias; plain formats use torch's own layer.
 
+    `rows` is `[M, K]`, `wq` `[N, K]`; the FP32 scales are `[]` or `[M, 1]`, and `[]` or `[1, N]`.
     Operands with a third, leading dimension are batched, here and in the gradients.
-
-    Args:
-        rows, wq: `[M, K]` and `[N, K]` in the format `row`.
-        x_scale, w_scale: FP32, `[]` or `[M, 1]`, and `[]` or `[1, N]`.
     """
     if row.plain:
         if bias is not None:
             bias = bias.to(row.dtype)
-        plain: Tensor
         if wq.dim() == 2:
-            plain = torch.ops.aten.linear.default(rows, wq, bias)
-        elif bias is None:
-            plain = rows @ transposed(wq)
-        else:
-            plain = torch.baddbmm(bias, rows, transposed(wq))
-        return plain.to(out_dtype)
+            plain: Tensor = torch.ops.aten.linear.default(rows, wq, bias)
+            return plain.to(out_dtype)
+        if bias is None:
+            return (rows @ transposed(wq)).to(out_dtype)
+        return torch.baddbmm(bias, rows, transposed(wq)).to(out_dtype)
     call = MatrixProduct(rows, wq, x_scale, w_scale, out_dtype, row, bias, transposed=True)
     result = dispatcher.matrix_product(call)
     if result is not None:
@@ -268,15 +257,12 @@ class _Linear(torch.autograd.Function):
         by_row, by_column = _per_row(x_scale, stacked), _per_column(w_scale)
         w_scale, w_fold = split_scale(w_scale, _uniform(w_scale, stacked), by_column)
         x_scale, x_fold = split_scale(x_scale, _uniform(x_scale, stacked), by_row)
-        unfolded = x_fold is None and (w_fold is None or not need_x)
         grad_x = grad_weight = grad_bias = g_transposed = None
         if need_weight:
             xq = _rows(xq, stacked)
-        if (
-            need_weight
-            and unfolded
-            and dispatcher.reads_transpose(rows, xq, x_scale, rule.dtypes[Role.WEIGHT], row)
-        ):
+        to_dtype = rule.dtypes[Role.WEIGHT]
+        unfolded = need_weight and x_fold is None and (w_fold is None or not need_x)
+        if unfolded and dispatcher.reads_transpose(rows, xq, x_scale, to_dtype, row):
             shared, fmt = rule.stream + stream_layout.SHARED, row.gradient.name
             q, g_transposed, q_scale = quantize_transposed(rows, seed, shared, fmt, rule.rounding)
             rounded: dict[Role, Scaled] = dict.fromkeys(Role, (q, q_scale))
@@ -306,9 +292,8 @@ define_product("linear", linear)
 def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:
     """Compute the product of `x` and `weight` in `equation`, and its gradients, by `linear`.
 
-    `x @ w`, `w @ x`, `addmm`, `bmm` and `einsum` differ in the contracted dimensions and in the
-    order of the others. Both factors are viewed with their dimensions in the order of a linear
-    layer, without a copy if a kernel accepts the strides.
+    Both factors are viewed with their dimensions in the order of a linear layer, without a copy if
+    a kernel accepts the strides.
 
     Args:
         value: the shared arguments; scales are `[]` or have 1 in the dimensions along which they
@@ -326,30 +311,22 @@ def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Te
         x=_arranged(value.x, item, a),
         weight=_arranged(value.weight, other, b, columns=True),
         xq=_arranged(value.xq, item, a),
-        x_scale=_arranged_scale(value.x_scale, item, a),
+        x_scale=_arranged(value.x_scale, item, a),
         wq=_arranged(value.wq, other, b, columns=True),
-        w_scale=_arranged_scale(value.w_scale, other, b, columns=True),
+        w_scale=_arranged(value.w_scale, other, b, columns=True),
     )
     made = c.batch + c.own(0) + c.own(1)
     y = linear(as_a_layer).reshape([sizes[letter] for letter in made])
     return in_order(y.permute([made.index(letter) for letter in result]), order)
 
 
-def _arranged_scale(
-    scale: Tensor | None, letters: str, parts: tuple[str, str, str], columns: bool = False
-) -> Tensor | None:
-    if scale is None or scale.dim() == 0:
-        return scale
-    return _arranged(scale, letters, parts, columns)
-
-
-def _arranged(
-    t: Tensor, letters: str, parts: tuple[str, str, str], columns: bool = False
-) -> Tensor:
-    """Return a tensor, or its scale, as `[batch, rows, contracted]`.
+def _arranged(t: Any, letters: str, parts: tuple[str, str, str], columns: bool = False) -> Any:
+    """Return a tensor or scale as `[batch, rows, contracted]`; a single scale or None unchanged.
 
     Without a batch there is no first dimension, and the rows of an activation stay separate.
     """
+    if t is None or t.dim() == 0:
+        return t
     for index in reversed([index for index, letter in enumerate(letters) if letter == STRETCHED]):
         t = t.squeeze(index)
     letters = letters.replace(STRETCHED, "")
@@ -357,10 +334,8 @@ def _arranged(
     t = t.permute([letters.index(letter) for letter in batch + rows + summed])
     if len(summed) > 1:
         t = t.flatten(-len(summed))
-    if (batch or columns) and not rows:
-        t = t.unsqueeze(-2)
-    elif batch or columns:
-        t = t.flatten(len(batch), -2)
+    if batch or columns:
+        t = t.flatten(len(batch), -2) if rows else t.unsqueeze(-2)
     if batch:
         t = t.flatten(0, len(batch) - 1)
     return t
@@ -377,9 +352,8 @@ def grouped(value: ProductArguments, offs: Tensor) -> Tensor:
             `w_scale` `[E, 1, 1]` or `[E, 1, N]`.
         offs: `[E]`, the end of each group in the rows.
     """
-    matches, _ = _Grouped.apply(*value, offs)  # type: ignore[no-untyped-call]
-    result: Tensor = matches
-    return result
+    result, _ = _Grouped.apply(*value, offs)  # type: ignore[no-untyped-call]
+    return result  # type: ignore[no-any-return]
 
 
 def _by_row(scale: Tensor | None, offs: Tensor, rows: Tensor) -> Tensor | None:
@@ -456,11 +430,9 @@ def _contraction(node: fx.Node) -> Contraction | str:
 
 def _refuses(node: fx.Node) -> str | None:
     result = _contraction(node)
-    if isinstance(result, str):
-        return result
-    if result.group and node.meta["val"].device.type != "cpu":
+    if not isinstance(result, str) and result.group and node.meta["val"].device.type != "cpu":
         return "only the CPU has a grouped product for it"
-    return None
+    return result if isinstance(result, str) else None
 
 
 def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:

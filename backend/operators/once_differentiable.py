@@ -1,9 +1,7 @@
 """First derivatives only: the gradients of lowered operators refuse to be differentiated.
 
-Rounding is piecewise constant, so its straight-through gradient is a convention without a
-derivative. torch's own `once_differentiable` treats such a gradient as a constant if the incoming
-gradient is one: with a sum as the loss, a gradient penalty would silently be missing.
-
+torch's own `once_differentiable` treats such a gradient as a constant if the incoming gradient is
+one: with a sum as the loss, a gradient penalty would silently be missing.
 Invariant: differentiating a gradient that `first_only` guards raises.
 """
 

@@ -1,9 +1,8 @@
 """Arithmetic and arguments that the operators of a product with a weight share.
 
-A product multiplies only values of its formats. Operands are cast to the format's compute dtype
-(`Precision.carrier`), in which each value is exact. FP32 scales are applied to the result, except a
-scale that varies along the contracted dimension: it is multiplied into the incoming gradient before
-rounding (`round_gradients`), or into the saved operand (`backward_operand`).
+Operands are cast to the format's compute dtype (`Precision.carrier`), in which each value is exact.
+FP32 scales are applied to the result. One that varies along the contracted dimension is multiplied
+into the incoming gradient before rounding, or into the saved operand.
 """
 
 from __future__ import annotations
@@ -69,10 +68,8 @@ def multiplied_in(row: Precision, other: Precision, device: torch.device) -> tor
 
 def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Return the scale of a product of two tensors with these scales; None means 1."""
-    if first is None:
-        return second
-    if second is None:
-        return first
+    if first is None or second is None:
+        return second if first is None else first
     return first * second
 
 
@@ -140,12 +137,9 @@ def round_gradients(
         folds: scale to multiply into the gradient of each required role, broadcast against
             `gradient`: that of the other operand if it varies along the contracted dimension, else
             None. Roles with None share one rounding.
-        seed: the graph's seed.
-        stream: the operator's stream; each rounding adds an offset.
-        fmt: the operator's format.
-        rounding: rounding mode of formats that are not plain.
+        seed, stream, fmt, rounding, gradients: of the operator, see `ProductArguments`; each
+            rounding adds an offset to the stream.
         keep: dimensions of `gradient` with a scale per index, for scaled gradient formats.
-        gradients: rounding mode of plain formats, "nearest" or "stochastic".
 
     Returns:
         For each role of `folds` the rounded gradient and its scale (None for unscaled formats).
@@ -175,10 +169,8 @@ def round_gradients(
 
 
 def _within(gradient: Tensor) -> Tensor:
-    """Return the power-of-two divisor that leaves room in FP16 for sums of a million values.
-
-    It is 1 for zeros, infinities and NaN, which must reach loss scaling.
-    """
+    """Return the power-of-two divisor that leaves room in FP16 for sums of a million values."""
+    # It is 1 for zeros, infinities and NaN, which must reach loss scaling.
     largest = gradient.detach().abs().amax().float()
     factor = torch.exp2(torch.ceil(torch.log2(largest)) + 2)
     return torch.where(factor.isfinite() & (largest > 0), factor, torch.ones_like(factor))
@@ -189,9 +181,8 @@ def narrowed(
 ) -> Tensor:
     """Return a gradient as `dtype`; `gradients` is the rounding mode below 32 bits."""
     row = precision_of(dtype)
-    if gradients == "nearest" or row is None or row.bits >= 32:
-        return value.to(dtype)
-    if value.dtype.itemsize <= dtype.itemsize:
+    exact = value.dtype.itemsize <= dtype.itemsize
+    if gradients == "nearest" or exact or row is None or row.bits >= 32:
         return value.to(dtype)
     return round_to(value, seed, stream, row.name, gradients)
 
@@ -256,11 +247,8 @@ class GradientRounding:
         self, gradient: Tensor, w_fold: Tensor | None, x_fold: Tensor | None, keep: Sequence[int]
     ) -> dict[Role, Scaled]:
         """Round the incoming gradient for each product that is needed; see `round_gradients`."""
-        folds = {
-            role: fold
-            for role, fold, need in zip(Role, (w_fold, x_fold), self.needed, strict=False)
-            if need
-        }
+        each = zip(Role, (w_fold, x_fold), self.needed, strict=False)
+        folds = {role: fold for role, fold, need in each if need}
         stream, fmt, rounding = self.stream, self.fmt, self.rounding
         return round_gradients(gradient, folds, self.seed, stream, fmt, rounding, keep, self.mode)
 
@@ -287,7 +275,6 @@ _TENSORS = (
 _HOW = "str fmt, str rounding, ScalarType out_dtype"
 
 _IMPLEMENTATIONS: Final[dict[OpOverload, Callable[..., Tensor]]] = {}
-"""Implementation of each operator of `define_product`."""
 
 
 def define_product(
@@ -347,11 +334,10 @@ class _Widen(torch.autograd.Function):
         return narrowed(gradient, dtype, seed, stream, "stochastic"), None, None, None
 
 
-@define(
-    "widen(Tensor x, Tensor seed, int stream, ScalarType dtype) -> Tensor",
-    "CompositeImplicitAutograd",
-)
+_WIDEN = "widen(Tensor x, Tensor seed, int stream, ScalarType dtype) -> Tensor"
+
+
+@define(_WIDEN, "CompositeImplicitAutograd")
 def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
     """Return `x` as `dtype`, exactly; round its gradient stochastically to the dtype of `x`."""
-    result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
-    return result
+    return _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call, no-any-return]

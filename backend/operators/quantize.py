@@ -1,9 +1,6 @@
 """Rounding of tensors to number formats, and the random seed of a graph.
 
-`qsync::quantize` rounds to scaled formats. It reads its input twice, for the largest magnitude and
-for rounding, in one opaque kernel. `qsync::round` rounds to unscaled ones. `qsync::draw` draws the
-seed of a step.
-
+`qsync::quantize` rounds to scaled formats, `qsync::round` to others; `qsync::draw` draws a seed.
 Invariant: apart from `draw` pure functions, so `torch.manual_seed` reproduces a run, and activation
 checkpointing recomputes the same bits.
 """
@@ -157,11 +154,7 @@ def quantize_transposed(
 
 
 def gridded_format(fmt: str, x: Tensor) -> Precision:
-    """Return the format `fmt`; raise `PrecisionError` if `qsync::round` cannot round `x` to it.
-
-    Plain formats get FP32's range here: values beyond their own become infinite in the cast, as
-    loss scaling expects.
-    """
+    """Return the format `fmt`; raise `PrecisionError` if `qsync::round` cannot round `x` to it."""
     row, where = precision(fmt), "qsync::round"
     problem = f"qsync::round does not support the format {row}"
     if row.scaled:
@@ -172,6 +165,7 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
         raise PrecisionError(
             f"{x.dtype} cannot be rounded to {row}", where=where, do="round floating-point tensors"
         )
+    # Too large values become infinite in the cast to a plain format, as loss scaling expects.
     if row.plain:
         return dataclasses.replace(row, max=FP32.max)
     return row
@@ -220,9 +214,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _straight_through(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-    if gradient is not None:
-        gradient = gradient.to(ctx.dtype)
-    return gradient, None, None, None, None
+    return None if gradient is None else gradient.to(ctx.dtype), None, None, None, None
 
 
 differentiate("round", _straight_through, _remember)
@@ -237,9 +229,8 @@ differentiate("round", _straight_through, _remember)
 def draw(device: torch.device) -> Tensor:
     """Return the seed of a step, int64, `[1]`, from `qsync_fx.rounding_stream`.
 
-    It is an operator since the seed changes each step and depends on the process that runs the
-    graph. It does not synchronize with the device. In a manual capture (`torch.cuda.graph`) it
-    draws from torch's CUDA generator, which advances with each replay.
+    It does not synchronize with the device. In a manual capture (`torch.cuda.graph`) it draws from
+    torch's CUDA generator, which advances with each replay.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.randint(2**62, [1], dtype=torch.int64, device=device)

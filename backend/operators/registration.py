@@ -26,8 +26,6 @@ def define(
     """Register a function as an operator; the decorated name is the operator.
 
     Args:
-        schema: name and signature.
-        key: dispatch key of the function.
         fake: returns empty outputs with the sizes, strides and dtypes of the implementations; by
             default the function, unless that is a kernel, which would specialize symbolic sizes.
         tags: layout constraint for Inductor, by default none. This tag overrides other constraints,

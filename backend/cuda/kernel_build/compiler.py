@@ -49,7 +49,6 @@ class Built:
     failures: dict[TranslationUnit, KernelError]
 
     def add(self, unit: TranslationUnit, result: CacheEntry | KernelError) -> None:
-        """Add the cache entry or the error of a unit."""
         if isinstance(result, KernelError):
             self.failures[unit] = result
         elif result.manifest.refused:
@@ -86,11 +85,8 @@ def attempt(
 ) -> Built:
     """Return the library or the failure of each unit; compile those that are not in the cache.
 
-    Args:
-        progress: whether to report progress on standard error.
-        jobs: limit of parallel compilers; see `job_limit`.
-        folder: cache to use instead of the user's and of folders of kernels built ahead of time.
-        compiling: False makes a missing library a failure.
+    `folder` replaces the user's cache and the folders of kernels built ahead of time. Without
+    `compiling` a missing library is a failure. See `job_limit` for `jobs`.
     """
     place = folder or kernel_cache.root()
     ahead = [] if folder else kernel_cache.ahead_of_time()
@@ -121,7 +117,7 @@ def attempt(
 
 
 def _tools(place: Path, templates: bool) -> tuple[Toolchain | ToolchainError, str | None]:
-    """Return the tools of this machine and their key, or the error that reports a missing tool."""
+    """Return the tools of this machine and their key, or the error of a missing tool."""
     try:
         tools = toolchain(templates)
     except ToolchainError as error:
@@ -138,7 +134,6 @@ LIGHT: Final = 1_300_000_000
 
 
 def peak_bytes(unit: TranslationUnit) -> int:
-    """Return the bytes of memory that compiling a unit needs."""
     return HEAVY if unit.heavy else LIGHT
 
 
@@ -177,13 +172,9 @@ def available_memory() -> int:
 
 def _match(path: str | Path, pattern: str = r"^(\d+)$") -> str:
     """Return the group of a pattern in a file; "" without a match."""
-    result = re.findall(pattern, _text(Path(path)), flags=re.MULTILINE)
-    return "".join(result[:1])
-
-
-def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        return "".join(re.findall(pattern, text, flags=re.MULTILINE)[:1])
     return ""
 
 
@@ -242,8 +233,8 @@ def compile_units(
 ) -> None:
     """Compile units in parallel, heavy ones first, into the cache at `place`.
 
-    As many compilers run as `limit` and memory permit, and always at least one: swapping and killed
-    compilers cost more time than waiting. `ended` gets the cache entry or the error of each unit.
+    As many compilers run as `limit` and memory permit, and always at least one. `ended` gets the
+    cache entry or the error of each unit.
     """
     waiting = sorted(jobs, key=lambda job: not job.unit.heavy)
     running: list[Job] = []
@@ -344,8 +335,7 @@ def _start(job: Job, place: Path) -> None:
         (job.work / f"{name}.cu").write_text(job.unit.source, encoding="utf-8")
         (job.work / "tmp").mkdir()
         with open(job.work / "log", "wb") as log:
-            # A process group, so that the children of nvcc can be killed with it; its temporary
-            # files stay in the build folder.
+            # A process group, so that the children of nvcc can be killed with it.
             job.process = subprocess.Popen(
                 arguments,
                 cwd=job.work,
@@ -400,15 +390,10 @@ def _stored(job: Job, place: Path) -> CacheEntry:
     return kernel_cache.store(place, job.work, manifest)
 
 
+_KILLED: Final = "the compiler was killed, probably for lack of memory: set QSYNC_BUILD_JOBS=1"
 _OF_THE_MACHINE: Final = (
-    (
-        r"\bKilled\b|signal 9|out of memory|Cannot allocate",
-        "the compiler was killed, probably for lack of memory: set QSYNC_BUILD_JOBS=1",
-    ),
-    (
-        "unsupported (GNU|clang) version",
-        "set NVCC_CCBIN to a host compiler that this nvcc accepts",
-    ),
+    (r"\bKilled\b|signal 9|out of memory|Cannot allocate", _KILLED),
+    ("unsupported (GNU|clang) version", "set NVCC_CCBIN to a host compiler that this nvcc accepts"),
     ("No space left", "set QSYNC_CACHE_DIR to a folder on a disk with free space"),
 )
 """Patterns of the output of a compiler whose failure another source would not avoid, and advice."""
@@ -425,7 +410,7 @@ def _failure(job: Job, report: str, status: int, saved: Path) -> ToolchainError:
     last = "\n".join(f"  | {line}" for line in report.strip().splitlines()[-15:])
     advice = [do for pattern, do in _OF_THE_MACHINE if re.search(pattern, report)]
     if status < 0:
-        advice = [_OF_THE_MACHINE[0][1]]
+        advice = [_KILLED]
     see = f"see the complete output in {saved / name}.log, and the source next to it"
     error = ToolchainError(
         f"nvcc failed with status {status} on {name}; its last lines:\n{last}",
@@ -477,9 +462,7 @@ def complaint(report: str) -> str:
 def disassembler() -> Path | None:
     """Return cuobjdump, if nvdisasm, which it calls, exists too."""
     result = tool("cuobjdump")
-    if result is None or tool("nvdisasm", result.parent) is None:
-        return None
-    return result
+    return result and tool("nvdisasm", result.parent) and result
 
 
 def listing(code: Path) -> str:
@@ -488,12 +471,13 @@ def listing(code: Path) -> str:
     nvdisasm = program and tool("nvdisasm", program.parent)
     if program is None or nvdisasm is None:
         return ""
+    env = environment.child_environment(NVDISASM_PATH=str(nvdisasm.parent))
     done = subprocess.run(
         [program, "-sass", code],
         capture_output=True,
         text=True,
         errors="replace",
-        env=environment.child_environment(NVDISASM_PATH=str(nvdisasm.parent)),
+        env=env,
         check=False,
     )
     return "" if done.returncode else done.stdout

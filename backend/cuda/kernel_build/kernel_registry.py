@@ -24,12 +24,8 @@ _prepared = False
 def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:
     """Return the library of a unit; compile it if it is not in the cache.
 
-    Args:
-        wait: False if no file may be read or compiled now, such as during CUDA graph capture; None
-            is returned if that is necessary.
-
-    Raises:
-        QSyncError: it could not be compiled or loaded, or was switched off.
+    Without `wait`, as during CUDA graph capture, return None if a file would have to be read or
+    compiled. Raise `QSyncError` if it could not be compiled or loaded, or was switched off.
     """
     if unit not in _had:
         if not wait:
@@ -117,12 +113,9 @@ def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
             except KernelError as error:
                 _had[unit] = error
         failed = {unit: had for unit in missing if isinstance(had := _had[unit], QSyncError)}
-        _refused.update(unit for unit, error in failed.items() if _of_this_kernel(error))
+        for unit, reason in failed.items():
+            of_source = isinstance(reason, ToolchainError) and reason.of_the_source
+            # Another kernel might work.
+            if of_source or isinstance(reason, RefusedKernelError):
+                _refused.add(unit)
         return list(failed.values())
-
-
-def _of_this_kernel(error: QSyncError) -> bool:
-    """Return whether a failure is specific to this kernel, so that another kernel might work."""
-    return isinstance(error, RefusedKernelError) or (
-        isinstance(error, ToolchainError) and error.of_the_source
-    )

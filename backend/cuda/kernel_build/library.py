@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from qsync_fx.serialization.schema import Schema
 VERSION: Final = 1
 
 _P, _I64, _I32, _U32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32
+_DEVICE: Final = tuple((name, _I32) for name in ("split", "device", "multiprocessors"))
 
 
 class GemmArguments(ctypes.Structure):
@@ -38,28 +38,20 @@ class GemmArguments(ctypes.Structure):
         *((name, _I64) for name in ("lda", "ldb", "ldd")),
         *((name, _I32) for name in ("m", "n", "k")),
         # 1: a scale per row (column); 0: a single scale. Null pointers mean scale 1, bias 0.
-        ("a_scale_per_row", _I32),
-        ("b_scale_per_column", _I32),
-        ("split", _I32),
-        ("device", _I32),
-        ("multiprocessors", _I32),
+        *((name, _I32) for name in ("a_scale_per_row", "b_scale_per_column")),
+        *_DEVICE,
     )
 
 
 class ConvArguments(ctypes.Structure):
-    """Dense NHWC tensors: x `[n, h, w, c]`, weight `[k, r, s, c]`, y `[n, p, q, k]`.
-
-    The operation determines which of them are `a`, `b` and `d`; see `ConvProblem`.
-    """
+    """Dense tensors; `ConvProblem` describes their sizes and which of them are `a`, `b` and `d`."""
 
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),
         *((name, _I32) for name in ("n", "h", "w", "c", "k", "r", "s", "p", "q")),
         *((name, _I32) for name in ("pad_h", "pad_w", "stride_h", "stride_w")),
         *((name, _I32) for name in ("dilation_h", "dilation_w", "b_scale_per_channel")),
-        ("split", _I32),
-        ("device", _I32),
-        ("multiprocessors", _I32),
+        *_DEVICE,
     )
 
 
@@ -79,8 +71,7 @@ class QuantizeArguments(ctypes.Structure):
         ("format", _I32),  # 0 int8, 1 float8_e4m3fn, 2 float8_e5m2
         ("rounding", _I32),  # 0 nearest, 1 stochastic, 2 floor
         ("group", _I32),
-        ("device", _I32),
-        ("multiprocessors", _I32),
+        *_DEVICE[1:],
     )
 
 
@@ -98,8 +89,7 @@ class ConvertArguments(ctypes.Structure):
         *((name, _I64) for name in ("batches", "rows", "columns", "ldx", "batch_stride")),
         *((name, _I64) for name in ("y_batches", "y_rows", "y_columns")),
         *((name, _I32) for name in ("x_type", "y_type", "turned")),
-        ("device", _I32),
-        ("multiprocessors", _I32),
+        *_DEVICE[1:],
     )
 
 
@@ -176,18 +166,14 @@ _STRUCTURES: Final = {
 
 @dataclass(frozen=True)
 class Library:
-    """Loaded library; its ABI version and the name of its unit have been verified.
-
-    The code is a private copy in memory: a truncated or overwritten mapped file would crash the
-    process at the next call or at exit.
-    """
+    """Loaded library; its ABI version and the name of its unit have been verified."""
 
     unit: TranslationUnit
     path: Path
     _handle: ctypes.CDLL
 
     def can_implement(self, arguments: Arguments) -> str | None:
-        """Return None if the kernel supports the arguments, else the reason in CUTLASS's words."""
+        """Return CUTLASS's reason why the kernel does not support the arguments, or None."""
         status: int = self._handle.qsync_can_implement(ctypes.byref(arguments))
         return self.error(status) if status else None
 
@@ -195,10 +181,8 @@ class Library:
         """Return the bytes of device memory that `run` needs."""
         size: int = self._handle.qsync_workspace(ctypes.byref(arguments))
         if size < 0:
-            raise KernelError(
-                f"the kernel returned an invalid workspace size of {size} bytes",
-                where=self.unit.name,
-            )
+            what = f"the kernel returned an invalid workspace size of {size} bytes"
+            raise KernelError(what, where=self.unit.name)
         return size
 
     def run(self, arguments: Arguments, workspace: int, stream: int) -> None:
@@ -241,20 +225,16 @@ def load(path: Path, unit: TranslationUnit) -> Library:
 def shared_memory(path: Path) -> int:
     """Return the shared memory bytes per threadblock, which the machine code does not contain.
 
-    A separate process loads the library. Unloading it from a process that uses CUDA leaves the CUDA
-    runtime with stale kernel addresses: the next library is mapped at the same address and launched
-    as the old one (seen on an H200: crash or hang).
+    A separate process loads the library: unloading it from one that uses CUDA leaves stale kernel
+    addresses, at which the next library is mapped (seen on an H200: crash or hang).
     """
     code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).qsync_shared_memory())"
     folders = filter(None, [*map(str, _runtime_folders()), environment.text("LD_LIBRARY_PATH")])
     # -I ignores the user's environment, which might shadow Python's own modules.
+    command = [sys.executable, "-I", "-c", code, str(path)]
+    env = environment.child_environment(LD_LIBRARY_PATH=":".join(folders))
     done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env=environment.child_environment(LD_LIBRARY_PATH=":".join(folders)),
-        check=False,
+        command, capture_output=True, text=True, errors="replace", env=env, check=False
     )
     if done.returncode or not done.stdout.strip().isdecimal():
         raise _foreign(path, f"its shared memory size cannot be read: {done.stderr.strip()[-200:]}")
@@ -302,19 +282,18 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _private(path: Path) -> ctypes.CDLL:
-    """Open an in-memory copy of a library, independent of its file; raise `OSError`."""
+    """Open an in-memory copy of a library; raise `OSError`.
+
+    A truncated or overwritten mapped file would crash the process at the next call or at exit.
+    """
     # Through libc: a Python built against an old C library has no os.memfd_create.
     descriptor: int = ctypes.CDLL(None).memfd_create(path.name.encode(), 0)
     if descriptor < 0:
         raise OSError("the system has no memory for a copy of the library")
     # The loader identifies libraries by name, and descriptor numbers are reused, so each copy needs
     # a unique name.
-    with (
-        open(descriptor, "wb") as copy,
-        open(path, "rb") as file,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        shutil.copyfileobj(file, copy)
+    with open(descriptor, "wb") as copy, tempfile.TemporaryDirectory() as folder:
+        copy.write(path.read_bytes())
         copy.flush()
         name = Path(folder) / path.name
         name.symlink_to(f"/proc/self/fd/{descriptor}")

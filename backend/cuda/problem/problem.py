@@ -32,8 +32,7 @@ class GemmProblem:
         a_major, b_major: layouts of `a` `[m, k]` and `b` `[k, n]`, row- or column-major. The weight
             `[n, k]` of a linear layer is a column-major `b`: both operands are then contiguous
             along k ("K-major"), as integer tensor cores require.
-        a_scale: no scale, one per tensor, or one per row of `a`, FP32.
-        b_scale: no scale, one per tensor, or one per column of `b`, FP32.
+        a_scale, b_scale: no scale, one per tensor, or one per row of `a` (column of `b`), FP32.
         bias: whether there is a bias, FP32 `[n]`.
     """
 
@@ -131,10 +130,7 @@ class ConvProblem:
         return 2 * self.n * self.p * self.q * self.k * self.r * self.s * self.c
 
     def bucket(self) -> ConvProblem:
-        """Return the problem that represents this one in tuning.
-
-        Only the batch size is rounded: models use few image sizes but many batch sizes.
-        """
+        """Return the problem that represents this one in tuning: its batch size is `bucketed`."""
         return replace(self, n=bucketed(self.n))
 
 
@@ -142,10 +138,7 @@ Problem = GemmProblem | ConvProblem
 
 
 def bucketed(size: int, steps: int = 4) -> int:
-    """Return `size` rounded up to one of `steps` values per power of two.
-
-    With four steps: 64, 80, 96, 112, 128, 160 and so on.
-    """
+    """Return `size` rounded up to one of `steps` values per power of two: 64, 80, 96, 112, 128."""
     if size <= 2 * steps:
         return size
     unit = 1 << ((size - 1).bit_length() - 1 - (steps - 1).bit_length())
@@ -250,7 +243,7 @@ def gemm_problem(x: GemmProduct, a: Outline | None = None, b: Outline | None = N
     """Return the problem of a valid, non-empty product with concrete sizes.
 
     An operand that is neither row- nor column-major counts as contiguous along k, the layout of its
-    future copy. `a` and `b` are outlines of the operands, if they will differ from `x.a` and `x.b`.
+    copy. `a` and `b` are outlines of the operands that will replace `x.a` and `x.b`.
     """
     first, second = a or x.a, b or x.b
     return GemmProblem(

@@ -8,7 +8,7 @@ computes `sum * a_scale * b_scale + bias` in FP32 and rounds once to the output 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,12 +27,7 @@ CONVERTED: Final = dict.fromkeys((torch.int8, *FP8), torch.bfloat16)
 def gemm(x: GemmProduct, *, integers: bool = True) -> Tensor:
     """Compute `qsync::gemm` with torch's own products.
 
-    Args:
-        integers: whether CUDA multiplies INT8 operands as integers if cuBLAS can. Otherwise they
-            are cast to BF16, which represents them exactly.
-
-    Returns:
-        [M, N], `out_dtype`.
+    `integers`: CUDA multiplies INT8 operands as integers if cuBLAS can, otherwise exactly in BF16.
     """
     a, b, scales = x.a, x.b, (x.a_scale, x.b_scale)
     bare = scales == (None, None) and x.bias is None
@@ -93,27 +88,18 @@ def integer_product(a: Tensor, bt: Tensor) -> Tensor:
 
 def takes_integers(m: int, n: int, k: int) -> bool:
     """Return whether `torch._int_mm` accepts INT8 matrices with these sizes without overflow."""
-    return (
-        m > 16
-        and n % 8 == 0
-        and k % 8 == 0
-        and min(k, n) > 0
-        and k * FORMATS["int8"].max ** 2 < 2**31
-    )
+    fits = m > 16 and n % 8 == k % 8 == 0 and min(k, n) > 0
+    return fits and k * FORMATS["int8"].max ** 2 < 2**31
 
 
 def takes_fp8(a: Tensor, b: Tensor) -> bool:
     """Return whether cuBLAS multiplies these FP8 matrices."""
+    steps = (a.shape[1], b.shape[1], a.stride(0), b.stride(1), a.data_ptr(), b.data_ptr())
     return (
         (a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) >= (8, 9))
         and not a.dtype == b.dtype == torch.float8_e5m2
-        and a.stride(1) == 1
-        and b.stride(0) == 1
-        and a.shape[1] % 16 == 0
-        and b.shape[1] % 16 == 0
-        and all(t.data_ptr() % 16 == 0 for t in (a, b))
-        and a.stride(0) % 16 == 0
-        and b.stride(1) % 16 == 0
+        and a.stride(1) == b.stride(0) == 1
+        and all(step % 16 == 0 for step in steps)
     )
 
 
@@ -138,9 +124,7 @@ def conv2d_product(x: ConvProduct) -> Tensor:
     geometry = x.stride, x.padding, x.dilation
     total = convolve(x.a.to(dtype), x.b.to(dtype), x.size, geometry, x.operation)
     # Per-channel scales are already `[1, K, 1, 1]`; the bias is a vector.
-    bias = x.bias
-    if bias is not None:
-        bias = bias.reshape(1, -1, 1, 1)
+    bias = None if x.bias is None else x.bias.reshape(1, -1, 1, 1)
     value = epilogue(total, x.a_scale, x.b_scale, bias, x.out_dtype)
     if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
         return value
@@ -165,21 +149,19 @@ def convolve(
 ) -> Tensor:
     """Return the product without epilogue, in the operands' dtype.
 
-    Args:
-        size: image size for dgrad, filter size for wgrad.
-        geometry: stride, padding and dilation.
+    `size` is the image size for dgrad, the filter size for wgrad; `geometry` is stride, padding and
+    dilation.
     """
     settings = (*map(list, geometry), False, [0, 0], 1)
     if operation == "fprop":
         result: Tensor = torch.ops.aten.convolution.default(a, b, None, *settings)
         return result
-    backward = torch.ops.aten.convolution_backward.default
+    backward: Any = torch.ops.aten.convolution_backward.default
+    like = _image(a, a.shape[operation == "wgrad"], b.shape[1], *size)
     if operation == "dgrad":
-        like = _image(a, a.shape[0], b.shape[1], *size)
-        result, _, _ = backward(a, like, b, None, *settings, [True, False, False])
+        result = backward(a, like, b, None, *settings, [True, False, False])[0]
     else:
-        like = _image(a, a.shape[1], b.shape[1], *size)
-        _, result, _ = backward(a, b, like, None, *settings, [False, True, False])
+        result = backward(a, b, like, None, *settings, [False, True, False])[1]
     return result
 
 

@@ -39,10 +39,9 @@ class DeviceState:
 
     Attributes:
         arch: compile target of the kernels; None if there are none, because of `reason`.
-        table: tuning table of the device.
         compiles: whether this machine can compile quantizers and copy kernels.
         lacks: why this machine cannot compile GEMMs and convolutions; None if it can.
-        multiprocessors: number of multiprocessors; None if the device is not present.
+        multiprocessors: None if the device is not present.
         mend: remedy for `reason` or `lacks`; None if there is none.
     """
 
@@ -55,9 +54,7 @@ class DeviceState:
     mend: str | None = None
 
 
-_assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar(
-    "qsync_assumed_device", default=None
-)
+_assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar("qsync_assumed", default=None)
 
 
 @contextlib.contextmanager
@@ -86,9 +83,7 @@ def known_of(device: torch.device) -> DeviceState:
     if target is not None:
         # A target device's tuning table exists only there, so the first suitable kernel is used.
         arch = kernel_config.target(target)
-        if arch is None:
-            return DeviceState(None, _no_kernels(target), None)
-        return DeviceState(arch, "", None)
+        return DeviceState(arch, "" if arch else _no_kernels(target), None)
     if device.type != "cuda":
         return DeviceState(None, f"{device.type} has no kernels", None)
     # A device without an index means cuda:0: the device of a tensor always has an index.
@@ -148,9 +143,7 @@ def usable(multiprocessors: int | None) -> Candidates:
     def result(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
         every = candidates(problem, arch, multiprocessors)
         left = tuple(c for c in every if not kernel_registry.refused(unit_of(c)))
-        if len(every) - len(left) >= MOST_REFUSED:
-            return ()
-        return left
+        return left if len(every) - len(left) < MOST_REFUSED else ()
 
     return result
 
@@ -186,12 +179,9 @@ def _known(index: int) -> DeviceState:
     plain, full = _missing_tool(templates=False), _missing_tool()
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
-    state = DeviceState(
-        arch, "", _table(index), plain is None, None, properties.multi_processor_count
-    )
-    if full is not None:
-        return replace(state, lacks=full.what, mend=full.do)
-    return state
+    count = properties.multi_processor_count
+    state = DeviceState(arch, "", _table(index), plain is None, multiprocessors=count)
+    return state if full is None else replace(state, lacks=full.what, mend=full.do)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:

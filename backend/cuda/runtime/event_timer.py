@@ -8,7 +8,7 @@ torch product is one product and at most one elementwise pass, as in a compiled 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -34,10 +34,7 @@ from qsync_fx.errors import KernelError
 def operands(
     problem: Problem, device: torch.device, generator: torch.Generator | None = None
 ) -> GemmProduct | ConvProduct:
-    """Return a product with random operands of a problem.
-
-    They are never zero: a GPU that multiplies zeros draws less power and clocks higher.
-    """
+    """Return a product with random operands, since a GPU clocks higher if it multiplies zeros."""
 
     def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype == torch.int8:
@@ -93,7 +90,6 @@ def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Ten
         total = product()
         if bare and total.dtype == out:
             return total
-        # One elementwise pass: the value of the factor does not affect the time.
         return torch.mul(total, factor, out=torch.empty_like(total, dtype=out))
 
     return run
@@ -113,21 +109,18 @@ def _gemm(x: GemmProduct) -> Callable[[], Tensor]:
 
 def _conv(x: ConvProduct) -> Callable[[], Tensor]:
     narrow = CONVERTED.get(x.a.dtype, x.a.dtype)
-    geometry = x.stride, x.padding, x.dilation
+    geometry, convolve = (x.stride, x.padding, x.dilation), reference_result.convolve
     # The casts count: torch has no convolutions of one-byte operands.
-    return lambda: reference_result.convolve(
-        x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation
-    )
+    return lambda: convolve(x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation)
 
 
 def differs(result: Tensor, x: GemmProduct | ConvProduct) -> str:
     """Return how a result differs from the reference beyond rounding; "" if it does not."""
+    compute: Any = reference_result.conv2d_product
     if isinstance(x, GemmProduct):
-        want = reference_result.gemm(x._replace(out_dtype=torch.float32))
-    else:
-        want = reference_result.conv2d_product(x._replace(out_dtype=torch.float32))
-    largest = want.abs().amax()
-    error = (result.float() - want).abs().amax()
+        compute = reference_result.gemm
+    want = compute(x._replace(out_dtype=torch.float32))
+    largest, error = want.abs().amax(), (result.float() - want).abs().amax()
     # The reference itself may have been rounded to BF16.
     if bool(error <= 0.02 * largest):
         return ""
@@ -139,10 +132,7 @@ COPIES_BYTES: Final = 256 * 2**20
 
 MOST_COPIES: Final = 8
 BUSY_CYCLES: Final = 4_000_000
-"""GPU cycles of the wait before the first launch.
-
-This is about 2 ms, in which Python queues about 100 launches.
-"""
+"""GPU cycles before the first launch: 2 ms, in which Python queues about 100 launches."""
 
 SECONDS: Final = 0.005
 """Target duration of one measurement, in seconds."""
@@ -154,11 +144,7 @@ class EventTimer:
     """Timer of the candidates of one problem on one device."""
 
     def __init__(self, problem: Problem, used: Problem, device: torch.device) -> None:
-        """Create the operands and their copies; raise `TuningError` if memory does not suffice.
-
-        Args:
-            used: the padded or re-laid-out problem that kernels run (`select.way`).
-        """
+        """Create copies of the operands; kernels run `used`, padded or re-laid-out."""
         self._problem, self._taken, self._device = problem, used, device
         self._runs: dict[str, list[Callable[[], Tensor]]] = {}
         self._launches: dict[str, int] = {}
@@ -184,17 +170,18 @@ class EventTimer:
 
     def _prepare(self, candidate: Candidate) -> None:
         """Compile, verify and warm up a candidate, and choose its launches per sequence."""
+        name = name_of(candidate)
         if isinstance(candidate, str):
             runs = [peer(self._problem, value) for value in self._copies]
         else:
-            used = self._taken
-            runs = [call_of(candidate, self._problem, used, value) for value in self._copies]
-        if candidate != "torch" and (wrong := differs(runs[0](), self._copies[0])):
-            raise TuningError(f"its result is wrong: {wrong}", where=name_of(candidate))
+            problem, used = self._problem, self._taken
+            runs = [call_of(candidate, problem, used, value) for value in self._copies]
+            if wrong := differs(runs[0](), self._copies[0]):
+                raise TuningError(f"its result is wrong: {wrong}", where=name)
         self._row(runs, len(runs))
         took = self._row(runs, len(runs))
-        self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
-        self._runs[name_of(candidate)] = runs
+        self._launches[name] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
+        self._runs[name] = runs
 
     def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
         with torch.cuda.device(self._device), torch.no_grad():

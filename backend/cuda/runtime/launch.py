@@ -1,8 +1,7 @@
 """Dispatch of GEMMs and convolutions on tensors: to a kernel, or to torch as the fallback.
 
 This is the "front-end security wrapper" of LP-PyTorch (section VI): a kernel trusts its arguments.
-Python overhead per call can leave a small GPU idle, so the decision, the operand check and all
-arguments except pointers are cached per operand layout, in a call site.
+The decision, the operand check and all arguments except pointers are cached per operand layout.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class CallSite:
     """Call site of a kernel for operands of one layout.
 
     Attributes:
-        problem: the problem that it computes.
         shape, strides, dtype, device: of the tensor that the kernel writes, padding included.
         rows: length of `a_scale` if it is not a single number.
         columns: length of `b_scale` if it is not a single number, and of the bias.
@@ -118,18 +116,10 @@ def _vector(t: Tensor, size: int) -> Tensor:
 
 
 cached_call: Final[CallCache[CallSite | ByTorch]] = CallCache()
-"""Call sites of GEMMs and convolutions."""
 
 
 def gemm(x: GemmProduct, check: Callable[[GemmProduct], object] | None = None) -> Tensor:
-    """Compute `qsync::gemm` on a CUDA device.
-
-    Args:
-        check: called on a cache miss; raises if the arguments are invalid.
-
-    Returns:
-        [M, N], `out_dtype`, row-major.
-    """
+    """Compute `qsync::gemm` on a CUDA device; a cache miss calls `check`, which may raise."""
     result = _by_kernel((*_key(x), x.out_dtype, x.tf32), x, check)
     if isinstance(result, Tensor):
         return result
@@ -153,9 +143,9 @@ def _key(x: Product) -> Key:
     return (
         kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(),
         b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        None if x.a_scale is None else (x.a_scale.dtype, x.a_scale.shape),
-        None if x.b_scale is None else (x.b_scale.dtype, x.b_scale.shape),
-        None if x.bias is None else x.bias.shape,
+        x.a_scale is not None and (x.a_scale.dtype, x.a_scale.shape),
+        x.b_scale is not None and (x.b_scale.dtype, x.b_scale.shape),
+        x.bias is not None and x.bias.shape,
     )  # fmt: skip
 
 
@@ -208,12 +198,9 @@ def _too_large(problem: Problem) -> bool:
 def call_site(
     library: Library, config: KernelConfig, problem: Problem, used: Problem, x: Product
 ) -> CallSite:
-    """Return the call site of a kernel.
+    """Return the call site of a kernel that runs `problem` as `used`, padded or re-laid-out.
 
-    Args:
-        problem: the requested problem.
-        used: the padded or re-laid-out problem that the kernel runs.
-        x: example arguments; all calls share their metadata, not their values.
+    All calls share the metadata of the example arguments `x`, not their values.
     """
     if isinstance(x, GemmProduct):
         assert isinstance(used, GemmProblem)
@@ -256,8 +243,7 @@ def _conv_site(
         b_scale_per_channel=used.b_scale == "channel", split=1,
         **launch_utils.device_arguments(x.a.device),
     )  # fmt: skip
-    a, b, d = used.shapes
-    n, h, w, c = d
+    a, b, (n, h, w, c) = used.shapes
     shape, strides = (n, c, h, w), (h * w * c, 1, w * c, c)
     device, dtype = x.a.device, type_of(used.out)
     # The first operand of a convolution has at most one scale.
@@ -267,7 +253,7 @@ def _conv_site(
     if not _is_packed(x.b, b):
         site.second = lambda t: channels_last(t, b[0], b[3])
     images, _, _, channels = problem.shapes[2]
-    if d != problem.shapes[2]:
+    if used.shapes[2] != problem.shapes[2]:
         site.part = lambda d: _cut(d, images, channels)
     return site
 

@@ -29,10 +29,9 @@ T = TypeVar("T")
 
 
 class CallCache(dict[Key, T]):
-    """Cache of call sites by what determines them; bounded, since the number of shapes is not.
+    """Cache of call sites by what determines them, such as shapes and addresses modulo 16 bytes.
 
-    The key has dtypes, shapes, strides, addresses modulo 16 bytes, and the number of refused
-    kernels. The cache is cleared when it is full, and when cached device decisions become invalid.
+    It is cleared when it is full, and when cached device decisions become invalid.
     """
 
     def __init__(self) -> None:
@@ -97,20 +96,16 @@ def capturing(device: torch.device) -> bool:
 
 def workspace(library: Library, arguments: Arguments) -> int:
     """Return the workspace bytes of a kernel; raise `KernelError` if it rejects the arguments."""
-    why = library.can_implement(arguments)
-    if why is not None:
-        raise KernelError(
-            f"its kernel does not support these operands: {why}", where=library.unit.name
-        )
+    if why := library.can_implement(arguments):
+        what = f"its kernel does not support these operands: {why}"
+        raise KernelError(what, where=library.unit.name)
     return library.workspace(arguments)
 
 
 def queue(library: Library, arguments: Arguments, size: int, device: torch.device) -> None:
     """Allocate a workspace of `size` bytes and queue a kernel on the current stream.
 
-    Raises:
-        LaunchError: the kernel cannot be launched. A pending asynchronous error of earlier work is
-            raised as torch's own error.
+    Raise `LaunchError` if that fails, or torch's error if earlier work has failed.
     """
     # The caching allocator reuses the memory only on the same stream, so the reference may be
     # dropped once the kernel is queued.
@@ -124,7 +119,6 @@ def queue(library: Library, arguments: Arguments, size: int, device: torch.devic
         if capturing(device):
             raise
         if device.type == "cuda":
-            # Surface an asynchronous error of earlier work as torch's own error.
             torch.cuda.synchronize(device)
         # The first attempt reported and cleared a stale error, so try once more.
         library.run(arguments, address, stream)

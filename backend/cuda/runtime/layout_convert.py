@@ -29,10 +29,7 @@ NEITHER = "its values are neither row-major nor column-major"
 class StridedLines:
     """Matrices `[batches, rows, columns]` in memory, with strides in elements.
 
-    Attributes:
-        stride: between rows.
-        batch_stride: between matrices.
-        turned: whether a copy is transposed, `[columns, rows]`.
+    `stride` is between rows, `batch_stride` between matrices. If `turned`, a copy is transposed.
     """
 
     batches: int
@@ -45,7 +42,7 @@ class StridedLines:
 
 def lines_of(matrix: Tensor) -> StridedLines | None:
     """Return the layout of a matrix for a copy by rows; None if it is not row- or column-major."""
-    rows, columns = (int(size) for size in matrix.shape)
+    rows, columns = map(int, matrix.shape)
     if (stride := leading(matrix, "row")) is not None:
         return StridedLines(1, rows, columns, stride, 0, turned=False)
     if (stride := leading(matrix, "column")) is not None:
@@ -130,15 +127,10 @@ def _copied(
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:
-    """Return the element kinds of a copy, keys of `CONVERT_TYPES`; None if no kernel supports them.
-
-    A copy without change of dtype moves raw bits.
-    """
+    """Return the element kinds of a copy, raw bits for equal dtypes; None without a kernel."""
     if source == dtype and not scaled:
         kind = f"bits{8 * source.itemsize}"
-        if kind in CONVERT_TYPES and not source.is_complex:
-            return kind, kind
-        return None
+        return (kind, kind) if kind in CONVERT_TYPES and not source.is_complex else None
     number, result = format_name(source), format_name(dtype)
     if number in NUMBERS and result in FLOATS:
         return number, result

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from qsync_fx.rounding import Rounding
 _FLOATS_OF_A_BYTE: Final = (8, 9)
 """Lowest compute capability for which Triton converts to one-byte floats."""
 
-
 TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Input dtypes of quantizer kernels; other dtypes are cast to FP32 first."""
 
@@ -66,7 +65,6 @@ class QuantizerSite:
         keep: Sequence[int],
         groups: Groups,
     ) -> None:
-        """Prepare calls with the metadata of `x` and `q`, and a scale per index of `keep`."""
         self.library, self._device = library, x.device
         self._workspace: int | None = None
         self._q = tuple(map(int, q.shape)), tuple(map(int, q.stride())), q.dtype
@@ -128,28 +126,25 @@ def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
 
 
 cached_quantizer_call: Final[CallCache[QuantizerSite]] = CallCache()
-"""Call sites of quantizers."""
 
 
 def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
-    result = _by_kernel(x, seed, stream, row, rounding, keep, transposed=False)
+    result: Any = _by_kernel(x, seed, stream, row, rounding, keep, transposed=False)
     if result is None:
         return reference.quantize(x, seed, stream, row, rounding, keep)
-    q, scale = result
-    return q, scale
+    return result  # type: ignore[no-any-return]
 
 
 def quantize_transposed(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
-    result = _by_kernel(x, seed, stream, row, rounding, (), transposed=True)
+    result: Any = _by_kernel(x, seed, stream, row, rounding, (), transposed=True)
     if result is not None:
-        q, transpose, scale = result
-        return q, transpose, scale
+        return result  # type: ignore[no-any-return]
     q, scale = quantize(x, seed, stream, row, rounding, ())
     return q, q.t().clone(memory_format=torch.contiguous_format), scale
 
@@ -219,21 +214,17 @@ def _by_kernel(
 
 def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
     """Return the translation unit that quantizes `x` to a format, or why there is none."""
-    result = known_of(x.device)
+    result, target = known_of(x.device), written(row)
     source = format_name(x.dtype if x.dtype in TYPES else torch.float32)
     if result.arch is None or source is None:
         return result.reason
-    target = written(row)
     if target is None:
         return f"qsync_fx has no quantization kernel for {row}"
     return quantizer(result.arch, source, target)
 
 
 def fused(x: Tensor, row: Precision) -> bool:
-    """Return whether a compiled graph should quantize `x` by fused operators instead of a kernel.
-
-    This is so if no kernel is available, as far as is known without compiling one.
-    """
+    """Return whether a compiled graph should quantize `x` by fused operators: without a kernel."""
     empty = isinstance(x.numel(), int) and x.numel() == 0
     if empty or not compiles(row, x.device):
         return False

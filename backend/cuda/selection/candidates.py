@@ -1,8 +1,8 @@
 """Candidate kernels of a problem: built-in tables, and configurations that users add.
 
-Tiles follow CUTLASS's profiler: large tiles reuse loaded values more often; small tiles, stream-K
-and split-K avoid idle multiprocessors; the swizzle improves reuse in the L2 cache. The order of a
-table was not measured: its first entry runs until the tuner decides.
+Tiles follow CUTLASS's profiler: large tiles reuse loaded values; small tiles, stream-K and split-K
+avoid idle multiprocessors; the swizzle improves reuse in the L2 cache. The order of a table was not
+measured: its first entry runs until the tuner decides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from qsync_fx.formats import FORMATS
 
 @dataclass(frozen=True)
 class _Tile2:
-    """Tile of CUTLASS 2.x; `depth` is its k in bytes."""
+    """Tile of CUTLASS 2.x; `depth` is its k in bytes. sm_75 ignores `stages`: it has two."""
 
     m: int
     n: int
@@ -45,7 +45,6 @@ class _Tile2:
     loose: bool = False
 
     def config(self, kind: KernelConfig) -> KernelConfig:
-        """Return `kind` with this tile."""
         width = size_of(kind.a)
         alignment, out_alignment = 16 // width, 16 // size_of(kind.out)
         if kind.unit == "simt" or self.loose:
@@ -79,7 +78,6 @@ class _Tile3:
     swizzle: int = 1
 
     def config(self, kind: KernelConfig) -> KernelConfig:
-        """Return `kind` with this tile."""
         return replace(
             kind,
             tile=(self.m, self.n, 128 // size_of(kind.a)),
@@ -121,12 +119,8 @@ _ADA_FP8: Final = (
 )
 
 _TURING: Final = (
-    _Tile2(128, 128, 64, 2, (64, 64), swizzle=4),
-    _Tile2(128, 256, 64, 2, (64, 64), swizzle=4),
-    _Tile2(256, 128, 64, 2, (64, 64), swizzle=4),
-    _Tile2(128, 128, 64, 2, (64, 64), "stream_k"),
-    _Tile2(128, 64, 64, 2, (64, 32), swizzle=2),
-    _Tile2(64, 128, 64, 2, (32, 64), swizzle=2),
+    *_AMPERE[:4],
+    *_AMPERE[6:8],
     _Tile2(64, 64, 64, 2, (32, 32)),
     _Tile2(64, 64, 64, 2, (32, 32), "stream_k"),
 )
@@ -179,15 +173,10 @@ _HOPPER_FP8: Final = (
 # gradients with split-K; they are candidates next to the wgmma kernels.
 
 _CONV_TENSOR: Final = (
-    _Tile2(128, 128, 64, 4, (64, 64), swizzle=4),
-    _Tile2(128, 256, 64, 3, (64, 64), swizzle=4),
-    _Tile2(256, 128, 64, 3, (64, 64), swizzle=4),
-    _Tile2(128, 128, 128, 3, (64, 64)),
-    _Tile2(128, 64, 64, 5, (64, 32), swizzle=2),
-    _Tile2(64, 128, 64, 5, (32, 64), swizzle=2),
-    _Tile2(256, 64, 64, 4, (64, 64)),
+    *_AMPERE[:3],
+    *_AMPERE[5:9],
     _Tile2(64, 64, 64, 6, (32, 32)),
-    _Tile2(64, 64, 128, 5, (32, 32)),
+    _AMPERE[9],
 )
 
 # Strided input gradients: their threads have registers for half the accumulators, and their swizzle
@@ -204,12 +193,7 @@ _STRIDED: Final = (
     _Tile2(64, 64, 128, 5, (32, 32)),
 )
 
-_SPLIT: Final = (
-    _Tile2(128, 128, 64, 4, (64, 64), "split_k"),
-    _Tile2(128, 64, 64, 5, (64, 32), "split_k"),
-    _Tile2(64, 128, 64, 5, (32, 64), "split_k"),
-    _Tile2(64, 64, 64, 6, (32, 32), "split_k"),
-)
+_SPLIT: Final = tuple(replace(_CONV_TENSOR[i], order="split_k", swizzle=1) for i in (0, 4, 5, 7))
 
 # Also for strided input gradients. Larger tiles, and more than 32 x 32 per warp in the second,
 # spill there.
@@ -239,11 +223,9 @@ _CONV_HOPPER: Final = tuple(
     )
 )
 
+# Number of CUTLASS 2.x tiles that are candidates where wgmma kernels exist. For weight gradients,
+# other tiles spill on sm_90a.
 _BESIDE_HOPPER: Final[dict[ConvOperation, int]] = {"fprop": 4, "dgrad": 4, "wgrad": 1}
-"""Number of CUTLASS 2.x tiles that are candidates where wgmma kernels exist.
-
-For weight gradients, other tiles spill on sm_90a.
-"""
 
 _ADDED: Final[dict[str, KernelConfig]] = {}
 """Configurations added by users, by name, for all models of the process."""
@@ -254,13 +236,8 @@ def candidates(
 ) -> tuple[KernelConfig, ...]:
     """Return the kernels for a problem: the best general one first, kernels of users last.
 
-    GEMM kernels whose tiles fit the sizes badly come after the others.
-
-    Args:
-        multiprocessors: of the device; by default the number of a typical device.
-
-    Raises:
-        OptionError: no such architecture.
+    GEMM kernels whose tiles fit the sizes badly come after the others. `multiprocessors` are by
+    default those of a typical device. Raise `OptionError` for an unknown architecture.
     """
     _check(arch)
     if isinstance(problem, ConvProblem):
@@ -295,8 +272,7 @@ def all_configs(arch: Arch) -> tuple[KernelConfig, ...]:
 def add(config: KernelConfig) -> KernelConfig:
     """Add a kernel as a candidate for every problem that it serves, in this process; idempotent.
 
-    Raises:
-        OptionError: it breaks rules, which are listed.
+    Raise `OptionError` with the rules that it breaks.
     """
     if wrong := constraints.problems(config):
         raise OptionError(

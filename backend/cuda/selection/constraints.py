@@ -29,28 +29,14 @@ _ALL_REGISTERS: Final = 65536
 _ADDRESSES: Final = 96
 
 _FP8: Final = ("fp8", "fp8_e5m2")
-_GEMM_SCHEDULES: Final = (
-    "multistage",
-    "multistage_fast",
-    "pipelined",
-    "cooperative",
-    "cooperative_fast",
-    "pingpong",
-    "pingpong_fast",
-)
+_FAST: Final = ("multistage", "cooperative", "pingpong")  # schedules with a fast FP8 variant
+_GEMM_SCHEDULES: Final = (*_FAST, *(f"{name}_fast" for name in _FAST), "pipelined")
 
 _CONV_EPILOGUE_BYTES: Final = 32 * 1024  # bytes of shared memory for stores on sm_90a
+# Registers of 255 that remain next to the addresses and masks of pixels (168 fit, 192 spill).
 _BESIDE_PIXELS: Final = 176
-"""Registers of 255 that remain next to the addresses and masks of pixels.
-
-Measured: 168 fit on sm_75, 192 spill.
-"""
-
+# Accumulators per thread if few registers remain (64 use up to 224 registers, 128 do not fit).
 _FEW_SUMS: Final = 64
-"""Accumulators per thread if few registers remain for them.
-
-Measured: 64 use up to 224 registers, 128 exceed the limit.
-"""
 
 
 def problems(config: KernelConfig) -> list[str]:
@@ -58,10 +44,9 @@ def problems(config: KernelConfig) -> list[str]:
 
     Later rules assume the earlier ones, so only the first stage with broken rules is returned.
     """
+    first, rules, hopper = _gemm_fields, _gemm, on_hopper(config)
     if config.operation in get_args(ConvOperation):
-        first, rules, hopper = _conv_fields, _conv, on_hopper(config)
-    else:
-        first, rules, hopper = _gemm_fields, _gemm, on_hopper(config)
+        first, rules = _conv_fields, _conv
     if broken := [*_fields(config), *first(config)]:
         return broken
     if not hopper and (broken := [*_warp_tile(config)]):
@@ -92,7 +77,6 @@ def _positive(shape: object) -> bool:
 
 
 def _warp_tile(c: KernelConfig) -> Iterator[str]:
-    """Yield the broken rules that other rules of CUTLASS 2.x kernels assume."""
     if c.warp is None or c.instruction is None or c.cluster is not None:
         yield "a kernel without wgmma needs warp and instruction, and no cluster"
     elif c.tile[0] % c.warp[0] or c.tile[1] % c.warp[1] or c.tile[2] != c.warp[2]:
@@ -150,10 +134,7 @@ def _cutlass_3(c: KernelConfig) -> Iterator[str]:
     if c.arch != "sm_90a":
         yield f"{c.schedule} is a schedule of sm_90a"
     if c.unit != "tensor" or c.warp is not None or c.instruction is not None:
-        yield (
-            'wgmma kernels have the unit "tensor", and no warp and instruction: the schedule '
-            "determines them"
-        )
+        yield 'wgmma kernels have the unit "tensor", and no warp and instruction'
     if c.tile[2] * size_of(c.a) != 128:
         yield "a tile must have 128 bytes along k, the widest swizzle of TMA"
     if c.alignment * size_of(c.a) != 16 or c.out_alignment * size_of(c.out) != 16:
@@ -167,16 +148,14 @@ def _cutlass_3(c: KernelConfig) -> Iterator[str]:
 
 
 def _sums(c: KernelConfig) -> int:
-    """Return the accumulators per thread.
-
-    FP8 accumulators move to a second set every few instructions, except in "_fast" schedules. On
-    sm_90a a tile belongs to one group of four warps, or to two with the schedule cooperative.
-    """
+    """Return the accumulators per thread."""
     m, n, _ = c.warp or c.tile
     threads = _WARP
     if on_hopper(c):
+        # A tile belongs to one group of four warps, or to two.
         threads = 256 if c.schedule.startswith("cooperative") else 128
         m, n, _ = c.tile
+    # FP8 accumulators move to a second set every few instructions.
     if c.a in _FP8 and not c.schedule.endswith("_fast"):
         return 2 * m * n // threads
     return m * n // threads
@@ -333,11 +312,9 @@ def _misfits(c: KernelConfig, p: Problem) -> Iterator[str]:
 
 
 def _gemm_misfits(c: KernelConfig, p: GemmProblem) -> Iterator[str]:
-    if (c.a_major, c.b_major) != (p.a_major, p.b_major):
-        yield (
-            f"it reads {c.a_major}-major a and {c.b_major}-major b, not {p.a_major}-major a and "
-            f"{p.b_major}-major b"
-        )
+    if c.a_major != p.a_major or c.b_major != p.b_major:
+        ours, theirs = (f"{x.a_major}-major a and {x.b_major}-major b" for x in (c, p))
+        yield f"it reads {ours}, not {theirs}"
     if not all(1 <= size <= _LARGEST for size in (p.m, p.n, p.k)):
         yield f"sizes must be from 1 to {_LARGEST}"
     longest = LARGEST_K.get(p.a, p.k)

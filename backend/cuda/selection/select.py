@@ -20,10 +20,7 @@ from qsync_fx.backend.cuda.selection.candidates import all_configs, candidates
 from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable, work
 
 ENOUGH_WORK: Final = 2048**3
-"""Multiply-adds from which an unmeasured product in a narrow format counts as faster than BF16.
-
-Launches and casts are a fixed cost that dominates small products.
-"""
+"""Multiply-adds from which an unmeasured product in a narrow format counts as faster than BF16."""
 
 NARROWEST: Final = 512
 """Smallest size of such a product; with a smaller one it would be bandwidth-bound."""
@@ -59,23 +56,13 @@ class DispatchPath:
 
 
 def decide(
-    problem: Problem,
-    arch: Arch,
-    table: TuningTable | None = None,
-    listed: Candidates = candidates,
+    problem: Problem, arch: Arch, table: TuningTable | None = None, listed: Candidates = candidates
 ) -> KernelDecision:
-    """Decide for one problem.
-
-    Args:
-        arch: of the device.
-        table: its tuning table; None if there is none.
-        listed: returns the kernels to choose from.
-    """
+    """Decide for one problem, with the tuning table of the device, among the kernels `listed`."""
     path = way(problem, arch, listed)
     if isinstance(path, str):
         return KernelDecision(None, problem, path)
-    choice = table and table.choice(problem)
-    if choice:
+    if choice := table and table.choice(problem):
         config, reason = _tuned(problem, arch, path, choice)
         integers = choice.faster_than_bf16 is not False
     else:
@@ -89,10 +76,7 @@ def decide(
 
 
 def way(problem: Problem, arch: Arch, listed: Candidates = candidates) -> DispatchPath | str:
-    """Return the form of a problem that has kernels, or the reason why there is none.
-
-    Forms with fewer copies come first.
-    """
+    """Return the form of a problem that has kernels, with fewest copies, or why there is none."""
     copies_cost_more = False
     for used in padding.alternatives(problem):
         configs = tuple(listed(used, arch))
@@ -135,9 +119,8 @@ def _untuned(problem: Problem, arch: Arch, path: DispatchPath) -> tuple[KernelCo
     m, n, k = work(problem)
     if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:
         return first, "not tuned"
-    return None, (
-        f"{m} x {n} x {k} is assumed to be too small for {problem.a} to be faster (not tuned)"
-    )
+    why = f"{m} x {n} x {k} is assumed to be too small for {problem.a} to be faster (not tuned)"
+    return None, why
 
 
 def of_all(arch: Arch) -> list[TranslationUnit]:
@@ -158,9 +141,7 @@ def of_problems(
 ) -> list[TranslationUnit]:
     """Return the units for these problems: kernels, quantizers of their formats, copy kernels.
 
-    Args:
-        every_candidate: whether to include all kernels that the tuner may choose, or only the
-            kernels that run without tuning.
+    Without `every_candidate`, the kernels are those that run without tuning.
     """
     configs: dict[KernelConfig, None] = {}
     formats: dict[str, None] = {}

@@ -1,12 +1,9 @@
 """INT8 matrix products and convolutions by the native module: eligibility, profitability, calls.
 
-The kernel applies scales and bias to sums in registers and accepts any strides. A convolution is
-the product of its weight with windows that the kernel gathers into its caches block by block. The
-weight gradient uses transposed windows; for stride 1 the input gradient is a convolution of the
-output gradient with the flipped weight.
-
-Invariant: the bits of `reference_result` (`gemm`, `conv2d_product`) on every ISA variant; sums are
-exact.
+The kernel accepts any strides. A convolution is the product of its weight with windows that the
+kernel gathers block by block. The weight gradient uses transposed windows; for stride 1 the input
+gradient is a convolution of the output gradient with the flipped weight.
+Invariant: the bits of `reference_result` on every ISA variant; sums are exact.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ LARGE_WEIGHT: Final = 2**23
 FEW_ROWS: Final = 32
 """Rows below which a layer with a weight above `LARGE_WEIGHT` values is as fast in FP32 as in BF16.
 
-The casts of weight and weight gradient use as much memory as FP32's gradient alone, in sizes that
-the allocator requests from the system in each step (`benchmarks/kernels/bf16_pays.py`).
+The casts use as much memory as FP32's gradient (`benchmarks/kernels/bf16_pays.py`).
 """
 
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -86,10 +82,8 @@ def gemm_too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
 
 
 def gemm(x: GemmProduct, transposed: bool = False) -> Tensor:
-    """Compute `qsync::gemm` of matrices that `multiplies` accepts.
-
-    Each Python call counts: for small products the kernel itself takes a few microseconds.
-    """
+    """Compute `qsync::gemm` of matrices that `multiplies` accepts."""
+    # Each Python call counts: for small products the kernel takes a few microseconds.
     a, b, out_dtype = x.a, x.b, x.out_dtype
     rows, inner = a.shape
     if transposed:
@@ -131,7 +125,6 @@ def _vector(t: Tensor | None) -> tuple[int, bool, Tensor | None]:
 CHANNELS: Final = 64
 """Fewest channels of native INT8 convolutions: oneDNN is faster with 16 and 32 (AVX512-VNNI)."""
 
-
 _laid_out_later: ContextVar[bool] = ContextVar("qsync_laid_out_later", default=False)
 
 
@@ -160,10 +153,7 @@ def multiplies_conv(x: ConvProduct) -> bool:
 
 
 def pays(x: ConvProduct) -> bool:
-    """Return whether the native module is faster than oneDNN in BF16.
-
-    Gathered windows must be used for many channels (docs/kernels-cpu.md).
-    """
+    """Return whether the native module is faster than oneDNN in BF16 (docs/kernels-cpu.md)."""
     channels_last = x.a.is_contiguous(memory_format=torch.channels_last) or _laid_out_later.get()
     if not (multiplies_conv(x) and channels_last):
         return False
@@ -180,9 +170,7 @@ def conv_too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
     if channels < CHANNELS:
         return f"{channels} channels are too few for int8 to pay, from {CHANNELS} on it does"
     if math.prod(size) == 1 and list(stride) != [1, 1]:
-        return (
-            "a kernel of one value that moves by more leaves too little to compute for int8 to pay"
-        )
+        return "a kernel of one value with a stride leaves too little to compute for int8 to pay"
     return None
 
 
@@ -239,10 +227,9 @@ def _multiply(
 ) -> Tensor:
     """Return the product of the windows of images, transposed if `taps`, with a matrix."""
     (count, channels), columns = images.shape[:2], b.shape[1]
+    rows = count * math.prod(settings["out"])
     if taps:
         rows = math.prod(settings["kernel"]) * channels
-    else:
-        rows = count * math.prod(settings["out"])
     images = images.contiguous(memory_format=torch.channels_last)
     if images.stride(1) != 1:
         by_pixel = images.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)

@@ -1,11 +1,8 @@
 """Choice between our kernels and torch for each product of a layer, and the kernel calls.
 
-The choice is made while a graph is traced: the compiler fuses scales and bias around torch's
-products, while a kernel is an opaque call with its own epilogue. The graph gets the faster one for
-the traced shapes; both are correct for other shapes of symbolic sizes. On CUDA tuning results
-decide. On the CPU the native module computes every INT8 matrix product if the processor has an
-integer unit: it scales sums as it writes them, torch in another pass (docs/kernels-cpu.md).
-
+A graph gets the faster one for the traced shapes; both are correct for other shapes of symbolic
+sizes. On CUDA tuning results decide. On the CPU the native module computes every INT8 matrix
+product if the processor has an integer unit (docs/kernels-cpu.md).
 Invariant: without kernels for the device a product is None, and the layer computes as usual.
 """
 
@@ -78,12 +75,7 @@ class MatrixProduct(NamedTuple):
 
 
 class Dispatcher:
-    """Choice between a kernel and torch for each product of a layer.
-
-    A dispatcher is an argument of every operator of a product (`ProductArguments.dispatcher`). A
-    subclass records the problems of a layer while its operator runs: they depend on the views,
-    roundings and transposed copies that the operators make.
-    """
+    """Choice between a kernel and torch for each product (`ProductArguments.dispatcher`)."""
 
     def matrix_product(self, product: MatrixProduct) -> Tensor | None:
         """Return a matrix product by a kernel, or None if torch computes it."""
@@ -106,8 +98,7 @@ class Dispatcher:
     ) -> Tensor | None:
         """Return a product of a 1-D or 2-D convolution by a kernel, or None if torch computes it.
 
-        Operands are as in `qsync::conv2d_product`, with one size per spatial dimension and any
-        output dtype; `row` and `b_dtype` as in `MatrixProduct`.
+        `x` may have any output dtype; `row` and `b_dtype` are as in `MatrixProduct`.
         """
         device, out_dtype = x.a.device, x.out_dtype
         rank = x.a.dim()
@@ -172,7 +163,7 @@ class Dispatcher:
         return known_of(device).arch is not None
 
     def _computes(self, problem: Problem, device: torch.device) -> bool:
-        """Return whether a kernel computes a product, which is about to be computed."""
+        """Return whether a kernel computes a product now."""
         selected = decision(problem, device)
         reason = selected.reason
         if selected.config is not None:
@@ -197,10 +188,7 @@ KERNELS: Final = Dispatcher()
 
 
 class RecordingDispatcher(Dispatcher):
-    """Dispatcher that records the problems of a layer on any device, the meta device included.
-
-    torch computes all products; `problems` are in the order of their computation.
-    """
+    """Dispatcher that records the problems of a layer, in order, on any device; torch computes."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -239,7 +227,6 @@ def _as_image(x: ConvProduct) -> ConvProduct:
 
 
 def _gemm_problem(x: GemmProduct, a: Outline | None, b: Outline | None) -> GemmProblem | None:
-    """Return the problem of a product; None if torch computes it on every device."""
     if a is None or b is None or len(a.shape) != 2:
         return None
     if not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):

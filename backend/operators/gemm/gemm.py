@@ -1,9 +1,8 @@
 """Products by a kernel: `qsync::gemm` and `qsync::conv2d_product`, with scales and bias inside.
 
-The operators are opaque: on CUDA each is one kernel, selected by shape at run time. They have no
-gradients of their own; a layer's operator calls them for each of its three products. On the CPU
-they are the native module for INT8, with the bits of the torch reference of every kernel, which
-computes the other types.
+The operators are opaque: on CUDA each is one kernel, selected by shape at run time, on the CPU the
+native module for INT8, with the bits of the torch reference, which computes the other types. They
+have no gradients; a layer's operator calls them for each of its three products.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ def gemm(
         out_dtype: FP32, FP16 or BF16.
         tf32: whether FP32 operands are on the TF32 grid, so that TF32 tensor cores may multiply
             them.
-        transposed: whether `b` is passed as its transpose, `[N, K]`. A transpose outside would be a
-            view that a joint-graph partitioner regards as fused into its reader, so that saving an
-            INT8 weight seemed expensive, and half of all layers saved a BF16 copy instead.
+        transposed: whether `b` is passed as its transpose, `[N, K]`. For a transpose outside, a
+            joint-graph partitioner saves a BF16 copy instead of an INT8 weight.
 
     Returns:
         `[M, N]`, contiguous. For K = 0 the sum is 0.
@@ -64,9 +62,8 @@ def gemm(
     Raises:
         PrecisionError: unsupported dtypes.
     """
-    result: Tensor = torch.ops.qsync.gemm.default(
-        a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed
-    )
+    call: Any = torch.ops.qsync.gemm.default
+    result: Tensor = call(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
     return result
 
 
@@ -78,7 +75,6 @@ def multiplies(a: torch.dtype, b: torch.dtype) -> bool:
 
 
 def _check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> None:
-    """Raise `PrecisionError` unless products accept these types of operands and output."""
     if not multiplies(a.dtype, b.dtype):
         raise PrecisionError(
             f"{a.dtype} and {b.dtype} cannot be multiplied",
@@ -94,7 +90,6 @@ def _check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> No
 
 
 def _check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, where: str) -> None:
-    """Raise unless a scale is None, one FP32 number, or FP32 of this shape."""
     if scale is None:
         return
     if scale.dtype != torch.float32:
@@ -109,10 +104,7 @@ def _check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, whe
 
 
 def _check_gemm(x: GemmProduct, transposed: bool = False) -> None:
-    """Raise if the operator cannot compute a product.
-
-    Every kernel call runs this, so messages are built only if a condition may be false.
-    """
+    # Every kernel call runs this, so messages are built only if a condition may be false.
     where, a, b, bias = "qsync::gemm", x.a, x.b, x.bias
     _check_types(a, b, x.out_dtype, where)
     require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
@@ -197,8 +189,8 @@ def conv2d_product(
         y, or the gradient of x or of the weight; channels-last.
     """
     settings = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
-    result: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *settings)
-    return result
+    call: Any = torch.ops.qsync.conv2d_product.default
+    return call(a, b, a_scale, b_scale, bias, *settings)  # type: ignore[no-any-return]
 
 
 def _shape(x: ConvProduct) -> tuple[int, ...]:
@@ -224,7 +216,6 @@ def _shape(x: ConvProduct) -> tuple[int, ...]:
 
 
 def _check_conv(x: ConvProduct) -> tuple[int, ...]:
-    """Return the shape of the result; raise if the arguments are invalid."""
     operations = get_args(ConvOperation)
     if x.operation not in operations:
         raise OptionError(

@@ -1,10 +1,7 @@
 """INT8 products by torch's integer unit: oneDNN on the CPU, cuBLAS on CUDA.
 
-`qsync::integer_products` multiplies two INT8 matrices or two stacks on the CPU. It is opaque: torch
-multiplies stacks without the unit, and overflows; separate products would each be a graph node. The
-second operand is passed transposed for the reason in `gemm`. `qsync::integer_convolution` is the
-same for convolutions. `qsync::grouped_products` multiplies each group of rows by its own matrix.
-
+`qsync::integer_products` multiplies two INT8 matrices or two stacks on the CPU: torch multiplies
+stacks without the unit, and overflows. The second operand is passed transposed, as in `gemm`.
 Invariant: integer sums are exact. If INT32 cannot represent every sum, or the unit saturates or
 rejects the sizes, `product` and `sums` return None.
 """
@@ -29,10 +26,7 @@ from qsync_fx.formats import Precision, precision
 def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tensor | None:
     """Return `a @ bt.T` in INT32, each sum exact; None if torch has no such product.
 
-    Args:
-        a: `[M, K]`, any strides, or on the CPU a stack `[E, M, K]`.
-        bt: `[N, K]` or `[E, N, K]`, any strides.
-        formats: of `a` and `bt`.
+    `a` is `[M, K]`, or on the CPU a stack `[E, M, K]`, `bt` `[N, K]` or `[E, N, K]`, any strides.
     """
     if not _summed_exactly(a.device, a.shape[-1], formats):
         return None
@@ -58,13 +52,10 @@ def _summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, 
 
 
 def _strided(t: Tensor) -> Tensor:
-    """Return a matrix, copied unless column-major or row-major and dense, for the CPU's unit.
-
-    oneDNN uses the row stride as the row length even with a single row, where any stride is valid,
-    and reads beyond the end.
-    """
+    """Return a matrix, copied unless column-major or row-major and dense, for the CPU's unit."""
     if not t.is_contiguous():
         return t if t.t().is_contiguous() else t.contiguous()
+    # oneDNN uses the row stride as the row length even with a single row, where any is valid.
     if t.stride(0) == t.shape[1]:
         return t
     return t.flatten().view(t.shape)
@@ -107,25 +98,17 @@ def _grouped_fake(
     return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=dtype)
 
 
-@define(
-    "grouped_products(Tensor a, Tensor b, Tensor offs, str a_format, str b_format, "
-    "ScalarType dtype) -> Tensor",
-    "CPU",
-    _grouped_fake,
-)
+_GROUPED = "Tensor a, Tensor b, Tensor offs, str a_format, str b_format, ScalarType dtype"
+
+
+@define(f"grouped_products({_GROUPED}) -> Tensor", "CPU", _grouped_fake)
 def grouped_products(
     a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
 ) -> Tensor:
     """Multiply the matrices of each group (mixture of experts); rows of no group give zeros.
 
-    It is opaque because group sizes are known at run time only.
-
-    Args:
-        a, b: `[S, K]` and `[E, K, N]`, or `[M, S]` and `[S, N]`.
-        offs: `[E]`, the end of each group in S.
-
-    Returns:
-        `[S, N]`, or `[E, M, N]`.
+    `a` and `b` are `[S, K]` and `[E, K, N]`, the result `[S, N]`; or `[M, S]` and `[S, N]`, the
+    result `[E, M, N]`. `offs` is `[E]`, the end of each group in S, known at run time only.
     """
     formats = precision(a_format), precision(b_format)
     result = _grouped_fake(a, b, offs, a_format, b_format, dtype).zero_()
@@ -144,12 +127,8 @@ _WINDOWS: Final = 2**20
 def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor | None:
     """Return the exact INT32 sums of a convolution; None without an integer unit.
 
-    torch's quantized convolutions require prepacked weights; packing them costs more than the unit
-    gains. Windows are copied in chunks at one byte per value, which costs less than a cast.
-
-    Args:
-        xq: `[N, C, *size]`, int8.
-        wq: `[O, C, *kernel]`, int8.
+    `xq` is `[N, C, *size]`, `wq` `[O, C, *kernel]`. Windows are copied in chunks: torch's quantized
+    convolutions require prepacked weights, and packing costs more than the unit gains.
     """
     stride, padding, dilation, transposed, _, groups = geometry
     if transposed or groups != 1 or xq.device.type != "cpu":
@@ -164,35 +143,25 @@ def _convolution_fake(x: Tensor, weight: Tensor, *window: Sequence[int]) -> Tens
     return x.new_empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32).movedim(-1, 1)
 
 
+_WINDOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation"
+
+
 @define(
-    "integer_convolution(Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation) -> Tensor",
-    "CPU",
-    _convolution_fake,
+    f"integer_convolution(Tensor x, Tensor weight, {_WINDOW}) -> Tensor", "CPU", _convolution_fake
 )
-def _integer_convolution(
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    result = _convolution_fake(x, weight, stride, padding, dilation)
+def _integer_convolution(x: Tensor, weight: Tensor, *window: Sequence[int]) -> Tensor:
+    stride, padding, dilation = window
+    result = _convolution_fake(x, weight, *window)
     by_pixel, last = result.movedim(1, -1), x.movedim(1, -1)
     if any(padding):
         last = F.pad(last, [0, 0, *(p for p in reversed(padding) for _ in range(2))])
     last = last.contiguous()
     batch, *steps, _ = last.stride()
     # [N, *size, *kernel, C], a view.
-    windows = last.as_strided(
-        (*by_pixel.shape[:-1], *weight.shape[2:], x.shape[1]),
-        (
-            batch,
-            *(step * s for step, s in zip(steps, stride, strict=True)),
-            *(step * d for step, d in zip(steps, dilation, strict=True)),
-            1,
-        ),
-    )
+    outer = [step * s for step, s in zip(steps, stride, strict=True)]
+    inner = [step * d for step, d in zip(steps, dilation, strict=True)]
+    size = *by_pixel.shape[:-1], *weight.shape[2:], x.shape[1]
+    windows = last.as_strided(size, (batch, *outer, *inner, 1))
     columns = _strided(weight.movedim(1, -1).reshape(weight.shape[0], -1))
     for part, into in _chunks(windows, by_pixel, columns.shape[1]):
         rows = _strided(part.reshape(-1, columns.shape[1]))

@@ -85,7 +85,7 @@ def test_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.M
         "/sys/fs/cgroup/jobs/memory.current": "3000000000\n",
         "/sys/fs/cgroup/jobs/memory.stat": "anon 5\ninactive_file 1000000000\n",
     }
-    monkeypatch.setattr(compiler, "_text", lambda path: files.get(str(path), ""))
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: files.get(str(path), ""))
     assert compiler.available_memory() == 6_000_000_000
     del files["/sys/fs/cgroup/jobs/memory.max"]
     assert compiler.available_memory() == 16_384_000_000
