@@ -102,8 +102,11 @@ class Options:
         if self.device_class is not None and not isinstance(self.device_class, str):
             raise _wrong("device_class", self.device_class, 'use a name such as "t4"')
         if self.plan is not None and not isinstance(self.plan, Plan):
-            do = 'pass a Plan, a path, or a dictionary such as {"default": "int8", "head": "fp32"}'
-            raise _wrong("plan", self.plan, do)
+            raise _wrong(
+                "plan",
+                self.plan,
+                'pass a Plan, a path, or a dictionary such as {"default": "int8", "head": "fp32"}',
+            )
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
         for name in (item.name for item in fields(self) if isinstance(item.default, bool)):

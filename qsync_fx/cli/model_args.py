@@ -149,6 +149,7 @@ def _check_call(factory: Any, reference: str) -> None:
 
 
 def _checked(result: Any, reference: str) -> Referred:
+    model: Any
     model, args, kwargs = None, (), {}
     message, do = "", _RETURN_FORMAT
     if not isinstance(result, tuple):
