@@ -1,8 +1,8 @@
 """1bitSGD (F. Seide et al., 2014): signs, two means for each unit, and error feedback.
 
-Each value >= 0 becomes the mean of those in its unit, each other value the mean of the others. A
-unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*; study of low-precision
-communication, sections 2.2 and 3.2). Invariant: decoded values plus error feedback are the input.
+In a unit, values >= 0 become their mean, and values < 0 theirs. A unit is a column of the gradient
+as in CNTK, or consecutive values (1bitSGD*; study of low-precision communication, sections 2.2 and
+3.2). Invariant: decoded values plus error feedback are the input.
 """
 
 from __future__ import annotations
