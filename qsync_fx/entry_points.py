@@ -23,9 +23,6 @@ def listed_in_modules(parent: str, attribute: str) -> dict[str, Any]:
     Args:
         parent: name of the package; its modules are imported, those of its subpackages are not.
         attribute: name of the tuple of values in a module; most modules have none.
-
-    Raises:
-        QSyncError: two values have the same name.
     """
     result: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -42,18 +39,12 @@ def listed_in_modules(parent: str, attribute: str) -> dict[str, Any]:
 
 
 def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value, ...]]:
-    """Return the tuples that installed packages add to a table, by their origin.
+    """Return the tuples that installed packages add to a table, by their origin in words.
 
     Args:
         group: group of the entry points, whose values are tuples.
         kind: class of the tuple elements.
         wanted: name of this class in error messages.
-
-    Returns:
-        Tuples by a description of the entry point for error messages.
-
-    Raises:
-        QSyncError: an entry point cannot be loaded, or has another type.
     """
     result: dict[str, tuple[Value, ...]] = {}
     for entry in entry_points(group=group):
@@ -86,11 +77,8 @@ def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
 
 def _broken(entry: EntryPoint, problem: str) -> QSyncError:
     name = package(entry)
-    return QSyncError(
-        f"the installed package {name} {problem}",
-        where=place(entry),
-        do=f"upgrade or uninstall {name}; correct the package if it is your own",
-    )
+    do = f"upgrade or uninstall {name}; correct the package if it is your own"
+    return QSyncError(f"the installed package {name} {problem}", where=place(entry), do=do)
 
 
 def package(entry: EntryPoint) -> str:

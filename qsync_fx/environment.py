@@ -26,13 +26,7 @@ def text(*names: str) -> str:
 
 
 def switch(name: str) -> bool:
-    """Return whether a feature is on, which is the default.
-
-    Values are 1, true or on, and 0, false or off, in any case.
-
-    Raises:
-        OptionError: the variable has another value.
-    """
+    """Return whether a feature is on, which is the default: 1, true or on, or 0, false or off."""
     value = text(name)
     if not value:
         return True
@@ -42,11 +36,7 @@ def switch(name: str) -> bool:
 
 
 def choice(name: str, choices: Sequence[str]) -> str:
-    """Return the value of a variable, one of `choices`; the first choice is the default.
-
-    Raises:
-        OptionError: the variable has another value.
-    """
+    """Return the value of a variable, one of `choices`; the first choice is the default."""
     value = text(name) or choices[0]
     if value not in choices:
         raise _invalid(name, value, nearest(value, choices))
@@ -54,11 +44,7 @@ def choice(name: str, choices: Sequence[str]) -> str:
 
 
 def count(name: str) -> int | None:
-    """Return the value of a variable as an integer from 1 to 9999; None if it is unset.
-
-    Raises:
-        OptionError: the variable has another value.
-    """
+    """Return the value of a variable as an integer from 1 to 9999; None if it is unset."""
     value = text(name)
     if not value:
         return None
@@ -105,6 +91,5 @@ def default(name: str, value: str) -> Iterator[None]:
 
 
 def _invalid(name: str, value: str, do: str) -> OptionError:
-    return OptionError(
-        f"{name} cannot be {shown(value)}", where=f"environment variable {name}", do=do
-    )
+    where = f"environment variable {name}"
+    return OptionError(f"{name} cannot be {shown(value)}", where=where, do=do)

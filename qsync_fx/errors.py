@@ -67,8 +67,7 @@ class PassError(QSyncError):
     Attributes:
         graph: text of the graph after the pass; "" without one.
         step: name of the pass.
-        ours: whether it is a pass of qsync_fx on a graph that no other pass has changed, which
-            indicates a bug in qsync_fx.
+        ours: whether only passes of qsync_fx ran, which indicates a bug in qsync_fx.
     """
 
     graph: str = ""
@@ -85,11 +84,7 @@ class ProfileError(QSyncError):
 
 
 class RankError(QSyncError):
-    """Disagreement of ranks, or failure of a rank; raised on every rank.
-
-    Attributes:
-        rank: the rank that failed or differs; None if unknown.
-    """
+    """Disagreement of ranks, or failure of `rank` (None if unknown); raised on every rank."""
 
     rank: int | None = None
 
@@ -99,10 +94,7 @@ class KernelError(QSyncError):
 
 
 class RefusedKernelError(KernelError):
-    """CUDA kernel that compiles but must not be used, for example because it spills registers.
-
-    Another kernel may compute the same operation without this problem.
-    """
+    """CUDA kernel that compiles but must not be used, for example because it spills registers."""
 
 
 class LaunchError(KernelError):
@@ -112,9 +104,7 @@ class LaunchError(KernelError):
 class ToolchainError(KernelError):
     """nvcc, host compiler or CUTLASS headers that are missing, unsupported or failing.
 
-    Attributes:
-        of_the_source: whether the failure is specific to the source, so that another source may
-            compile.
+    `of_the_source`: whether another source may compile.
     """
 
     of_the_source: bool = False
@@ -123,10 +113,10 @@ class ToolchainError(KernelError):
 def nearest(name: str, available: Iterable[str]) -> str:
     """Return advice for an unknown name: the closest available name, then all of them."""
     available = sorted(available)
-    known = f"known: {', '.join(available)}"
+    advice = f"known: {', '.join(available)}"
     if close := difflib.get_close_matches(name, available, n=1, cutoff=0.5):
-        return f"did you mean {close[0]!r}? {known}"
-    return known
+        return f"did you mean {close[0]!r}? {advice}"
+    return advice
 
 
 def shown(text: str) -> str:

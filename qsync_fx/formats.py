@@ -31,9 +31,8 @@ class Precision:
     """Number format.
 
     Attributes:
-        name: identifier for users.
         kind: "float", or "integer" for symmetric fixed point.
-        bits: bits per value, which is also the size that a native kernel moves.
+        bits: per value, which is also the size that a native kernel moves.
         mantissa: stored mantissa bits `k`; the relative step is `2**-k`. 0 for integers.
         e_min: exponent of the smallest normal number. 0 for integers.
         max: largest finite magnitude (float) or largest level (integer).
@@ -146,11 +145,7 @@ _BY_DTYPE = {row.dtype: row for row in reversed(tuple(FORMATS.values())) if row.
 
 
 def precision(name: str | torch.dtype | Precision) -> Precision:
-    """Return the format called `name`, in any case, or the first format of a dtype.
-
-    Raises:
-        PrecisionError: there is none; the error has the closest name.
-    """
+    """Return the format called `name`, in any case, or the first format of a dtype."""
     if isinstance(name, Precision):
         return name
     if isinstance(name, torch.dtype):
@@ -159,22 +154,15 @@ def precision(name: str | torch.dtype | Precision) -> Precision:
             return by_dtype[name]
     elif isinstance(name, str) and name.lower() in FORMATS:
         return FORMATS[name.lower()]
-    raise PrecisionError(
-        f"{name!r} is not a precision", do=nearest(str(name)[:40].lower(), FORMATS)
-    )
+    do = nearest(str(name)[:40].lower(), FORMATS)
+    raise PrecisionError(f"{name!r} is not a precision", do=do)
 
 
 def precisions(names: Iterable[str | torch.dtype | Precision]) -> list[Precision]:
-    """Return the formats with these names, without duplicates.
-
-    Raises:
-        PrecisionError: a name is unknown, or `names` is a string.
-    """
+    """Return the formats with these names, without duplicates."""
     if isinstance(names, str):
-        raise PrecisionError(
-            f"precisions must be a list of names, not the string {names!r}",
-            do=f"write precisions=[{names!r}]",
-        )
+        message = f"precisions must be a list of names, not the string {names!r}"
+        raise PrecisionError(message, do=f"write precisions=[{names!r}]")
     return list(dict.fromkeys(precision(name) for name in names))
 
 
@@ -200,8 +188,6 @@ def promoted(first: Precision, second: Precision) -> Precision:
     """
     result = precision_of(torch.promote_types(first.dtype, second.dtype))
     if result is None:
-        raise PrecisionError(
-            f"no format represents both {first} and {second}",
-            do="promote only formats of operator outputs",
-        )
+        do = "promote only formats of operator outputs"
+        raise PrecisionError(f"no format represents both {first} and {second}", do=do)
     return result

@@ -62,12 +62,7 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Combination of options for a common case.
-
-    Attributes:
-        options: values of `qsync_fx.options.Options`, by name.
-        trade_off: gains and costs of the recipe, in one sentence.
-    """
+    """Combination of options for a common case, with its gains and costs in one sentence."""
 
     options: Mapping[str, object]
     trade_off: str
@@ -105,14 +100,8 @@ RECIPE_HELP: Final = (
 )
 
 SWITCHES: Final = frozenset(
-    {
-        "emulate_unsupported",
-        "skip_unprofitable",
-        "cudagraphs",
-        "activation_recompute",
-        "cache_quantized_weights",
-        "strict",
-    }
+    "emulate_unsupported skip_unprofitable cudagraphs activation_recompute "
+    "cache_quantized_weights strict".split()
 )
 """Options that are False by default."""
 

@@ -128,11 +128,10 @@ class Options:
                 where='options "emulate_unsupported" and "skip_unprofitable"',
                 do="remove one of them",
             )
-        if self.root is not None and (
-            not isinstance(self.root, str) or (self.root and "" in self.root.split("."))
-        ):
+        root: object = "" if self.root is None else self.root
+        if not isinstance(root, str) or (root and "" in root.split(".")):
             do = 'use a path such as "encoder.layer.0"; "" is the full model'
-            raise _wrong("root", self.root, do)
+            raise _wrong("root", root, do)
         if not isinstance(self.passes, tuple):
             raise _wrong("passes", self.passes, "use a list of passes, such as [my_pass]")
         if self.precision is not None and self.plan is not None:
@@ -164,15 +163,13 @@ class Options:
 
     @classmethod
     def from_recipe(cls, name: str, **options: object) -> Options:
-        """Return the options of a recipe, overridden by `options`.
+        """Return the options of a recipe of `qsync_fx.option_help.RECIPES`.
 
         Args:
-            name: "bf16", "int8_accurate", "int8_fast" or "low_memory"; see
-                `qsync_fx.option_help.RECIPES`.
-            options: as of `parse`.
+            options: as of `parse`; they override those of the recipe.
 
         Raises:
-            OptionError: the recipe does not exist, or an option is invalid (see `parse`).
+            OptionError: the recipe does not exist, or an option is invalid.
         """
         return cls.parse({"recipe": name, **options})
 
@@ -239,9 +236,7 @@ def _converted(name: str, value: object) -> Any:
             return value
         case "passes", list():
             return tuple(value)
-        case "passes", str():
-            return (value,)
-        case "passes", _ if callable(value) and hasattr(value, "name"):
+        case "passes", _ if isinstance(value, str) or (callable(value) and hasattr(value, "name")):
             return (value,)
         case _:
             return value

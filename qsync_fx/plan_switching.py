@@ -40,24 +40,21 @@ def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None
 
     Args:
         model: the result of `torch.compile(..., backend="qsync")`, a module compiled by its method
-            `compile`, or a module that contains such modules, as `DistributedDataParallel` does;
-            all of them are switched.
+            `compile`, or a module that contains such modules, which are all switched.
         plan: a plan or cluster plan, the result of find_plan, or the path of a file; None for the
             default precision of the device.
 
     Raises:
         OptionError: the model is not compiled with the backend, or `plan` has another type.
-        PlanError: the file cannot be read. A plan that does not fit the model raises at the next
-            call of the model.
+        PlanError: the file cannot be read; the next call of the model raises if it does not fit.
     """
     result = {id(context): context for context in _contexts(model)}
     if not result:
-        raise OptionError(
-            f"the {type(model).__name__} is not compiled with the backend qsync",
-            where="qsync_fx.switch_plan",
-            do='pass the result of torch.compile(model, backend="qsync"), or a module that '
-            "contains it",
+        message = f"the {type(model).__name__} is not compiled with the backend qsync"
+        do = (
+            'pass the result of torch.compile(model, backend="qsync"), or a module that contains it'
         )
+        raise OptionError(message, where="qsync_fx.switch_plan", do=do)
     inputs = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)
     parts = [(context, _part(context, inputs)) for context in result.values()]
     for context, part in parts:
@@ -79,7 +76,7 @@ def when_called(model: Callable[..., Any], hook: Callable[[], None]) -> Callable
 
     def enter() -> Callable[[], None]:
         hook()
-        return _nothing
+        return lambda: None
 
     contexts = list({id(context): context for context in _contexts(model)}.values())
     for context in contexts:
@@ -92,19 +89,9 @@ def when_called(model: Callable[..., Any], hook: Callable[[], None]) -> Callable
     return remove
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class _RoomForPlans:
-    """Hook that raises Dynamo's limit of versions in proportion to the number of plans.
-
-    Dynamo calls it around each call of the compiled model.
-
-    Attributes:
-        backends: one per plan.
-    """
+    """Hook that raises Dynamo's limit of versions by the number of plans, each with a backend."""
 
     backends: list[Any]
 
@@ -205,9 +192,9 @@ def _contexts(model: Any) -> Iterator[Any]:
 
 def _context(function: Any) -> Any:
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        return None
-    if not hasattr(function, "_torchdynamo_orig_callable"):
+    if not isinstance(function, FunctionType) or not hasattr(
+        function, "_torchdynamo_orig_callable"
+    ):
         return None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return next((cell.cell_contents for name, cell in cells if name == "self"), None)

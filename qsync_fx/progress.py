@@ -21,12 +21,9 @@ class Advance(Protocol):
     """Callback for completed parts of a task."""
 
     def __call__(self, part: str, left: float | None = None, count: int = 1) -> None:
-        """Count completed parts.
+        """Count `count` completed parts; `left` is the remaining seconds, by default extrapolated.
 
-        Args:
-            part: name of the completed part or, with `count` 0, of the running ones.
-            left: remaining seconds, by default extrapolated.
-            count: number of parts completed since the last call.
+        With `count` 0, `part` names the running parts.
         """
 
 

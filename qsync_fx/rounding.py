@@ -117,11 +117,7 @@ class RoundingStream:
 
     @untraced
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position that `state_dict` returned, in this process or another.
-
-        Raises:
-            QSyncError: `state` is no such position.
-        """
+        """Restore a position that `state_dict` returned, in this process or another."""
         numbers = dict(state) if isinstance(state, Mapping) else {}
         if numbers.keys() != {"seed", "draws"} or any(
             type(n) is not int or n < 0 for n in numbers.values()
@@ -177,11 +173,9 @@ class WatchedSeed:
     """Wrapper of torch's default generator that moves the rounding stream with it.
 
     It replaces the global `default_generator` of `torch.random`, because a repeated
-    `torch.manual_seed` with the same seed is not detectable from the generator's state. Functions
-    of `torch.random` use this global, so it is irrelevant how they were imported, and Dynamo still
-    recognizes them. The generator itself is unchanged. The position of the stream is an attribute
-    of the returned state tensor: `torch.save`, `copy.deepcopy` and pickle preserve it, `clone` does
-    not.
+    `torch.manual_seed` with the same seed is not detectable from the generator's state. The
+    position of the stream is an attribute of the returned state tensor: `torch.save`,
+    `copy.deepcopy` and pickle preserve it, `clone` does not.
     """
 
     def __init__(self, generator: torch.Generator, stream: RoundingStream) -> None:

@@ -12,18 +12,20 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Width for rich if lines must not wrap.
-AS_LONG_AS_IT_TAKES = 100_000
+_UNLIMITED = 100_000
+"""Width for rich if lines must not wrap."""
 
 
 def plain(description: RenderableType, width: int | None = None) -> str:
     """Return the text of a terminal of this width, without colors; unlimited width for None."""
     console = Console(
-        width=width or AS_LONG_AS_IT_TAKES,
-        no_color=True,
-        force_terminal=False,
-        legacy_windows=False,
+        width=width or _UNLIMITED, no_color=True, force_terminal=False, legacy_windows=False
     )
+    return captured(console, description)
+
+
+def captured(console: Console, description: RenderableType) -> str:
+    """Return the text that a console prints, without trailing spaces."""
     with console.capture() as capture:
         console.print(description)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -38,18 +40,14 @@ def table_of(columns: Sequence[str], right: Sequence[str] = ("flops", "bytes", "
 
 
 class Fitted:
-    """Renderable that prints a table, transposed if only that fits the width.
-
-    Args:
-        table: its first column contains row names.
-    """
+    """Renderable that prints a table, whose first column has row names, transposed if it fits."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        free = options.update(max_width=AS_LONG_AS_IT_TAKES)
-        for table in (self.table, turned(self.table)):
+        free = options.update(max_width=_UNLIMITED)
+        for table in (self.table, transposed(self.table)):
             if console.measure(table, options=free).maximum <= options.max_width:
                 yield table
                 return
@@ -58,7 +56,7 @@ class Fitted:
         yield self.table
 
 
-def turned(table: Table) -> Table:
+def transposed(table: Table) -> Table:
     """Return the transposed table: a column per row, and a row per column except the first."""
     first, *others = table.columns
     names = [str(cell) for cell in first.cells]
