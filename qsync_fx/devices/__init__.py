@@ -1,9 +1,5 @@
 """Devices: format support of real devices, and a catalog with cost models of absent ones.
 
-`support` (format_support.py) returns how a device runs a number format, and `targeted` assumes a
-GPU that is not present. `get("t4")` (device_catalog.py) returns a `Device` (device_model.py), which
-predicts durations by the roofline model (roofline.py) from the constants of its file.
-
 Names are imported on first use (PEP 562), so the catalog can be listed without importing torch.
 """
 

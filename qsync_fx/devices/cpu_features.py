@@ -86,8 +86,7 @@ _WITHOUT: Final = "SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_
 def native_bf16_unit() -> bool:
     """Return whether oneDNN multiplies BF16 in a native unit (AVX512-BF16, AMX, Arm).
 
-    Torch reports BF16 support from AVX-512 on. Without a BF16 unit such a processor computes a
-    product more slowly than in FP32.
+    Torch reports support from AVX-512 on, where products without a unit are slower than in FP32.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

@@ -185,7 +185,6 @@ class Device:
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the vertical and the horizontal size."""
     return (size, size) if isinstance(size, int) else size
 
 
@@ -215,8 +214,7 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     """Return the device and unit whose fitted constants apply to products of `unit`.
 
     They are searched on the device itself, then on the devices that it is calibrated as: first of
-    the unit, then of another unit that is likewise narrower than 32 bits or not. The device itself
-    and "" if there are none.
+    the unit, then of a similar unit. The device itself and "" if there are none.
     """
     from qsync_fx.devices.device_catalog import get
 

@@ -1,8 +1,6 @@
 """Number-format support: how each device runs each format.
 
-`support` returns whether a format runs natively, is simulated exactly, or is substituted, with a
-reason. `resolve` maps the planned format of an operator to the format that runs. `capability`
-respects an assumed target GPU, so that all decisions refer to the same device.
+`capability` respects an assumed target GPU, so that all decisions refer to the same device.
 """
 
 from __future__ import annotations
@@ -46,14 +44,12 @@ class Kernels:
     capability: tuple[int, int] | None = None
 
 
-def _not_loaded(device: torch.device) -> Kernels:
-    return Kernels(None, "the backend is not loaded")
-
-
 class Offer:
     """Registry entry of the backend, which provides kernels and registers itself on import."""
 
-    kernels: Callable[[torch.device], Kernels] = staticmethod(_not_loaded)
+    kernels: Callable[[torch.device], Kernels] = staticmethod(
+        lambda device: Kernels(None, "the backend is not loaded")
+    )
     forget: tuple[Callable[[], object], ...] = ()
 
 
@@ -110,8 +106,6 @@ CUDA_SINCE = {
 _BF16_SINCE = (8, 0)
 """Compute capability from which Inductor compiles graphs with BF16 (torch 2.11 to 2.15)."""
 
-_EVERYWHERE = ("fp64", "fp32")
-
 
 @dataclass(frozen=True)
 class Support:
@@ -136,16 +130,15 @@ def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], obj
 
 @functools.cache
 def support(device: torch.device, fmt: Precision, exact: bool = False) -> Support:
-    """Return how `device` runs `fmt`; `exact` forbids substitution.
+    """Return how `device` runs `fmt`; raise `DeviceError` if it cannot without substitution.
 
-    Raises:
-        DeviceError: the device type is not supported, or `exact` excludes the only option.
+    `exact` forbids substitution.
     """
     if device.type not in ("cpu", "cuda"):
         message = f"qsync_fx does not run on device type {device.type!r}"
         do = "move the model to the CPU or to a CUDA device"
         raise DeviceError(message, where=f"device {device}", do=do)
-    if fmt.name in _EVERYWHERE:
+    if fmt.name in ("fp64", "fp32"):
         return Support("native", fmt, f"{fmt} runs everywhere")
     gpu = device.type == "cuda" or Offer.kernels(device).capability is not None
     return _cuda(device, fmt, exact) if gpu else _cpu(fmt, exact)
@@ -203,10 +196,8 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
     if fmt.name == "fp16":
         if exact:
             return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")
-        reason = (
-            "FP16 runs as BF16 on the CPU, which has no FP16 unit (emulate_unsupported=True "
-            "forbids this)"
-        )
+        reason = "FP16 runs as BF16 on the CPU, which has no FP16 unit"
+        reason = f"{reason} (emulate_unsupported=True forbids this)"
         return Support("substituted", precision("bf16"), reason)
     if encoding(fmt).name == "int8":
         return _integer_support(fmt)
@@ -256,10 +247,8 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     if fmt.plain:
         return Support("native", fmt, f"{gpu} has {fmt} tensor cores")
     if values.name in kernels.formats:
-        reason = (
-            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores if that is faster"
-        )
-        return Support("native", fmt, reason)
+        how = f"use the {values} tensor cores if that is faster"
+        return Support("native", fmt, f"CUTLASS kernels for {kernels.arch} {how}")
     why = kernels.reason or f"qsync_fx has no kernel for products of {values} and {values}"
     if fmt.kind == "integer":
         reason = f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {why}"
@@ -321,9 +310,7 @@ class _Targets(Mapping[str, tuple[int, int]]):
     """GPUs of the catalog and of user files, by name or by path of the file."""
 
     def __getitem__(self, name: str) -> tuple[int, int]:
-        if not is_path(name) and name not in names():
-            raise KeyError(name)
-        capability = get(name).capability
+        capability = get(name).capability if is_path(name) or name in names() else None
         if capability is None:
             raise KeyError(name)
         return capability
@@ -366,8 +353,6 @@ def check_target(name: str, device: torch.device) -> None:
     current = str(device)
     if device.type == "cuda":
         current = f"a GPU of compute capability {'.'.join(map(str, capability(device)))}"
-    raise DeviceError(
-        f"the graph runs on {current}, but its target is {name}",
-        where='option "target"',
-        do="remove the option to compile; use it only with qsync_fx.explain and qsync inspect",
-    )
+    message = f"the graph runs on {current}, but its target is {name}"
+    do = "remove the option to compile; use it only with qsync_fx.explain and qsync inspect"
+    raise DeviceError(message, where='option "target"', do=do)

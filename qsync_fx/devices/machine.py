@@ -22,8 +22,6 @@ SWITCH = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 """Environment setting, made before a process starts, by which glibc requests huge pages."""
 
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_SINCE = (2, 35)
-"""First version of glibc that supports the setting."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,13 @@ class HugePages:
     """
 
     policy: str
-    asked: bool
-    can_ask: bool
+    requested: bool
+    available: bool
 
     @property
     def missing(self) -> bool:
         """Whether the process runs without huge pages and the setting would enable them."""
-        return self.policy == "madvise" and not self.asked and self.can_ask
+        return self.policy == "madvise" and self.available and not self.requested
 
     def __str__(self) -> str:
         by_policy = {
@@ -50,9 +48,9 @@ class HugePages:
         }
         if self.policy in by_policy:
             return by_policy[self.policy]
-        if self.asked:
+        if self.requested:
             return "used: requested by this process"
-        return f"not used; faster training: {SWITCH} python ..." if self.can_ask else "not used"
+        return f"not used; faster training: {SWITCH} python ..." if self.available else "not used"
 
 
 def huge_pages() -> HugePages:
@@ -74,7 +72,7 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     # The last of repeated settings is active; 2 requests reserved pages.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
-    available = name == "glibc" and parts >= _SINCE
+    available = name == "glibc" and parts >= (2, 35)
     requested = available and settings.get("glibc.malloc.hugetlb") in ("1", "2")
     return HugePages(chosen, requested, available)
 
@@ -86,9 +84,7 @@ _PREDICTED = ", predicted"
 class Machine:
     """Device and library versions that a profile belongs to.
 
-    Attributes:
-        features: relevant instruction sets, or compute capability.
-        threads: threads that torch computes with.
+    `features` are instruction sets or the compute capability; torch computes with `threads`.
     """
 
     device: str
@@ -106,11 +102,9 @@ class Machine:
             if stored != getattr(current, name)
         ]
         if differing:
-            raise ProfileError(
-                f"the profile was measured on another machine: {'; '.join(differing)}",
-                do="measure on this machine, or accept the profile with any_machine=True (qsync "
-                "replay: --any-machine)",
-            )
+            message = f"the profile was measured on another machine: {'; '.join(differing)}"
+            accept = "accept the profile with any_machine=True (qsync replay: --any-machine)"
+            raise ProfileError(message, do=f"measure on this machine, or {accept}")
 
     @property
     def predicted(self) -> bool:

@@ -7,6 +7,7 @@ seconds. Sizes may be arrays of one length, so that many products are evaluated 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -141,12 +142,7 @@ class ReductionSpec:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """Interconnect of devices without measured all-reduces.
-
-    Attributes:
-        bandwidth: bytes per second that each device sends.
-        latency: seconds per ring step.
-    """
+    """Interconnect of devices without measured all-reduces: `latency` is seconds per ring step."""
 
     bandwidth: float
     latency: float
@@ -155,19 +151,7 @@ class LinkSpec:
 
 Numbers = NDArray[np.float64]
 
-_EDGES = (
-    (256, 128),
-    (128, 256),
-    (128, 128),
-    (128, 64),
-    (64, 128),
-    (64, 64),
-    (128, 32),
-    (32, 128),
-    (64, 32),
-    (32, 64),
-    (32, 32),
-)
+_EDGES = [(256, 128), (128, 256), *itertools.product((128, 64, 32), repeat=2)]
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 _TALLEST = 128
 _AREA_AT_ONCE = 32768.0
@@ -296,7 +280,7 @@ class GemmShape:
     down: Numbers
     across: Numbers
     above: Numbers
-    beside: Numbers
+    left: Numbers
 
     @classmethod
     def of(cls, *sizes: ArrayLike) -> GemmShape:
@@ -315,7 +299,7 @@ class GemmShape:
     @property
     def wide(self) -> Numbers:
         """Width of the output."""
-        return np.asarray(np.floor((self.w + 2 * self.beside - self.s) / self.across) + 1)
+        return np.asarray(np.floor((self.w + 2 * self.left - self.s) / self.across) + 1)
 
     @property
     def places(self) -> Numbers:
@@ -523,8 +507,5 @@ def _sides(
         return of.k, stepped(of.c, tile) * of.window, places
     pointwise = of.window == 1
     places = np.where(pointwise, of.places * of.skipped ** (1 - by.strided), of.n * of.h * of.w)
-    return (
-        of.c,
-        places,
-        stepped(of.k, by.step) * np.ceil(of.r / of.down) * np.ceil(of.s / of.across),
-    )
+    window = np.ceil(of.r / of.down) * np.ceil(of.s / of.across)
+    return of.c, places, stepped(of.k, by.step) * window
