@@ -1,8 +1,8 @@
 """Command line `qsync`: effects of the backend on a model, plans, and checks of this machine.
 
 Each verb is a module of commands/ that defines a `Command` (command.py), or an entry point of an
-installed package. parser.py parses arguments; model_args.py and model_args.py define arguments
-that several verbs share; output.py prints results and returns the exit status.
+installed package. parser.py parses arguments, model_args.py defines shared arguments, and
+output.py prints results and returns the exit status.
 
 Invariant: this package, `qsync --help` and `qsync --version` do not import torch. Results go to
 standard output and all other messages to standard error, so that results can be piped.

@@ -1,7 +1,6 @@
 """Report of `qsync doctor`: hardware and tools, and how each format runs here.
 
-Invariant: a report changes no state. Unknown values are empty, not guessed. The support of a format
-is the result of `qsync_fx.devices.support`.
+Invariant: a report changes no state. Unknown values are empty, not guessed.
 """
 
 from __future__ import annotations
@@ -32,22 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Native quantizer.
-
-    Attributes:
-        path: active ISA variant; None if QSYNC_CPU_ISA is invalid, with the error in `wrong`.
-        available: ISA variants on this CPU.
-        openmp: whether it uses threads.
-        refused: available variants whose results differ from the scalar variant.
-        products: for each type of values, the instruction that multiplies matrices.
-    """
+    """ISA variant of the native quantizer; `path` is None if QSYNC_CPU_ISA is invalid (`wrong`)."""
 
     path: str | None
-    available: tuple[str, ...]
-    openmp: bool
-    wrong: QSyncError | None = None
-    refused: tuple[str, ...] = ()
-    products: tuple[str, ...] = ()
+    wrong: QSyncError | None
 
 
 @dataclass(frozen=True)
@@ -92,18 +79,14 @@ class Report:
 
     Attributes:
         cuda: CUDA version that torch was built for; None for a CPU build.
-        threads: threads that CPU kernels use.
         nvcc, host, cutlass: tools for CUDA kernels, or the error that prevents their use.
         disassembler: tool that checks the instructions of compiled kernels; None without one.
         kernels: compiled kernels in the cache, then in the folders of QSYNC_KERNELS_PATH.
     """
 
-    qsync_fx: str
     torch: str
-    python: str
     cuda: str | None
     cpu: Cpu
-    threads: int
     huge_pages: HugePages
     quantizer: Quantizer
     gpus: tuple[Gpu, ...]
@@ -117,17 +100,14 @@ class Report:
 
 def look() -> Report:
     """Return the report on this machine; runs in less than a second."""
-    gpus = _gpus()
+    gpus, wrong = _gpus(), wrong_path()
     devices = (torch.device("cpu"), *(gpu.device for gpu in gpus))
     return Report(
-        qsync_fx=__version__,
         torch=torch.__version__,
-        python=platform.python_version(),
         cuda=torch.version.cuda,
         cpu=cpu(),
-        threads=torch.get_num_threads(),
         huge_pages=huge_pages(),
-        quantizer=_quantizer(),
+        quantizer=Quantizer(_C.isa() if wrong is None else None, wrong),
         gpus=gpus,
         nvcc=_tool(toolchain.nvcc),
         host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
@@ -139,18 +119,6 @@ def look() -> Report:
             for device in devices
             for fmt in FORMATS.values()
         ),
-    )
-
-
-def _quantizer() -> Quantizer:
-    available = tuple(_C.available_isas())
-    if (wrong := wrong_path()) is not None:
-        return Quantizer(None, available, _C.openmp, wrong)
-    products = tuple(
-        f"{values} by {instruction}" for values, instruction in _C.gemm_instructions().items()
-    )
-    return Quantizer(
-        _C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()), products=products
     )
 
 
@@ -203,9 +171,8 @@ def _machine(report: Report) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table = Table.grid("", padding=(0, 2))
+    table.columns[0].style, table.columns[0].no_wrap = "bold", True
 
     def line(name: str, value: str) -> None:
         # Device names and paths may contain rich markup characters.
@@ -213,10 +180,10 @@ def _machine(report: Report) -> Table:
 
     cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
     build = f"CUDA {report.cuda}" if report.cuda else "CPU only"
-    line("qsync_fx", report.qsync_fx)
-    line("torch", f"{report.torch}, {build}, Python {report.python}")
-    threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
-    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
+    line("qsync_fx", __version__)
+    line("torch", f"{report.torch}, {build}, Python {platform.python_version()}")
+    used = f"{report.cpu.threads} threads for this process, kernels use {torch.get_num_threads()}"
+    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{used}")
     line("instruction sets", ", ".join(report.cpu.features) or "none that qsync_fx uses")
     if report.huge_pages.policy:
         line("huge pages", str(report.huge_pages))
@@ -241,13 +208,15 @@ def _machine(report: Report) -> Table:
 def _quantizer_text(quantizer: Quantizer) -> str:
     if quantizer.wrong is not None:
         return str(quantizer.wrong)
-    threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
+    threads = "with threads" if _C.openmp else "built without OpenMP: one thread"
     wrong = "".join(
         f"; {path} computes wrong results on this processor and is not used"
-        for path in quantizer.refused
+        for path in _C.refused_isas()
     )
-    products = f"products of {', of '.join(quantizer.products)}"
-    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}; {products}{wrong}"
+    instructions = _C.gemm_instructions().items()
+    products = ", of ".join(f"{values} by {name}" for values, name in instructions)
+    available = ", ".join(_C.available_isas())
+    return f"{quantizer.path} (of {available}), {threads}; products of {products}{wrong}"
 
 
 def _tool_text(tool: Tool | QSyncError) -> str:

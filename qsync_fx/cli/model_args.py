@@ -1,10 +1,5 @@
 """Command-line arguments for a model, its training, backend options and named files.
 
-`add` and `read` define the arguments that all verbs with a model share. Backend options are derived
-from `qsync_fx.option_help.DOCUMENTED`, except options that only affect training runs. `load`
-resolves a model reference "package.module:function". `named` parses NAME=VALUE arguments for
-classes of devices.
-
 Invariant: an invalid reference raises `OptionError` that names its wrong part. Exceptions of the
 user's module or function are not caught.
 """
@@ -39,32 +34,22 @@ if TYPE_CHECKING:
 
 
 def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
-    """Return values by the name before "="; values without a name by `unnamed` and their index.
-
-    Either one value has no name and applies to all classes, or each has a unique name.
-    """
+    """Return values by the name before "="; values without a name by `unnamed` and their index."""
     result: dict[str, str] = {}
+    do = "write NAME=FILE once for each class of devices, or one FILE for all classes"
     for index, text in enumerate(value):
         name, equals, path = text.partition("=")
         # A path may contain "=": a name contains no "/".
         if not equals or "/" in name:
             name, path = unnamed.format(index), text
         if name in result:
-            message = "several values have no name"
-            if name:
-                message = f"the name {shown(name)} occurs twice"
+            message = f"the name {shown(name)} occurs twice"
             raise OptionError(
-                message,
-                where=where,
-                do="write NAME=FILE once for each class of devices of the cluster",
+                message if name else "several values have no name", where=where, do=do
             )
         result[name] = path
     if "" in result and len(result) > 1:
-        raise OptionError(
-            "one value has no name, but others have",
-            where=where,
-            do="write NAME=FILE for all of them, or one FILE for all classes of devices",
-        )
+        raise OptionError("one value has no name, but others have", where=where, do=do)
     return result
 
 
@@ -80,9 +65,6 @@ def existing_reference(reference: str) -> str:
     """Return a reference whose top-level module exists; for `add_argument(type=...)`.
 
     This check precedes the import of torch.
-
-    Raises:
-        OptionError: it does not name a module and a callable, or the module does not exist.
     """
     module, _ = _parts(reference)
     top = module.partition(".")[0]
@@ -93,17 +75,17 @@ def existing_reference(reference: str) -> str:
 
 
 def load(reference: str) -> Referred:
-    """Call the function at `reference`, and return the model and its inputs.
-
-    Args:
-        reference: "MODULE:CALLABLE"; the current folder is searched first, as by "python -m".
-
-    Raises:
-        OptionError: the module or callable does not exist, it requires arguments, or its result has
-            the wrong type.
-    """
-    module, name = _parts(reference)
-    factory = _attribute(_module(module, reference), name, reference)
+    """Call the function MODULE:CALLABLE, and return the model and its inputs."""
+    module_name, path = _parts(reference)
+    _search_current_folder()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A failed import inside an existing module is shown to the user with its traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise _missing(error.name, reference) from None
+    factory = _attribute(module, path, reference)
     _check_call(factory, reference)
     return _checked(factory(), reference)
 
@@ -118,17 +100,6 @@ def _parts(reference: str) -> tuple[str, str]:
     if not colon or "" in (*module.split("."), *name.split(".")):
         raise OptionError(f"{shown(reference)} does not name a model", do=_REFERENCE_FORMAT)
     return module, name
-
-
-def _module(name: str, reference: str) -> Any:
-    _search_current_folder()
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A failed import inside an existing module is shown to the user with its traceback.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise _missing(error.name, reference) from None
 
 
 def _search_current_folder() -> None:
@@ -149,15 +120,10 @@ def _missing(module: str, reference: str) -> OptionError:
 def _attribute(value: Any, path: str, reference: str) -> Any:
     for name in path.split("."):
         if not hasattr(value, name):
-            available = [
-                key
-                for key in vars(value)
-                if not key.startswith("_") and callable(getattr(value, key, None))
-            ]
+            public = (key for key in vars(value) if not key.startswith("_"))
+            do = nearest(name, [key for key in public if callable(getattr(value, key, None))])
             owner = getattr(value, "__name__", type(value).__name__)
-            raise OptionError(
-                f"{owner} has no {shown(name)}", where=reference, do=nearest(name, available)
-            )
+            raise OptionError(f"{owner} has no {shown(name)}", where=reference, do=do)
         value = getattr(value, name)
     return value
 
@@ -183,28 +149,26 @@ def _check_call(factory: Any, reference: str) -> None:
 
 
 def _checked(result: Any, reference: str) -> Referred:
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        message = f"a value of type {type(result).__name__}"
-        if isinstance(result, tuple):
-            message = f"a tuple of {len(result)}"
-        raise OptionError(f"the function returned {message}", where=reference, do=_RETURN_FORMAT)
-    model, args, kwargs = (*result, {})[:3]
-    if not callable(model):
-        raise OptionError(
-            f"the model is of type {type(model).__name__}, which cannot be called",
-            where=reference,
-            do="return a torch.nn.Module or a function as the model",
-        )
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        raise OptionError(
-            f"args is of type {type(args).__name__}, not a tuple",
-            where=reference,
-            do="return (model, (x,)) for one input, or (model, (), kwargs) for none",
-        )
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise OptionError(
-            "kwargs is not a dictionary with string keys", where=reference, do=_RETURN_FORMAT
-        )
+    model: Any = None
+    args: Any = ()
+    kwargs: Any = {}
+    message, do = "", _RETURN_FORMAT
+    if not isinstance(result, tuple):
+        message = f"the function returned a value of type {type(result).__name__}"
+    elif len(result) not in (2, 3):
+        message = f"the function returned a tuple of {len(result)}"
+    else:
+        model, args, kwargs = (*result, {})[:3]
+        if not callable(model):
+            message = f"the model is of type {type(model).__name__}, which cannot be called"
+            do = "return a torch.nn.Module or a function as the model"
+        elif not isinstance(args, Sequence) or isinstance(args, str):
+            message = f"args is of type {type(args).__name__}, not a tuple"
+            do = "return (model, (x,)) for one input, or (model, (), kwargs) for none"
+        elif not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+            message = "kwargs is not a dictionary with string keys"
+    if message:
+        raise OptionError(message, where=reference, do=do)
     return model, tuple(args), dict(kwargs)
 
 
@@ -222,7 +186,6 @@ The model runs once on these inputs, to find graph breaks. Its parameters and
 buffers do not change."""
 
 _RUN_OPTIONS = ("inner_backend", "cached_plan", "strict")
-_INSPECTION_OPTIONS = ("target",)
 _CLI_HELP = {
     "plan": "path of a saved plan instead of --precision; from a plan for a cluster, the part for "
     "--device-class is used",
@@ -231,8 +194,6 @@ _CLI_HELP = {
     "for rounding, and report where this is not possible; --no-fast-dropout uses torch's generator",
 }
 """Help of options that differ from Python."""
-_TRISTATE = ("fast_dropout",)
-"""Switches with a third state, the default."""
 _FLAGS = {"passes": "--pass"}
 _METAVARS = {
     "precision": "NAME",
@@ -264,13 +225,12 @@ def add(
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
-    extra_arguments: dict[str, Any] = {}
-    if not required:
-        extra_arguments["nargs"] = "?"
     text = "function that returns (model, args) or (model, args, kwargs)"
-    reference.add_argument(
-        name, metavar="MODULE:CALLABLE", type=existing_reference, help=text, **extra_arguments
+    model = reference.add_argument(
+        name, metavar="MODULE:CALLABLE", type=existing_reference, help=text
     )
+    if not required:
+        model.nargs, model.required = "?", False
     parser.set_defaults(mode=None)
     if inspection:
         mode = reference.add_mutually_exclusive_group()
@@ -318,12 +278,12 @@ def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
         "recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}
     }
     for name, text in DOCUMENTED.items():
-        if name in _RUN_OPTIONS or (name in _INSPECTION_OPTIONS and not inspection):
+        if name in _RUN_OPTIONS or (name == "target" and not inspection):
             continue
         text = text.removeprefix("True: ").removesuffix("; False by default")
         help_text = literal(_CLI_HELP.get(name, text))
         metavar = {"metavar": _METAVARS.get(name, "MODE")}
-        if name in _TRISTATE:
+        if name == "fast_dropout":  # by default neither on nor off
             result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
             result[name] = {"action": "store_true", "default": None, "help": help_text}
@@ -387,11 +347,7 @@ class ModelArguments:
 
 
 def read(arguments: argparse.Namespace) -> ModelArguments:
-    """Return the model arguments of a command line; options are checked before the model is built.
-
-    Raises:
-        QSyncError: an option or the reference is invalid.
-    """
+    """Return the model of a command line; options are checked before it is built."""
     from qsync_fx.options import Options
 
     options = Options.parse(given(arguments))
@@ -426,13 +382,11 @@ def add_training(
     required: bool = True,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> argparse._ArgumentGroup:
-    """Add the model's arguments, and return a new group with --precisions.
+    """Add the model's arguments as `add` does, and return a new group with --precisions.
 
     Args:
-        title: of the group.
         precisions: help text of --precisions.
         noun: result of the command, such as "a profile", for the error about --precision.
-        required, refused: as for `add`.
     """
     one_precision = OptionError(
         f"{noun} covers several precisions", where="--precision", do="use --precisions instead"
@@ -451,11 +405,7 @@ def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
 
 
 def read_training(arguments: argparse.Namespace) -> Trained:
-    """Return the model that a command line names, with its step and its batch.
-
-    Raises:
-        OptionError: an option is invalid, or the model has no parameters.
-    """
+    """Return the model that a command line names, with its step and its batch."""
     import torch
 
     # A resumed measurement needs the same weights.
@@ -481,9 +431,6 @@ def loss_of(result: Any, reference: str) -> Tensor:
     """Return the loss: `.loss`, or a single scalar output, or the sum of mean squares.
 
     The sum is over all output tensors that require gradients.
-
-    Raises:
-        OptionError: no output requires gradients.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -525,22 +472,15 @@ def optimizer(name: str, module: Any) -> Optimizer | None:
     """Return the optimizer that --optimizer names; raise `OptionError` if torch has none."""
     import torch
 
-    from qsync_fx.errors import nearest
-
-    classes: dict[str, Any] = {
-        key.lower(): kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type)
-        and issubclass(kind, torch.optim.Optimizer)
-        and kind is not torch.optim.Optimizer
-    }
     if name == "none":
         return None
+    base = torch.optim.Optimizer
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    classes: dict[str, Any] = {
+        kind.__name__.lower(): kind for kind in kinds if issubclass(kind, base) and kind is not base
+    }
     if name not in classes:
-        raise OptionError(
-            f"torch.optim has no optimizer {name!r}",
-            where="--optimizer",
-            do=nearest(name, ["none", *classes]),
-        )
-    made: Optimizer = classes[name](module.parameters(), lr=1e-3)
-    return made
+        do = nearest(name, ["none", *classes])
+        raise OptionError(f"torch.optim has no optimizer {name!r}", where="--optimizer", do=do)
+    result: Optimizer = classes[name](module.parameters(), lr=1e-3)
+    return result

@@ -1,12 +1,8 @@
 """Output of commands, and the exit status of `qsync`.
 
-Results go to standard output, all other messages to standard error. A terminal gets colors and
-tables of its width, as does a pipe if COLUMNS is set; other pipes get unwrapped lines, which
-programs can search.
-
-A `QSyncError` is printed in its three lines, with status 2, which argparse uses for invalid
-arguments. An exception of the user's own code is printed with its traceback. A closed or unwritable
-standard output gives one line on standard error and status 2.
+Results go to standard output, all other messages to standard error. Tables have the width of the
+terminal or of COLUMNS; other pipes get unwrapped lines, which programs can search. An exception of
+the user's own code is printed with its traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from qsync_fx import environment
@@ -79,38 +75,25 @@ def status_of(run: Callable[[], None]) -> int:
 
 
 class _CheckedOutput:
-    """Standard output that records the first failed write, because argparse ignores such errors.
-
-    Attributes:
-        error: the `OSError` of the failed write, or None.
-    """
+    """Standard output that records the first failed write, because argparse ignores such errors."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.error: OSError | None = None
 
-    def write(self, text: str) -> int:
-        with self._recording():
-            return self._stream.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        with self._recording():
-            self._stream.writelines(lines)
-
-    def flush(self) -> None:
-        with self._recording():
-            self._stream.flush()
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        if name not in ("write", "writelines", "flush"):
+            return value
 
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        def recording(*arguments: object) -> object:
+            try:
+                return value(*arguments)
+            except OSError as error:
+                self.error = self.error or error
+                raise
+
+        return recording
 
 
 def _report_unwritable(stream: TextIO, error: OSError) -> int:
@@ -143,11 +126,7 @@ def note(description: object) -> None:
 
 
 def to_write(path: str) -> Path:
-    """Return the path of a writable file; for `add_argument(type=...)`, before any work is done.
-
-    Raises:
-        QSyncError: the file cannot be written.
-    """
+    """Return the path of a writable file; for `add_argument(type=...)`, before any work is done."""
     check_writable(path)
     return pathlib.Path(path)
 
@@ -164,10 +143,10 @@ def show(description: RenderableType) -> None:
     """Print a table or another rich renderable at the width of the output."""
     from rich.console import Console
 
+    from qsync_fx.text_tables import captured
+
     console = Console(width=None if sys.stdout.isatty() else width() or _LONGEST)
-    with console.capture() as captured:
-        console.print(description)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print(captured(console, description))
 
 
 def width() -> int | None:

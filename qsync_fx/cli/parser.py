@@ -31,17 +31,10 @@ first steps:
 
 _Raw = argparse.RawDescriptionHelpFormatter
 _RUN: Final = "_run"
-_WITHOUT_COMMAND = ("-h", "--help", "--version")
-"""Arguments that are processed without a command."""
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
-    """Return the function of the command, and its parsed arguments.
-
-    Raises:
-        QSyncError: the command cannot be loaded.
-        SystemExit: argparse reports an error, or has printed help or versions.
-    """
+    """Return the function of the command, and its parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="qsync", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Raw, allow_abbrev=False
     )
@@ -53,9 +46,9 @@ def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
     )
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     available = commands.names()
-    first = next(
-        (word for word in arguments if not word.startswith("-") or word in _WITHOUT_COMMAND), None
-    )
+    without_command = ("-h", "--help", "--version")
+    words = (word for word in arguments if word in without_command or not word.startswith("-"))
+    first = next(words, None)
     if first in available:
         _add(choices, {first: commands.load(first)})
     else:
@@ -87,17 +80,14 @@ def _add(choices: Any, result: Mapping[str, Command]) -> None:
         if command.run is not None:
             parser.set_defaults(**{_RUN: command.run})
         else:
-            _add(
-                parser.add_subparsers(title="actions", required=True, metavar="ACTION"),
-                command.actions,
-            )
+            actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+            _add(actions, command.actions)
 
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(
-            f"qsync_fx {__version__}, torch {_torch_version()}, Python {platform.python_version()}"
-        )
+        python = platform.python_version()
+        print(f"qsync_fx {__version__}, torch {_torch_version()}, Python {python}")
         parser.exit()
 
 

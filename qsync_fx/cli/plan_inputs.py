@@ -29,12 +29,9 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Profiles, cluster, sensitivities and model for planning.
+    """Profiles and sensitivities for planning, by class of devices or "" for all.
 
-    Attributes:
-        profiles: by class of devices; "" for all.
-        sensitivity: of the model, or by class; None if the profiles contain it.
-        trained: the model; None if only files are given.
+    `sensitivity` is None if the profiles contain it, `trained` is None if only files are given.
     """
 
     profiles: Mapping[str, Any]
@@ -44,14 +41,11 @@ class PlanInputs:
 
 
 def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
-    """Return the profiles and sensitivities of a command line; measure the missing ones.
-
-    Raises:
-        QSyncError: an argument or a file is invalid, which is checked before any measurement.
-    """
+    """Return the inputs of a command line; check them, then measure the missing ones."""
     from qsync_fx.allocator.problem_builder import check_precisions
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
     from qsync_fx.profiler.profile import Profile
+    from qsync_fx.timeline.device_profiles import of_files
 
     paths = named(arguments.profile, "--profile")
     profiles: dict[str, Any] = {
@@ -74,8 +68,9 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
         return from_files
     trained = model_args.read_training(arguments)
     _check(arguments, PlanInputs(profiles, cluster, inputs, trained))
-    profiles = {**_files(cluster, profiles), **profiles}
-    profiles.update(_of_catalog(cluster, profiles, trained, arguments))
+    if cluster is not None and "" not in profiles:
+        profiles = {**of_files(cluster, profiles), **profiles}
+        profiles |= _of_catalog(cluster, profiles, trained, arguments)
     result = PlanInputs(profiles, cluster, inputs, trained)
     if trained.precisions is not None and profiles:
         check_precisions(profiles, trained.precisions)
@@ -212,18 +207,8 @@ def sensitivities(
     return result.get("", result)
 
 
-def _target(device: str) -> str | None:
-    from qsync_fx.devices import TARGETS
-
-    return device if device in TARGETS else None
-
-
 def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
-    """Return a function that changes the batch size of a class of devices.
-
-    Raises:
-        OptionError: there is no model to build a graph from.
-    """
+    """Return a function that changes the batch size of a class of devices."""
     from qsync_fx.allocator.evaluator import resized
 
     trained = available.trained
@@ -243,6 +228,12 @@ def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], Dev
         return resized(part, symbolic(part.graph.device, part.graph.formats), batch)
 
     return other
+
+
+def _target(device: str) -> str | None:
+    from qsync_fx.devices import TARGETS
+
+    return device if device in TARGETS else None
 
 
 def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> ModelGraph:
@@ -266,25 +257,16 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
     return build_model_graph(explain(trained.module, *args, options=options, **kwargs), formats)
 
 
-def _files(cluster: Cluster | None, value: Mapping[str, Any]) -> dict[str, Any]:
-    from qsync_fx.timeline.device_profiles import of_files
-
-    if cluster is None or "" in value:
-        return {}
-    return dict(of_files(cluster, value))
-
-
 def _of_catalog(
-    cluster: Cluster | None,
+    cluster: Cluster,
     profiles: Mapping[str, Any],
     trained: Trained,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     from qsync_fx.devices import get
+    from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.analytic_profile import catalog_profile
 
-    if cluster is None or "" in profiles:
-        return {}
     missing = {
         name: item.device
         for name, item in cluster.devices.items()
@@ -295,23 +277,13 @@ def _of_catalog(
         for name, called in missing.items():
             device = get(called)
             formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
+            narrow = [fmt for fmt in formats if FORMATS[fmt].bits <= 32]
             optimizer = model_args.optimizer(arguments.optimizer, trained.module)
             result[name] = catalog_profile(
-                device,
-                trained.module,
-                trained.step,
-                trained.batches[0],
-                _at_most_32(formats),
-                optimizer,
+                device, trained.module, trained.step, trained.batches[0], narrow, optimizer
             )
             done(name)
     return result
-
-
-def _at_most_32(formats: list[str]) -> list[str]:
-    from qsync_fx.formats import FORMATS
-
-    return [name for name in formats if FORMATS[name].bits <= 32]
 
 
 def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool) -> Any:
@@ -331,9 +303,7 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
 def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Return the arguments of `find_plan` that run the plan here.
 
-    Returns:
-        Empty if --max-replans is 0, if there is no model, or by default if no profile is of this
-            machine.
+    Empty if --max-replans is 0, without a model, or by default if no profile is of this machine.
     """
     from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
@@ -369,9 +339,7 @@ def request(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, A
 
 def _memory(arguments: argparse.Namespace) -> Any:
     result = named(arguments.memory, "--memory")
-    if not result:
-        return None
-    return result.get("", result)
+    return result.get("", result) or None
 
 
 def _objective(arguments: argparse.Namespace, available: PlanInputs) -> str:

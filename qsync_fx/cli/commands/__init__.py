@@ -26,11 +26,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Command:
-    """Return the verb called `name`, one of `names()`.
-
-    Raises:
-        QSyncError: its package cannot be loaded or offers another type, or the name is ambiguous.
-    """
+    """Return the verb called `name`; raise `QSyncError` if its package is broken or ambiguous."""
     ours, entries = _ours().get(name), tuple(entry_points(group=_GROUP, name=name))
     if ours is None and len(entries) == 1:
         result = installed.load(entries[0])

@@ -88,11 +88,8 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     if arguments.gpus < 2:
-        raise OptionError(
-            "gradients are exchanged between at least 2 devices",
-            where=f"--gpus {arguments.gpus}",
-            do="set --gpus to 2 or more",
-        )
+        message, where = "gradients are exchanged between at least 2 devices", "--gpus"
+        raise OptionError(message, where=where, do="set --gpus to 2 or more")
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
 
     from qsync_fx.plan.cluster_plan import CODECS
@@ -103,20 +100,13 @@ def _predict(arguments: argparse.Namespace) -> None:
 
     for name in arguments.codec:
         if name not in CODECS[1:]:
-            raise OptionError(
-                f"there is no prediction for the codec {shown(name)}",
-                where="--codec",
-                do=nearest(name, CODECS[1:]),
-            )
+            message = f"there is no prediction for the codec {shown(name)}"
+            raise OptionError(message, where="--codec", do=nearest(name, CODECS[1:]))
     fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
     profile = _profile(arguments, fmt)
     # gloo reduces gradients on the CPU in one ring.
-    nodes = NodeGroup(
-        arguments.gpus_per_node,
-        inside,
-        arguments.inside_latency,
-        ring=profile.graph.device == "cpu",
-    )
+    ring = profile.graph.device == "cpu"
+    nodes = NodeGroup(arguments.gpus_per_node, inside, arguments.inside_latency, ring=ring)
     fleet = Cluster({"devices": ClusterDevice(arguments.gpus)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
@@ -179,23 +169,16 @@ def _read(path: str) -> Rates:
 
     from qsync_fx.communication.codec_cost_model import Rate, Rates
 
+    do = "write the file with qsync comm bench --json"
     try:
         rows = json.loads(pathlib.Path(path).read_text())
         result = {
             str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OptionError(
-            f"the codec speeds cannot be read: {error}",
-            where=path,
-            do="write the file with qsync comm bench --json",
-        ) from error
+        raise OptionError(f"the codec speeds cannot be read: {error}", where=path, do=do) from error
     if any(not (rate.encode > 0 and rate.decode > 0) for rate in result.values()):
-        raise OptionError(
-            "a codec speed is not positive",
-            where=path,
-            do="write the file with qsync comm bench --json",
-        )
+        raise OptionError("a codec speed is not positive", where=path, do=do)
     return Rates(f"measured, {path}", result)
 
 
@@ -253,7 +236,8 @@ def _show(
     network = fleet.network
     assert network is not None and network.bandwidth is not None
     bandwidth = network.bandwidth
-    print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
+    model = f"{profile.model.name} of {profile.model.parameters} parameters"
+    print(f"{model} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
     nodes, several = fleet.nodes, ""
     if nodes.bandwidth:
         several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
@@ -287,13 +271,10 @@ def _show(
         f"{duration(without.communicating)} of communication."
     )
     if chosen is without:
-        reason = "no codec shortens a step"
+        reason, threshold = "no codec shortens a step", "No codec would pay at any bandwidth."
         if saving > 0:
-            reason = (
-                f"{quickest.codec} shortens a step by {saving:.1%}, "
-                "which is within the error of the prediction"
-            )
-        threshold = "No codec would pay at any bandwidth."
+            gain = f"{quickest.codec} shortens a step by {saving:.1%}"
+            reason = f"{gain}, which is within the error of the prediction"
         if limit:
             threshold = f"A codec would pay below {_rate(limit)}."
         summary = f"\nDo not compress: {reason}. {hidden} {threshold}"
@@ -316,10 +297,6 @@ def _show(
         )
 
 
-def _model(profile: Profile) -> str:
-    return f"{profile.model.name} of {profile.model.parameters} parameters"
-
-
 def _below(until: float | None) -> str:
     if until is None:
         return "any"
@@ -331,22 +308,10 @@ def _as_json(
 ) -> dict[str, Any]:
     from qsync_fx.timeline.replay_plans import best
 
-    def row(item: Paying) -> dict[str, Any]:
-        return {
-            "codec": item.codec,
-            "bytes": item.sent,
-            "bytes_inside": item.inside,
-            "seconds": item.seconds,
-            "coding": item.coding,
-            "communicating": item.communicating,
-            "hidden": item.hidden,
-            "pays_below": item.until and 8 * item.until,
-        }
-
     network = fleet.network
     assert network is not None and network.bandwidth is not None
     return {
-        "model": _model(profile),
+        "model": f"{profile.model.name} of {profile.model.parameters} parameters",
         "device": profile.machine.name,
         "ranks": fleet.ranks,
         "ranks_a_node": fleet.nodes.ranks,
@@ -354,17 +319,20 @@ def _as_json(
         "bits_a_second_inside": fleet.nodes.bandwidth and 8 * fleet.nodes.bandwidth,
         "rates": rates.source,
         "best": best(without, result).codec,
-        "codecs": [row(item) for item in (without, *result)],
+        "codecs": [
+            {
+                "codec": item.codec,
+                "bytes": item.sent,
+                "bytes_inside": item.inside,
+                "seconds": item.seconds,
+                "coding": item.coding,
+                "communicating": item.communicating,
+                "hidden": item.hidden,
+                "pays_below": item.until and 8 * item.until,
+            }
+            for item in (without, *result)
+        ],
     }
-
-
-PREDICT: Final = Command(
-    "predict which codec pays, and below which bandwidth",
-    _predict,
-    _add_predict_arguments,
-    _PREDICT_ABOUT,
-    _PREDICT_EXAMPLES,
-)
 
 
 _ABOUT = """\
@@ -419,25 +387,17 @@ def _bench(arguments: argparse.Namespace) -> None:
     from qsync_fx.communication.codec_benchmarks import measured
     from qsync_fx.communication.codecs import NAMES, codec_named
     from qsync_fx.communication.duo.sign_codecs import DUOS
-    from qsync_fx.errors import OptionError
 
     for name in ("megabytes", "threads", "repeats"):
         if not getattr(arguments, name) > 0:
-            raise OptionError(
-                f"{name} is {getattr(arguments, name)}, but must be positive",
-                where=f"--{name}",
-                do="use a number above 0",
-            )
+            message = f"{name} is {getattr(arguments, name)}, but must be positive"
+            raise OptionError(message, where=f"--{name}", do="use a number above 0")
     torch.set_num_threads(arguments.threads)
     for name in arguments.codec:
         if name in DUOS:
-            raise OptionError(
-                f"{name} is a DUO optimizer mode, not a codec: it computes lookahead steps "
-                "during training",
-                where="--codec",
-                do=f"train with compress(ddp, {name!r}, optimizer=optimizer), or measure the "
-                "codec that it uses",
-            )
+            message = f"{name} is a DUO optimizer mode, not a codec: it computes lookahead steps"
+            do = f"train with compress(ddp, {name!r}, optimizer=optimizer), or measure its codec"
+            raise OptionError(message, where="--codec", do=do)
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
     if (environment.launcher_number("WORLD_SIZE") or 1) > 1:
@@ -447,30 +407,18 @@ def _bench(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.as_json([dataclasses.asdict(speed) for speed in result])
         return
-    rows = (
-        (
-            speed.codec,
-            f"{speed.bits:.3f}",
-            f"{speed.encode / 1e9:.1f}",
-            f"{speed.read / 1e9:.1f}",
-            f"{speed.decode / 1e9:.1f}",
-            f"{speed.encode_to_copy:.2f}",
-            f"{speed.read_to_copy:.2f}",
-            f"{speed.decode_to_copy:.2f}",
-        )
-        for speed in result
-    )
-    print(
-        f"{_setup(values, arguments)}; "
-        f"memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n"
-    )
+    rows = []
+    for speed in result:
+        speeds = (speed.encode, speed.read, speed.decode)
+        ratios = (speed.encode_to_copy, speed.read_to_copy, speed.decode_to_copy)
+        numbers = [f"{value / 1e9:.1f}" for value in speeds] + [f"{ratio:.2f}" for ratio in ratios]
+        rows.append((speed.codec, f"{speed.bits:.3f}", *numbers))
+    copy = statistics.median(speed.copy for speed in result) / 1e9
+    print(f"{_setup(values, arguments)}; memcpy {copy:.1f} GB/s\n")
     operations = ("encode", "decode", "decode and add")
-    columns = (
-        "codec",
-        "bits per value",
-        *(f"{operation} GB/s" for operation in operations),
-        *(f"{operation} / memcpy" for operation in operations),
-    )
+    speed_names = (f"{operation} GB/s" for operation in operations)
+    ratio_names = (f"{operation} / memcpy" for operation in operations)
+    columns = ("codec", "bits per value", *speed_names, *ratio_names)
     output.show(output.table(columns, rows, right=columns[1:]))
     notes = [_WITHOUT_MODEL[speed.codec] for speed in result if speed.codec in _WITHOUT_MODEL]
     if notes:
@@ -506,14 +454,8 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
         for item in result
     )
     print(f"{_setup(values, arguments)}; {world} ranks, time of the slowest\n")
-    columns = (
-        "reduction",
-        "ms",
-        "time / torch fp32",
-        "time / torch fp16",
-        "coding ms",
-        "MB sent by a rank",
-    )
+    ratios = ("time / torch fp32", "time / torch fp16")
+    columns = ("reduction", "ms", *ratios, "coding ms", "MB sent by a rank")
     output.show(output.table(columns, rows, right=columns[1:]))
 
 
@@ -538,6 +480,12 @@ COMMAND = Command(
             _ABOUT,
             _EXAMPLES,
         ),
-        "predict": PREDICT,
+        "predict": Command(
+            "predict which codec pays, and below which bandwidth",
+            _predict,
+            _add_predict_arguments,
+            _PREDICT_ABOUT,
+            _PREDICT_EXAMPLES,
+        ),
     },
 )

@@ -74,10 +74,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
         output.as_json(_as_json(explanation, arguments.kind))
     else:
         _show(explanation, arguments.kind)
-    for path, save in (
-        (arguments.dot, explanation.save_dot),
-        (arguments.plan_out, explanation.plan().save),
-    ):
+    files = {arguments.dot: explanation.save_dot, arguments.plan_out: explanation.plan().save}
+    for path, save in files.items():
         if path:
             save(path)
             output.wrote(path)

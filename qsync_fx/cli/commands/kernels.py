@@ -10,13 +10,13 @@ import argparse
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
-from qsync_fx.errors import KernelError, OptionError, nearest
+from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formatting import many
 
 if TYPE_CHECKING:
@@ -48,26 +48,18 @@ def _list(arguments: argparse.Namespace) -> None:
     if arguments.folder:
         folders = [arguments.folder]
     if arguments.folder and not arguments.folder.is_dir():
-        raise OptionError(
-            "the folder does not exist",
-            where=str(arguments.folder),
-            do="check the path; qsync kernels path prints the folder of the cache",
-        )
+        do = "check the path; qsync kernels path prints the folder of the cache"
+        raise OptionError("the folder does not exist", where=str(arguments.folder), do=do)
     result = [entry for folder in folders for entry in kernel_cache.entries(folder)]
     full = [entry for entry in result if isinstance(entry, kernel_cache.CacheEntry)]
     if arguments.json:
-        rows = [
-            {"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in full
-        ]
-        output.as_json(rows)
+        output.as_json([{"folder": str(e.folder), **dataclasses.asdict(e.manifest)} for e in full])
     elif full:
         output.show(table_of(full))
     else:
         output.note(f"no kernels in {', '.join(map(str, folders))}")
     if damaged := len(result) - len(full):
-        output.note(
-            f"{many(damaged, 'damaged kernel')} omitted; they are recompiled when they are needed"
-        )
+        output.note(f"{many(damaged, 'damaged kernel')} omitted, to be recompiled when needed")
 
 
 def table_of(entries: Iterable[CacheEntry]) -> Table:
@@ -75,12 +67,8 @@ def table_of(entries: Iterable[CacheEntry]) -> Table:
     rows = []
     for entry in entries:
         m = entry.manifest
-        sizes = (
-            str(m.resources.registers),
-            str(m.resources.shared_memory),
-            m.opcode,
-            f"{m.size / 1024:.0f} KB",
-        )
+        registers, shared = str(m.resources.registers), str(m.resources.shared_memory)
+        sizes = registers, shared, m.opcode, f"{m.size / 1024:.0f} KB"
         times = f"{m.seconds:.0f} s", _age(time.time() - m.created)
         reason = f"not used: {m.refused}" if m.refused else ""
         rows.append((m.name, m.arch, *sizes, *times, reason))
@@ -118,11 +106,8 @@ def _seconds(age: str | None) -> float:
     if age is None:
         return 0.0
     if not re.fullmatch(r"\d{1,6}[mhdw]", age):
-        raise OptionError(
-            f"{age!r} is not an age",
-            where="--older-than",
-            do="write a number and a unit: 90m, 12h, 30d or 8w",
-        )
+        do = "write a number and a unit: 90m, 12h, 30d or 8w"
+        raise OptionError(f"{age!r} is not an age", where="--older-than", do=do)
     return float(int(age[:-1]) * _UNITS[age[-1]])
 
 
@@ -188,18 +173,10 @@ def _build(arguments: argparse.Namespace) -> None:
         f"{seconds:.0f} s"
     )
     if built.failures:
-        raise _failed(list(built.failures.values()), len(units))
-
-
-def _failed(failures: Sequence[KernelError], total: int) -> KernelError:
-    first = failures[0]
-    if len(failures) == 1 and total == 1:
-        return first
-    return type(first)(
-        f"{len(failures)} of {total} kernels could not be compiled; first error: {first.what}",
-        where=first.where,
-        do=first.do,
-    )
+        first = next(iter(built.failures.values()))
+        message = f"{len(built.failures)} of {many(len(units), 'kernel')} could not be compiled"
+        message = f"{message}; first error: {first.what}"
+        raise type(first)(message, where=first.where, do=first.do)
 
 
 def _arch(name: str) -> Arch:
@@ -208,11 +185,8 @@ def _arch(name: str) -> Arch:
     for arch in ARCHITECTURES:
         if arch == name:
             return arch
-    raise OptionError(
-        f"there are no kernels for the architecture {name!r}",
-        where="--arch",
-        do=nearest(name, ARCHITECTURES),
-    )
+    message = f"there are no kernels for the architecture {name!r}"
+    raise OptionError(message, where="--arch", do=nearest(name, ARCHITECTURES))
 
 
 def _local_architectures() -> list[Arch]:
@@ -225,11 +199,8 @@ def _local_architectures() -> list[Arch]:
     ]
     available = [arch for arch in dict.fromkeys(result) if arch is not None]
     if not available:
-        raise OptionError(
-            "this machine has no supported GPU",
-            where="--arch",
-            do="name the target architecture, as in --arch sm_80",
-        )
+        do = "name the target architecture, as in --arch sm_80"
+        raise OptionError("this machine has no supported GPU", where="--arch", do=do)
     return available
 
 
@@ -238,11 +209,8 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
 
     if arguments.model is None:
         for option in model_args.given(arguments):
-            raise OptionError(
-                "the option requires a model",
-                where=model_args.flag(option),
-                do="add --model, or remove the option",
-            )
+            do = "add --model, or remove the option"
+            raise OptionError("the option requires a model", where=model_args.flag(option), do=do)
         return select.of_all(arch)
     from qsync_fx.backend.cuda.runtime.device_state import assumed
     from qsync_fx.backend.operators.layer_kernels import problems_of

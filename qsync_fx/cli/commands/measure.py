@@ -57,11 +57,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         """,
         {"profile": Path, "repeats": int},
     )
-    model_args.add_output(
-        parser,
-        "write the profile for other commands",
-        "print the profile in the format of its file",
-    )
+    json = "print the profile in the format of its file"
+    model_args.add_output(parser, "write the profile for other commands", json)
 
 
 def _measure(arguments: argparse.Namespace) -> None:
@@ -73,11 +70,9 @@ def _measure(arguments: argparse.Namespace) -> None:
     trained = model_args.read_training(arguments)
     inputs = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
-        raise OptionError(
-            "the correction of a profile does not change its sensitivity",
-            where="--sensitivity",
-            do="remove --sensitivity, or remove --profile to measure a new profile",
-        )
+        message = "the correction of a profile does not change its sensitivity"
+        do = "remove --sensitivity, or remove --profile to measure a new profile"
+        raise OptionError(message, where="--sensitivity", do=do)
     method = arguments.sensitivity or "second_order"
     path = arguments.output or arguments.profile
     options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}

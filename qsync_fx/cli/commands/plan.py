@@ -19,7 +19,7 @@ from qsync_fx.progress import progress
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.analysis import AllocatorComparison, ParetoFront, SingleChange
-    from qsync_fx.allocator.plan_result import Allocator, PlanResult, Trial
+    from qsync_fx.allocator.plan_result import Allocator, PlanResult
     from qsync_fx.cli.plan_inputs import PlanInputs
 
 _ABOUT = f"""\
@@ -164,9 +164,8 @@ def _changes(arguments: argparse.Namespace) -> dict[str, str]:
     for text in arguments.set:
         operator, equals, fmt = text.rpartition("=")
         if not equals or not operator:
-            raise OptionError(
-                f"{shown(text)} contains no format", where="--set", do="write OP=FORMAT"
-            )
+            message = f"{shown(text)} contains no format"
+            raise OptionError(message, where="--set", do="write OP=FORMAT")
         result[operator] = fmt
     return result
 
@@ -190,19 +189,13 @@ class PlanReport:
         from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
-        explained = [
-            item
-            for chosen in arguments.explain
-            for item in selected(answer, chosen, arguments.device)
-        ]
-        steps = [
-            single_change(answer, operator, arguments.device)
-            for operator in dict.fromkeys(explained)
-        ]
+        device = arguments.device
+        explained = [op for item in arguments.explain for op in selected(answer, item, device)]
+        steps = [single_change(answer, op, device) for op in dict.fromkeys(explained)]
         changed, front = None, None
         compared: list[AllocatorComparison] = []
         if self.changes:
-            changed = what_if(answer, self.changes, arguments.device)
+            changed = what_if(answer, self.changes, device)
         if arguments.compare or arguments.hessian is not None:
             compared = self._compared()
         if arguments.pareto is not None:
@@ -227,23 +220,18 @@ class PlanReport:
         compared: Sequence[AllocatorComparison],
         front: ParetoFront | None,
     ) -> None:
-        from qsync_fx.allocator.analysis import (
-            changes_table,
-            comparison_table,
-            front_table,
-            steps_table,
-        )
+        from qsync_fx.allocator import analysis
         from qsync_fx.allocator.plan_result import answer_table
 
         output.show(answer_table(self.answer))
         for item in steps:
-            output.show(steps_table(item))
+            output.show(analysis.steps_table(item))
         if changed is not None:
-            output.show(changes_table(self.answer, changed))
+            output.show(analysis.changes_table(self.answer, changed))
         if compared:
-            output.show(comparison_table(compared))
+            output.show(analysis.comparison_table(compared))
         if front is not None:
-            output.show(front_table(front))
+            output.show(analysis.front_table(front))
 
     def _compared(self) -> list[AllocatorComparison]:
         from qsync_fx.allocator.analysis import compare, side_by_side
@@ -327,17 +315,16 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "gap": answer.gap,
         "took": answer.took,
         "fits": answer.fits,
-        "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
+        "trials": [
+            [{**dataclasses.asdict(trial), "agrees": trial.agrees} for trial in trials]
+            for trials in answer.trials
+        ],
         "ran": answer.ran,
         "exceeds": answer.evaluation.exceeds(answer.problem),
         "codecs": dict(answer.codecs),
         "coding": answer.evaluation.coding,
         "classes": classes,
     }
-
-
-def _trial(trial: Trial) -> dict[str, Any]:
-    return {**dataclasses.asdict(trial), "agrees": trial.agrees}
 
 
 def _step(step: SingleChange) -> dict[str, Any]:

@@ -49,20 +49,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         {"cluster": model_args.cluster},
     )
     traced = parser.add_argument_group("traces instead of plans and profiles")
-    traced.add_argument(
-        "--trace",
-        metavar="FILE",
-        nargs="+",
-        default=[],
-        help="traces of torch.profiler, or NAME=FILE for classes of devices",
-    )
-    traced.add_argument(
-        "--execution-trace",
-        metavar="FILE",
-        nargs="+",
-        default=[],
-        help="execution traces of the same runs, in the order of --trace",
-    )
+    texts = {
+        "--trace": "traces of torch.profiler, or NAME=FILE for classes of devices",
+        "--execution-trace": "execution traces of the same runs, in the order of --trace",
+    }
+    for flag, text in texts.items():
+        traced.add_argument(flag, metavar="FILE", nargs="+", default=[], help=text)
     printed = parser.add_argument_group("output")
     add_options(
         printed,
@@ -79,11 +71,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> None:
     shown = arguments.operators
     if shown is not None and shown < 0:
-        raise OptionError(
-            f"the number of operators is {shown}, but must not be negative",
-            where="--operators",
-            do="use 0 or more",
-        )
+        message = f"the number of operators is {shown}, but must not be negative"
+        raise OptionError(message, where="--operators", do="use 0 or more")
     read = _of_traces if arguments.trace else _of_plans
     timeline = read(arguments)
     if arguments.json:
@@ -99,11 +88,8 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
     if not arguments.plan:
-        raise OptionError(
-            "neither a plan nor a trace is given",
-            where="PLAN",
-            do="add a plan file, or traces with --trace",
-        )
+        do = "add a plan file, or traces with --trace"
+        raise OptionError("neither a plan nor a trace is given", where="PLAN", do=do)
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
 
     from qsync_fx.timeline.replay_plans import replay
@@ -141,7 +127,9 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
 
 def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
     """Return a JSON-compatible description of the timeline; `shown` limits the operators."""
-    cluster = timeline.played.cluster
+    played, step = timeline.played, timeline.played.step
+    classes = zip(played.cluster.devices.items(), played.devices.values(), strict=True)
+    buckets = zip(played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True)
     return {
         "seconds": timeline.seconds,
         "samples_per_second": timeline.throughput,
@@ -155,9 +143,7 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
                 "optimizer": alone.optimizer,
                 "peak_bytes": timeline.peak_bytes.get(name),
             }
-            for (name, device), alone in zip(
-                cluster.devices.items(), timeline.played.devices.values(), strict=True
-            )
+            for (name, device), alone in classes
         ],
         "buckets": [
             {
@@ -168,12 +154,7 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
                 "sent": sent,
                 "arrived": arrived,
             }
-            for bucket, sent, arrived in zip(
-                timeline.played.buckets,
-                timeline.played.step.sent.tolist(),
-                timeline.played.step.arrived.tolist(),
-                strict=True,
-            )
+            for bucket, sent, arrived in buckets
         ],
         "operators": [dataclasses.asdict(item) for item in timeline.by_operator()[:shown]],
     }

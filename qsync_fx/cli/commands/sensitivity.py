@@ -62,11 +62,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         steps=50,
         fraction=0.5,
     )
-    model_args.add_output(
-        parser,
-        "write the sensitivity as JSON",
-        "print the sensitivity as JSON instead of the table",
-    )
+    json = "print the sensitivity as JSON instead of the table"
+    model_args.add_output(parser, "write the sensitivity as JSON", json)
 
 
 def _sensitivity(arguments: argparse.Namespace) -> None:
@@ -116,32 +113,16 @@ def _show_agreement(result: Sequence[Sensitivity]) -> None:
     from qsync_fx.predictor.indicator.sensitivity_map import agreement
 
     *methods, truth = result
-    heading = (
-        "method",
-        "precision",
-        "operators",
-        "Spearman",
-        "ratio to reference",
-        "reference spread",
-        "seconds",
-    )
+    numeric = ("operators", "Spearman", "ratio to reference", "reference spread", "seconds")
     body = []
     for name in truth.precisions:
         for item in methods:
             a = agreement(item, truth, name)
-            numbers = (
-                f"{a.operators}",
-                f"{a.spearman:.2f}",
-                f"{a.ratio:.2g}",
-                f"{a.spread:.2g}",
-                f"{item.seconds:.1f}",
-            )
-            body.append((item.method, name, *numbers))
-    print(
-        "\nreference: mean square error of the gradients in real quantized passes, "
-        f"{truth.seconds:.0f} s"
-    )
-    output.show(output.table(heading, body, heading[2:]))
+            numbers = f"{a.operators}", f"{a.spearman:.2f}", f"{a.ratio:.2g}", f"{a.spread:.2g}"
+            body.append((item.method, name, *numbers, f"{item.seconds:.1f}"))
+    reference = "mean square error of the gradients in real quantized passes"
+    print(f"\nreference: {reference}, {truth.seconds:.0f} s")
+    output.show(output.table(("method", "precision", *numeric), body, numeric))
 
 
 COMMAND = Command(

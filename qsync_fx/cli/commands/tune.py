@@ -7,6 +7,7 @@ recorded timings no measurement runs, and results are saved only to an explicit 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,22 +71,15 @@ def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda import tuning
     from qsync_fx.backend.cuda.kernel_config import wide
     from qsync_fx.backend.cuda.runtime import device_state
-    from qsync_fx.backend.cuda.selection.select import way
     from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, shown, tune_all
 
     rounds = ROUNDS if arguments.repeats is None else arguments.repeats
     if rounds < 1:
-        raise OptionError(
-            f"the number of measurements is {rounds}, but must be at least 1",
-            where="--repeats",
-            do="use 1 or more",
-        )
+        message = f"the number of measurements is {rounds}, but must be at least 1"
+        raise OptionError(message, where="--repeats", do="use 1 or more")
     if arguments.recorded and arguments.record:
-        raise OptionError(
-            "--recorded reads timings and --record writes them, which excludes each other",
-            where="--recorded, --record",
-            do="remove one of them",
-        )
+        message = "--recorded reads timings and --record writes them, which excludes each other"
+        raise OptionError(message, where="--recorded, --record", do="remove one of them")
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
@@ -107,10 +101,6 @@ def _tune(arguments: argparse.Namespace) -> None:
             do="set a --precision that has kernels, such as int8; see qsync inspect",
         )
 
-    def candidates(problem: Problem) -> Sequence[Any]:
-        result = way(problem, arch)
-        return () if isinstance(result, str) else result.configs
-
     skipped: dict[Problem, str] = {}
     with output.progress("tuning", len(problems)) as advance:
 
@@ -119,9 +109,13 @@ def _tune(arguments: argparse.Namespace) -> None:
                 skipped[problem] = why
             advance(shown(problem))
 
+        candidates = functools.partial(_candidates, arch=arch)
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
-        _record(arguments.record, current, arch, keepers)
+        timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
+        recorded = tuning.TimingRecording(current, arch, timings)
+        tuning.save_recording(arguments.record, recorded)
+        output.wrote(arguments.record)
     path = arguments.output
     if path is None and not arguments.recorded:
         path = tuning.path_in(device_state.folder(), current)
@@ -155,11 +149,8 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
     gpu = torch.device("cuda", gpu.index or 0)
     result = device_state.known_of(gpu)
     if result.arch is None:
-        raise DeviceError(
-            f"there are no kernels for this GPU: {result.reason}",
-            where=str(gpu),
-            do="see qsync doctor",
-        )
+        message = f"there are no kernels for this GPU: {result.reason}"
+        raise DeviceError(message, where=str(gpu), do="see qsync doctor")
     return gpu, result.arch
 
 
@@ -176,15 +167,16 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     """Compile all candidates in parallel; failures appear in the table of results."""
     from qsync_fx.backend.cuda import codegen
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
+
+    configs = (config for problem in problems for config in _candidates(problem, arch))
+    kernel_registry.prepare(codegen.unit_of(config) for config in configs)
+
+
+def _candidates(problem: Problem, arch: Arch) -> Sequence[Any]:
     from qsync_fx.backend.cuda.selection.select import way
 
-    methods = [way(problem, arch) for problem in problems]
-    kernel_registry.prepare(
-        codegen.unit_of(config)
-        for item in methods
-        if not isinstance(item, str)
-        for config in item.configs
-    )
+    result = way(problem, arch)
+    return () if isinstance(result, str) else result.configs
 
 
 def _measuring(
@@ -210,16 +202,6 @@ def _measuring(
     return make, keepers
 
 
-def _record(
-    path: Path, current: Environment, arch: Arch, keepers: dict[Problem, RecordingTimer]
-) -> None:
-    from qsync_fx.backend.cuda import tuning
-
-    timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-    tuning.save_recording(path, tuning.TimingRecording(current, arch, timings))
-    output.wrote(path)
-
-
 def _show(
     arguments: argparse.Namespace,
     current: Environment,
@@ -233,13 +215,15 @@ def _show(
     from qsync_fx.backend.cuda.tuning import choice_as_json, problem_as_json, shown
 
     if arguments.json:
-        left = [
-            {"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()
-        ]
-        rows = [choice_as_json(choice) for choice in choices]
-        output.as_json(
-            {"environment": asdict(current), "arch": arch, "choices": rows, "skipped": left}
-        )
+        result = {
+            "environment": asdict(current),
+            "arch": arch,
+            "choices": [choice_as_json(choice) for choice in choices],
+            "skipped": [
+                {"problem": problem_as_json(item), "reason": why} for item, why in skipped.items()
+            ],
+        }
+        output.as_json(result)
         return
     output.show(_table(choices, wide(arch)))
     for problem, why in skipped.items():
