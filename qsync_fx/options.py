@@ -128,7 +128,7 @@ class Options:
                 where='options "emulate_unsupported" and "skip_unprofitable"',
                 do="remove one of them",
             )
-        root = "" if self.root is None else self.root
+        root: object = "" if self.root is None else self.root
         if not isinstance(root, str) or (root and "" in root.split(".")):
             do = 'use a path such as "encoder.layer.0"; "" is the full model'
             raise _wrong("root", root, do)

@@ -149,8 +149,9 @@ def _check_call(factory: Any, reference: str) -> None:
 
 
 def _checked(result: Any, reference: str) -> Referred:
-    model: Any
-    model, args, kwargs = None, (), {}
+    model: Any = None
+    args: Any = ()
+    kwargs: Any = {}
     message, do = "", _RETURN_FORMAT
     if not isinstance(result, tuple):
         message = f"the function returned a value of type {type(result).__name__}"
