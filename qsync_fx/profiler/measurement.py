@@ -370,8 +370,9 @@ def _formats_of(plan: Plan) -> Iterable[str]:
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
     """Return the module to measure, without its wrappers; raise for invalid arguments."""
     if not isinstance(model, nn.Module):
-        message = f"measure takes a module, not {type(model).__name__}"
-        raise OptionError(message, do="give the model to train")
+        raise OptionError(
+            f"measure takes a module, not {type(model).__name__}", do="give the model to train"
+        )
     if rounds < 1:
         message = f"a plan cannot be measured {rounds} times"
         raise OptionError(message, where="repeats", do="give 1 or more")

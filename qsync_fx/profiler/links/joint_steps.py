@@ -152,14 +152,14 @@ def together(
         warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _rounds(*slowest([max(warm[-1])]))
         result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
-    own = [faster_half(seconds) for seconds in zip(*result, strict=True)]
-    unmeasured = [math.inf] * (len(_Treatment) - len(own))
-    left, copied, sending, coded = slowest([*own, *unmeasured])
+    typical = [faster_half(seconds) for seconds in zip(*result, strict=True)]
+    unmeasured = [math.inf] * (len(_Treatment) - len(typical))
+    left, copied, sending, coded = slowest([*typical, *unmeasured])
     # This frees the hooks that DistributedDataParallel registered on parameters.
     del parallel, model
     gc.collect()
     return JointSteps(
-        own=Unsent(own[0], own[1]),
+        own=Unsent(typical[0], typical[1]),
         slowest=Unsent(left, copied),
         sending=sending,
         bucket_bytes=mebibytes * 2**20,
@@ -174,8 +174,8 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
     assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])
     codes = None
     if all(item.device.type == "cpu" for _, item in named):
-        own, ranks = distributed.get_rank(), distributed.get_world_size()
-        codes = DdpCompressor(group, own, ranks, named, assigned, 0, 0)
+        rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        codes = DdpCompressor(group, rank, ranks, named, assigned, 0, 0)
     try:
         yield codes
     finally:
