@@ -152,14 +152,14 @@ def together(
         warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _rounds(*slowest([max(warm[-1])]))
         result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
-    measured = [faster_half(seconds) for seconds in zip(*result, strict=True)]
-    unmeasured = [math.inf] * (len(_Treatment) - len(measured))
-    left, copied, sending, coded = slowest([*measured, *unmeasured])
+    typical = [faster_half(seconds) for seconds in zip(*result, strict=True)]
+    unmeasured = [math.inf] * (len(_Treatment) - len(typical))
+    left, copied, sending, coded = slowest([*typical, *unmeasured])
     # This frees the hooks that DistributedDataParallel registered on parameters.
     del parallel, model
     gc.collect()
     return JointSteps(
-        own=Unsent(measured[0], measured[1]),
+        own=Unsent(typical[0], typical[1]),
         slowest=Unsent(left, copied),
         sending=sending,
         bucket_bytes=mebibytes * 2**20,
