@@ -88,11 +88,7 @@ def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
     for node, old in before.notes.items():
         new = after.notes[node]
         undone = dataclasses.replace(
-            new,
-            pinned=old.pinned,
-            planned=old.planned,
-            precision=old.precision,
-            reason=old.reason,
+            new, pinned=old.pinned, planned=old.planned, precision=old.precision, reason=old.reason
         )
         if new != old and not (new.pinned and undone == old):
             return False
@@ -253,9 +249,7 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
 
 
 def _nearest(
-    node: fx.Node,
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-    wanted: Container[fx.Node],
+    node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], wanted: Container[fx.Node]
 ) -> fx.Node | None:
     """Return the first node of a breadth-first search that is in `wanted`."""
     todo = [node]

@@ -25,11 +25,7 @@ from qsync_fx.predictor.memory.buffers import (
     pools,
     whole,
 )
-from qsync_fx.predictor.model.model_graph import (
-    ModelOperator,
-    ModelRead,
-    Name,
-)
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
 Sources = frozenset[Buffer]
 """Buffers from which a value that is not materialized is computed."""
@@ -201,13 +197,7 @@ class Forward(Values):
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(
-        self,
-        index: int,
-        library: bool,
-        reads: Iterable[Buffer],
-        *writes: Buffer,
-    ) -> None:
+    def _task(self, index: int, library: bool, reads: Iterable[Buffer], *writes: Buffer) -> None:
         name = self.graph.operators[index].id if index < len(self.graph.operators) else ""
         self.tasks_by_operator[index].append(Task(name, False, library, frozenset(reads), writes))
         for buffer in writes:
