@@ -71,14 +71,10 @@ class IndexedFormat:
 
 @dataclass(frozen=True, slots=True)
 class IndexedReader:
-    """Reader of a value at a cast point.
+    """Reader of a value at a cast point; the index is -1 for the model's caller.
 
-    Attributes:
-        operator: index of the reader; -1 for the model's caller.
-        wanted: required format, by the reader's precision.
-        used: format of the value that it reads if the model converts the value in between.
-        kept: plain format that its saved scaled operand is converted to in the backward pass, by
-            the reader's precision; 0 for none.
+    Formats are by the reader's precision. `used` is the format that it reads if the model converts
+    the value in between, `kept` the plain format of a saved scaled operand in backward; 0: none.
     """
 
     operator: int
@@ -304,12 +300,7 @@ class Totals:
 
 
 class CostMapper:
-    """Compute time of a model on a device, updated as single operators change their format.
-
-    Raises:
-        PlanError: the requested initial plan does not fit the model.
-        ProfileError: a time is unknown or invalid.
-    """
+    """Compute time of a model on a device, updated as single operators change their format."""
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times

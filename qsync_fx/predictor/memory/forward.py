@@ -37,7 +37,6 @@ class Forward(Values):
     Attributes:
         kept: saved tensors by operator index, except factors of products.
         tasks_by_operator: tasks by operator index, and at last those after all operators.
-        outputs: buffers of the model's results.
         again: buffers that the backward pass recomputes, with their sources.
         factors: by operator and operand index of a product, the buffer that it reads; None for a
             parameter in its own format.
