@@ -238,7 +238,6 @@ class OpId:
 
     Attributes:
         module: path of the calling module, as in a state_dict; "" outside every submodule.
-        operator: name of its row: "linear".
         index: occurrence among operators of the same name in the module (outside modules, since
             `after`).
         after: outside modules, the last module called before, "" at the start. Counting from there
@@ -283,9 +282,8 @@ class OpId:
     def parse(cls, text: str) -> OpId:
         """Read the text form; raise `PlanError` for any text that `str` does not write."""
         if not isinstance(text, str):
-            raise PlanError(
-                f"an operator id must be a string, not {type(text).__name__}", do=_FORMAT
-            )
+            message = f"an operator id must be a string, not {type(text).__name__}"
+            raise PlanError(message, do=_FORMAT)
         result = _TEXT.fullmatch(text)
         if result is None:
             raise PlanError(f"{shown(text)} is not an operator id", do=_FORMAT)
