@@ -41,8 +41,8 @@ class CodecSearchSpace:
 class CodecOptions:
     """Seconds, delays of computation and variance of each codec for each bucket.
 
-    `alone` and `alone_delays` are those of DistributedDataParallel in FP32. The tables by bucket
-    and codec are empty if there is no choice. Small parameters are not coded.
+    `alone` and `alone_delays` belong to buckets that DistributedDataParallel sends in FP32. The
+    tables by bucket and codec are empty if there is no choice. Small parameters are not coded.
     """
 
     alone: tuple[float, ...]

@@ -144,7 +144,9 @@ _SEEN = 8
 class DeviceMetrics:
     """Metrics of one device of a class in a step of the cluster, in seconds and bytes.
 
-    A device waits until others are ready to send. `variance` is that of its own gradients.
+    `waiting` ends when all devices are ready to send, `sending` when the gradients have arrived.
+    The peak is the maximum of both task orders; None if unknown. `variance` is added to the
+    device's own gradients.
     """
 
     computing: float

@@ -171,14 +171,9 @@ def _trial(
     predicted, live = (item.evaluation.classes[name].peak_bytes for item in (answer, ran))
     if predicted is not None and live is not None:
         more_bytes = live - predicted
-    return Trial(
-        name,
-        PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
-        run.passes + optimizer,
-        run.spread,
-        len(before.interpolated(answer.plan(name))),
-        more_bytes,
-    )
+    seconds = PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown
+    interpolated = len(before.interpolated(answer.plan(name)))
+    return Trial(name, seconds, run.passes + optimizer, run.spread, interpolated, more_bytes)
 
 
 def _alone(profile: Profile) -> Profile:

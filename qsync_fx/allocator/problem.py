@@ -195,9 +195,8 @@ class Problem:
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
         """Return plans with one format per open class; default: the narrowest of each class."""
         parts = {name: self.classes[name] for name in self.open}
-        return self.completed(
-            {name: part.uniform(fmt or part.lowest) for name, part in parts.items()}
-        )
+        plans = {name: part.uniform(fmt or part.lowest) for name, part in parts.items()}
+        return self.completed(plans)
 
 
 def width(fmt: str) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ THOUSANDTHS: Final = 1000.0
 class CommunicationTerms:
     """Expressions of the transfer of gradient buckets, in thousandths of the unit.
 
-    Delays are those of computation without slowdown, by bucket. Without a choice of codecs, there
+    `delays` are delays of computation by bucket, without slowdown. Without a choice of codecs there
     are no `choices`. The variable `coded` is 1 if any bucket is coded.
     """
 

@@ -111,9 +111,8 @@ class Formats:
                 result: Spread = self._chosen(operator, shared.get(operator.id, operator.id))
                 inputs = renamed(result, {name: decided.outputs.get(name or "") for name in result})
             else:
-                promotion = self._promoted(
-                    [{decided.given: ONE}, *(self._narrow[index] for index in decided.operators)]
-                )
+                formats = [{decided.given: ONE}, *(self._narrow[i] for i in decided.operators)]
+                promotion = self._promoted(formats)
                 result = renamed(promotion, {name: followed(decided, name) for name in promotion})
                 inputs = {decided.named: ONE} if decided.named else result
             self.precisions.append(result)
@@ -259,7 +258,7 @@ def _rank(name: Name) -> tuple[int, str]:
 
 
 class OperatorCosts(Protocol):
-    """Operator times as charged by a program; `times` are those of casts."""
+    """Operator times as charged by a program; `times` supplies the times of casts."""
 
     @property
     def times(self) -> Times: ...
@@ -273,7 +272,7 @@ class StateCosts:
 
     Initially the neighbours are in their states under the uniform plan that puts the operator into
     the state. For the plan learned last, the times equal the evaluator's times.
-    `differ` tells whether the time of any state can depend on neighbours.
+    `differ`: whether the time of any state can depend on neighbours.
     """
 
     def __init__(self, part: DeviceClass) -> None:

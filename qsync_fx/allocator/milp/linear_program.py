@@ -264,12 +264,8 @@ def solve_with_fixing(
     if result.values is not None:
         bound = max(bound, result.bound)
     better = min(result, best, key=lambda solution: solution.objective)
-    return replace(
-        better,
-        bound=min(bound, better.objective),
-        infeasible=result.infeasible,
-        stopped=result.stopped,
-    )
+    bound = min(bound, better.objective)
+    return replace(better, bound=bound, infeasible=result.infeasible, stopped=result.stopped)
 
 
 def total(*terms: tuple[float, Expression]) -> dict[int, float]:

@@ -375,10 +375,8 @@ class CostMapper:
 
     def _change(self, index: int, precision: str) -> None:
         changed, tables = self._cascade.change(index, precision), self._tables
-        self._update(
-            set().union(*[tables.near[index] for index in changed]),
-            set().union(*[tables.touched[index] for index in changed]),
-        )
+        operators = set().union(*[tables.near[index] for index in changed])
+        self._update(operators, set().union(*[tables.touched[index] for index in changed]))
 
     def _update(self, operators: Iterable[int], points: Iterable[int]) -> None:
         """Update the times of operators and of casts; a `ProfileError` leaves them unchanged."""
@@ -393,11 +391,7 @@ class CostMapper:
             new_times.append((index, times[key]))
         for number in points:
             live, readers, others = self._tables.keys[number]
-            key = (
-                outputs[live],
-                *[precisions[index] for index in readers],
-                *[outputs[index] for index in others],
-            )
+            key = (outputs[live], *[precisions[i] for i in readers], *[outputs[i] for i in others])
             casts = self._known_casts[number]
             if key not in casts:
                 casts[key] = self._cast_time(number)

@@ -185,10 +185,10 @@ SENSITIVITY: Final = Schema(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Number of operators, Spearman rank correlation, and mean ratio to a reference sensitivity.
+    """Agreement of a method with a reference sensitivity; undefined values are NaN.
 
-    The ratio is a geometric mean. NaN stands for undefined values. `spread` is the ratio of the
-    largest to the smallest reference value; ranks mean little if it is small.
+    `ratio` is the geometric mean of the ratio to the reference. `spread` is the largest reference
+    value divided by the smallest; the Spearman rank correlation means little if it is small.
     """
 
     operators: int

@@ -33,7 +33,8 @@ class AllReduce(Protocol):
 class CollectiveLink:
     """Ring all-reduce: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
 
-    Bandwidth is in bytes per second in one direction. The latency is that of all phases.
+    The bandwidth is in bytes per second in one direction of the slowest link. The latency, in
+    seconds of the smallest all-reduce, has equal parts for each phase.
     """
 
     bandwidth: float

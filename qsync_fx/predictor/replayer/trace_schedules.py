@@ -246,7 +246,7 @@ class Travel:
 
 @dataclass(frozen=True)
 class TraceWork:
-    """Work in seconds; `part` is None for the optimizer, `asked` when the host launched it."""
+    """Work with times in seconds; `part` is None for the optimizer, `asked` the launch time."""
 
     name: str
     part: Part | None
