@@ -218,7 +218,7 @@ class PlanResult:
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Return the value of the option "plan": a cluster plan if there are classes or codecs."""
+        """Return the value of the option "plan": a cluster plan for several classes or codecs."""
         plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
@@ -294,16 +294,8 @@ def _head(answer: PlanResult) -> list[str]:
 def _classes(answer: PlanResult) -> RenderableType:
     requested = (fmt for plan in answer.plans.values() for fmt in plan.values())
     formats = sorted(set(requested), key=width_of)
-    columns = [
-        "devices",
-        "count",
-        "computing",
-        "waiting",
-        "sending",
-        "memory",
-        "variance",
-        *formats,
-    ]
+    columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance"]
+    columns += formats
     table = table_of(columns, right=columns[1:])
     for name, figures in answer.evaluation.classes.items():
         limit = answer.problem.classes[name].memory

@@ -34,7 +34,7 @@ _SHRINKS: Final = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 
 @dataclass(frozen=True)
 class DecisionGroup:
-    """Operator, or tied operators, that get one format; formats are the common ones."""
+    """Operator, or tied operators, that get one of their common formats, narrowest first."""
 
     operators: tuple[str, ...]
     formats: tuple[str, ...]
@@ -101,9 +101,9 @@ def _cuts(units: Part) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Plan of a part, with the seconds of both passes of the model in the narrowest formats else.
+    """Plan of a part, with the seconds of the model if all other groups are in narrowest formats.
 
-    `omega` is the variance it adds, `extra` the bytes saved beyond those in the narrowest formats.
+    `omega` is the variance that it adds, `extra` the additional bytes that it saves for backward.
     """
 
     formats: tuple[str, ...]

@@ -23,7 +23,7 @@ from qsync_fx.plan.operator_id import OpId
 
 @dataclass(frozen=True)
 class OperatorInfo:
-    """Facts and decisions about one operator; None before they are decided.
+    """Facts and decisions about one operator; a decision is None before it is made.
 
     Attributes:
         id: identity, stable across graph splits, ranks and machines.

@@ -26,7 +26,7 @@ COLUMNS: Final = 20_000
 
 @dataclass(frozen=True)
 class _Kind:
-    """Equivalent states of a neighbour, not distinguished by an operator's times: one of them."""
+    """Equivalent states of a neighbour, with a representative; None if there is no neighbour."""
 
     state: OperandState | None
     where: Expression

@@ -61,7 +61,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Factor:
-    """Factor of a product, saved for backward, in the format that the compute format wants.
+    """Factor of a product, saved for backward in its `wanted` format, by compute format.
 
     A factor in the format `stored` exists before the step and needs no saved copy.
     """

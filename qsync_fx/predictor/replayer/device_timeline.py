@@ -97,7 +97,7 @@ _SAME: Final = 1e-12
 
 @dataclass(frozen=True)
 class Local:
-    """Timeline of a device alone, in seconds since its start: entries, and readiness of buckets."""
+    """Timeline of a device alone, in seconds since its start; `ready` is (buckets,)."""
 
     entries: tuple[Entry, ...]
     seconds: Array
