@@ -131,8 +131,15 @@ def options_of(
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
         tables.append(table)
         inside.append(large)
-    by_codec = map(tuple, (tables, seconds, delays, variance))
-    return CodecOptions(alone, alone_delays, *by_codec, tuple(inside))
+    return CodecOptions(
+        alone,
+        alone_delays,
+        tuple(tables),
+        tuple(seconds),
+        tuple(delays),
+        tuple(variance),
+        tuple(inside),
+    )
 
 
 def _taken(

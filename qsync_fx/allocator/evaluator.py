@@ -402,8 +402,8 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     `symbolic` is the model graph with the batch per device as its only symbolic size.
     """
     if len(symbolic.symbols) != 1:
-        sizes = len(symbolic.symbols)
-        message = f"the model graph needs one symbolic size, its batch, and has {sizes}"
+        count = len(symbolic.symbols)
+        message = f"the model graph needs one symbolic size, its batch, and has {count}"
         do = "explain it with torch._dynamo.mark_dynamic(input, 0) on inputs with a batch axis"
         raise ProfileError(message, do=do)
     before, after = ([op.id for op in each.operators] for each in (part.graph, symbolic))

@@ -282,8 +282,9 @@ class OpId:
     def parse(cls, text: str) -> OpId:
         """Read the text form; raise `PlanError` for any text that `str` does not write."""
         if not isinstance(text, str):
-            message = f"an operator id must be a string, not {type(text).__name__}"
-            raise PlanError(message, do=_FORMAT)
+            raise PlanError(
+                f"an operator id must be a string, not {type(text).__name__}", do=_FORMAT
+            )
         result = _TEXT.fullmatch(text)
         if result is None:
             raise PlanError(f"{shown(text)} is not an operator id", do=_FORMAT)

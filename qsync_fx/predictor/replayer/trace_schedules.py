@@ -448,8 +448,8 @@ def _step(
     ]
     waiting = _covered(now, end, travel) - _covered(now, end, busy)
     optimizer = max(end - now - waiting, 0.0)
-    forward, backward = tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD])
-    schedule = Schedule(forward, backward, optimizer, tuple(parameters), ready)
+    passes = tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD])
+    schedule = Schedule(*passes, optimizer, tuple(parameters), ready)
     seconds = end - begin
     return TracedSchedule(trace.path, trace.rank, trace.ranks, name, seconds, schedule, tuple(sent))
 
