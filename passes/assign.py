@@ -103,11 +103,8 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
         elif before is not None and node not in small:
             paying.setdefault(joins.root(node), before)
     wide = {joins.root(node) for node in small} - paying.keys()
-    groups = nx.Graph(
-        (joins.root(read), joins.root(node))
-        for node, reads in joins.narrow.items()
-        for read in reads
-    )
+    pairs = ((read, node) for node, reads in joins.narrow.items() for read in reads)
+    groups = nx.Graph((joins.root(read), joins.root(node)) for read, node in pairs)
     narrow = paying.keys() & groups
     others = groups.subgraph({*groups} - narrow.union(*map(groups.neighbors, narrow)) | wide)
     wide.update(*(nx.node_connected_component(others, root) for root in wide & others.nodes))

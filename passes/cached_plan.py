@@ -103,11 +103,9 @@ class CachedPlan:
     """Plan that was found from a profile.
 
     Attributes:
-        machine, model: machine and model of the profile.
         within: format whose uniform plan has a variance that this plan does not exceed.
         seconds: predicted seconds of a step.
         uniform_seconds: seconds of a step with all operators in the format `within`.
-        operators: formats by operator id.
     """
 
     machine: Machine
@@ -150,11 +148,8 @@ class ApplyCachedPlan:
     It runs as soon as the operators are known, because they identify the model, and before any
     precision is decided. The graph itself does not change.
 
-    Attributes:
-        model: fingerprint of the model, without operators.
-        cached: plans of models with the same structure, with their files.
-        before: plan of earlier graphs of the model; None without one.
-        stale: receives the mismatch of the latest cached plan if no plan matches.
+    The `model` is a fingerprint without operators, `before` the plan of earlier graphs, if any.
+    `stale` receives the mismatch of the latest cached plan if no plan matches.
     """
 
     name: ClassVar[str] = "cached_plan"

@@ -39,11 +39,7 @@ from qsync_fx.plan.operator_id import Numbering
 
 @dataclass(frozen=True)
 class GraphSnapshot:
-    """Snapshot of a graph and of the bodies of its higher-order operators.
-
-    `nodes` has the target, args, kwargs and id of the value of every node, `values` the values by
-    id.
-    """
+    """Snapshot of a graph and of the bodies of its higher-order operators."""
 
     nodes: dict[fx.Node, tuple[Any, ...]]
     values: dict[int, Any]
@@ -88,11 +84,7 @@ def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
     for node, old in before.notes.items():
         new = after.notes[node]
         undone = dataclasses.replace(
-            new,
-            pinned=old.pinned,
-            planned=old.planned,
-            precision=old.precision,
-            reason=old.reason,
+            new, pinned=old.pinned, planned=old.planned, precision=old.precision, reason=old.reason
         )
         if new != old and not (new.pinned and undone == old):
             return False
@@ -139,12 +131,10 @@ def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
     try:
         return py_operator.attrgetter(str(node.target))(graph.module)
     except AttributeError as error:
-        raise PassError(
-            f"the graph's module has no attribute {str(node.target)!r}",
-            where=f"node %{node.name}",
-            do="add it first: graph.module.register_parameter(name, parameter), register_buffer "
-            "or add_submodule",
-        ) from error
+        message = f"the graph's module has no attribute {str(node.target)!r}"
+        do = "add it first: graph.module.register_parameter(name, parameter), register_buffer "
+        do += "or add_submodule"
+        raise PassError(message, where=f"node %{node.name}", do=do) from error
 
 
 def _replace(graph: PrecisionGraph, node: fx.Node, outputs: list[fx.Node], several: bool) -> None:
@@ -253,9 +243,7 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
 
 
 def _nearest(
-    node: fx.Node,
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-    wanted: Container[fx.Node],
+    node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], wanted: Container[fx.Node]
 ) -> fx.Node | None:
     """Return the first node of a breadth-first search that is in `wanted`."""
     todo = [node]

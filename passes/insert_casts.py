@@ -56,10 +56,9 @@ class InsertCasts:
 
 
 class _Casts:
-    """The casts of one graph, or of one body of a graph.
+    """The casts of one graph, or of one body; `own` are dtypes before any cast.
 
-    `own` and `values` are the dtypes and values before any cast, `sharing` is the state of memory
-    and grad mode at the node that casts are made for, and `streams` has one stream per rounding.
+    `sharing` is the state of memory and grad mode at the node that casts are made for.
     """
 
     def __init__(self, graph: PrecisionGraph, options: InsertCasts, outer: _Casts | None) -> None:
@@ -261,10 +260,8 @@ class _Casts:
             if not fmt.scaled:
                 return cast(fx.Node, rounded)
             if (key, dtype) not in self._made:
-                args, info = (
-                    (*rounded, dtype),
-                    CastInfo(Part.DEQUANTIZE, note.id, precision_of(dtype)),
-                )
+                args = (*rounded, dtype)
+                info = CastInfo(Part.DEQUANTIZE, note.id, precision_of(dtype))
                 name = f"{source.name}_{fmt}_{precision_of(dtype)}"
                 dequantize = torch.ops.qsync.dequantize.default
                 self._made[key, dtype] = self._call(dequantize, args, name, source, info)

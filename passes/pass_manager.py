@@ -132,11 +132,8 @@ def _custom(value: object) -> Pass:
         return _installed(value)
     if _is_pass(value):
         return value
-    raise OptionError(
-        f"{value!r} is not a pass",
-        where='option "passes"',
-        do="decorate the function with @qsync_fx.graph_pass",
-    )
+    do = "decorate the function with @qsync_fx.graph_pass"
+    raise OptionError(f"{value!r} is not a pass", where='option "passes"', do=do)
 
 
 def _is_pass(value: object) -> TypeGuard[Pass]:
@@ -214,9 +211,6 @@ def run(
 ) -> PrecisionGraph:
     """Run the passes on the graph and on the bodies of its higher-order operators; return it.
 
-    Args:
-        after: names of the passes that have already run.
-
     Raises:
         PassError: a pass failed, or broke a rule of the verifier.
     """
@@ -258,10 +252,9 @@ def _readable(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise PassError(
-            f"the graph after pass {name!r} cannot be read: {type(error).__name__}: {error}",
-            where=f"the graph after pass {name!r}, read by {frame.filename}:{frame.lineno}",
-        ) from error
+        message = f"the graph after pass {name!r} cannot be read: {type(error).__name__}: {error}"
+        where = f"the graph after pass {name!r}, read by {frame.filename}:{frame.lineno}"
+        raise PassError(message, where=where) from error
 
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
@@ -293,11 +286,9 @@ def _call(step: Pass, graph: PrecisionGraph) -> None:
             for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
                 result: object = step(part)  # type: ignore[func-returns-value]
                 if result is not None:
-                    raise PassError(
-                        f"pass {step.name!r} returned {type(result).__name__}, not None",
-                        where=f"pass {step.name!r}",
-                        do="change graph.graph in place, or set graph.module, and return nothing",
-                    )
+                    message = f"pass {step.name!r} returned {type(result).__name__}, not None"
+                    do = "change graph.graph in place, or set graph.module, and return nothing"
+                    raise PassError(message, where=f"pass {step.name!r}", do=do)
     except QSyncError as error:
         error.where = error.where or _line(step, error)
         raise

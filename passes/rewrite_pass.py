@@ -261,11 +261,7 @@ def inlined(
 def put(
     match: Match, name: str, function: Callable[..., Any], modes: Modes
 ) -> dict[fx.Node, fx.Node]:
-    """Replace a site by the computation of `function`; return the new node of each old result.
-
-    Raises:
-        PassError: the function cannot be traced, or its outputs differ from the site's outputs.
-    """
+    """Replace a site by `function`; return the new nodes; raise `PassError` if they do not fit."""
     graph, wanted = match.graph, inspect.signature(function).parameters
     arguments = {key: value for key, value in match.arguments.items() if key in wanted}
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
@@ -285,12 +281,10 @@ def put(
         for outputs in (match.outputs, traced.outputs)
     )
     if old != new:
-        raise PassError(
-            f"the replacement of {name!r} returns {new} where the model computes {old}",
-            where=where,
-            do="return as many tensors as the pattern, of the same shapes and dtypes "
-            "(y.to(x.dtype) converts y to the dtype of x)",
-        )
+        message = f"the replacement of {name!r} returns {new} where the model computes {old}"
+        do = "return as many tensors as the pattern, of the same shapes and dtypes "
+        do += "(y.to(x.dtype) converts y to the dtype of x)"
+        raise PassError(message, where=where, do=do)
     model = {key: value for key, value in match.main.node.meta.items() if key in OF_THE_MODEL}
     with graph.graph.inserting_before(match.nodes[-1].next):
         local = inlined(graph, traced, leaves, model)

@@ -34,13 +34,9 @@ from qsync_fx.plan import Plan
 
 @dataclass(frozen=True)
 class TracedPattern:
-    """A traced function.
+    """A traced function, with the nodes that it returns, flattened.
 
-    Attributes:
-        module: the graph; its placeholders are the arguments, then `tensors`.
-        tensors: the tensors that the function captures, in order.
-        outputs: the nodes that the function returns, flattened.
-        several: whether it returns a tuple or list.
+    The placeholders are the arguments, then the tensors that the function captures.
     """
 
     module: fx.GraphModule
@@ -65,11 +61,8 @@ def trace_call(
     Tensors and symbolic numbers, also inside lists, become inputs of the graph; other values stay
     constant.
 
-    Args:
-        recorded: whether to record the backward pass, to detect custom autograd functions.
-
-    Raises:
-        Untraceable: the function fails on these values, or a graph cannot express it.
+    `recorded`: whether to record the backward pass, to detect custom autograd functions. Raises
+    `Untraceable` if the function fails on these values, or a graph cannot express it.
     """
     mode = active_fake_mode()
     assert mode is not None, "tracing needs a fake mode"
@@ -182,10 +175,7 @@ _SIZE = 8
 
 @dataclass(frozen=True)
 class Pattern:
-    """A function whose computation a rewrite finds.
-
-    `tensors` has the names of the tensor arguments, `literals` names and defaults of the others.
-    """
+    """A function whose computation a rewrite finds; `literals` are arguments with defaults."""
 
     function: Callable[..., Any]
     tensors: tuple[str, ...]

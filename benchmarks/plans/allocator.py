@@ -29,7 +29,7 @@ from qsync_fx.allocator.api import allocators
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
-from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import ADAM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph

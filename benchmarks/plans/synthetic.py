@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.devices import get
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import (
     Follows,

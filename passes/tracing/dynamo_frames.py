@@ -42,12 +42,8 @@ def root_of(
     decides; else the module that most entries of the plan name; among several, the outermost if
     more than one piece of it is compiled, else the innermost.
 
-    Args:
-        compiled: the argument of torch.compile.
-        outside: the modules that are being called around it, innermost first.
-
-    Raises:
-        OptionError: the option "root" names another module than the compiled one.
+    `compiled` is the argument of torch.compile; `outside` are the modules that are being called
+    around it, innermost first. If "root" names another module, it raises `OptionError`.
     """
     others = (outer for outer in dict.fromkeys(outside) if outer is not compiled)
     holding = [outer for outer in others if any(module is compiled for _, module in paths(outer))]
@@ -82,12 +78,10 @@ def _as_the_user_says(
         if path == owned:
             return outer, ""
         if path in named:
-            raise OptionError(
-                f"{type(compiled).__name__} is compiled as {path!r}, and in "
-                f"{type(outer).__name__}, which calls it, it is {owned!r}",
-                where='option "root"',
-                do=f'set {{"root": {owned!r}}}, or remove the option to detect the path',
-            )
+            message = f"{type(compiled).__name__} is compiled as {path!r}, and in "
+            message += f"{type(outer).__name__}, which calls it, it is {owned!r}"
+            do = f'set {{"root": {owned!r}}}, or remove the option to detect the path'
+            raise OptionError(message, where='option "root"', do=do)
     return compiled, path
 
 
@@ -121,11 +115,8 @@ class SourcePlace:
     def modules(self) -> dict[str, tuple[str, nn.Module]]:
         """Every module of the model with its path, by address, which is Dynamo's key."""
         roots = self.given if self.root is None else ((self.within, self.root),)
-        named = (
-            (joined(start, path), module)
-            for start, root in reversed(roots)
-            for path, module in paths(root)
-        )
+        starts = ((start, item) for start, root in reversed(roots) for item in paths(root))
+        named = ((joined(start, path), module) for start, (path, module) in starts)
         return {str(id(module)): (path, module) for path, module in named}
 
     def path_of(self, address: str) -> str | None:
@@ -177,11 +168,7 @@ def place(options: Options) -> SourcePlace:
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
-    """Guard a submodule's code against reuse for another module; return whether it was needed.
-
-    Raises:
-        PlanError: the model has more such submodules than Dynamo's recompile limit.
-    """
+    """Guard a submodule's code against reuse for another module; return whether it was needed."""
     variables = getattr(translator(), "f_locals", {})
     name = next((name for name, value in variables.items() if value is current.module), None)
     if not current.nested or name is None or current.root is None:
@@ -194,14 +181,12 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
         where = f"module {current.path}"
         if current.code is not None:
             where += f", {current.code.co_filename}:{current.code.co_firstlineno}"
-        raise PlanError(
-            f"{kind.__name__} is compiled separately, because the graph breaks inside or it is an "
-            f"argument of torch.compile; the model has {equal} of this class, each needs its own "
-            f"code to follow the plan, and torch._dynamo.config.recompile_limit is {limit}",
-            where=where,
-            do=f"set torch._dynamo.config.recompile_limit = {4 * equal}, or remove the graph break "
-            "(TORCH_LOGS=graph_breaks shows it)",
-        )
+        message = f"{kind.__name__} is compiled separately, because the graph breaks inside or it "
+        message += f"is an argument of torch.compile; the model has {equal} of this class, each "
+        message += "needs its own code to follow the plan, and "
+        message += f"torch._dynamo.config.recompile_limit is {limit}"
+        do = f"set torch._dynamo.config.recompile_limit = {4 * equal}, or remove the graph break "
+        raise PlanError(message, where=where, do=f"{do}(TORCH_LOGS=graph_breaks shows it)")
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return True
 
@@ -310,9 +295,8 @@ def given_to_compile(function: object) -> object:
     """Return the module behind the function that torch.compile makes of it, else the function."""
     owner = getattr(function, "__self__", None)
     wrapped = getattr(function, "__wrapped__", None)  # torch's own classes get an additional frame
-    return next(
-        (value for value in (function, owner, wrapped) if isinstance(value, nn.Module)), function
-    )
+    modules = (value for value in (function, owner, wrapped) if isinstance(value, nn.Module))
+    return next(modules, function)
 
 
 def _is_compiler(frame: FrameType) -> bool:

@@ -110,9 +110,8 @@ def without_idle_conversions(graph: PrecisionGraph) -> None:
     if not conversions:
         return
     memory = AliasSets(graph)
-    leaving: Counter[Hashable] = Counter(
-        place for used in graph.nodes[-1].all_input_nodes for place in memory.of(used)
-    )
+    returned = graph.nodes[-1].all_input_nodes
+    leaving: Counter[Hashable] = Counter(place for used in returned for place in memory.of(used))
     strided = [node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default]
     by_strides = frozenset(place for node in strided for place in memory.of(node))
     for node in conversions:
@@ -242,9 +241,6 @@ def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.
     A conversion without a dtype, such as `x.to(device)`, preserves the format of its input. Torch
     traces it with x's original dtype, which would count as the model's request; so it is removed if
     it is a no-op, and otherwise follows its tensor.
-
-    Args:
-        local: the new nodes of its operands.
     """
     named = (*node.args, *node.kwargs.values())
     if node.op != "call_method" or node.target not in ("to", "cpu", "cuda"):

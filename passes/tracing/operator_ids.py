@@ -108,13 +108,9 @@ def identify_new(
 ) -> None:
     """Write a note with an id to each operator among nodes that a pass inserted.
 
-    Args:
-        by: the name of the pass; part of new ids, so that ids of the model do not depend on the
-            pass.
-        settings: "inserted" or "rewritten".
-        near: the operator that the nodes replace or follow; None if there is none.
-        instead_of: the replaced operators. A new operator of the same name inherits id and decision
-            and removes the entry.
+    `by`, the name of the pass, is part of new ids, so that ids of the model do not depend on it.
+    `near` is the operator that the nodes replace or follow, if any. A new operator of the same name
+    as one in `instead_of` inherits its id and decision and removes the entry.
     """
     notes = node_metadata.NOTE
     for node in nodes:

@@ -321,11 +321,9 @@ class _Builder:
     def _leave(self, nodes: list[fx.Node], bad: fx.Node, kind: str, message: str) -> None:
         """Copy one of the nodes as Dynamo wrote it, and retrace the nodes before and after it."""
         if by := node_metadata.put_in_by(bad):
-            raise PassError(
-                f"pass {by!r} inserted %{bad.name}, which cannot be traced: {kind}: {message}",
-                where=f"pass {by!r}, node %{bad.name}",
-                do="call operators of torch, or functions that compute with tensors alone",
-            )
+            message = f"pass {by!r} inserted %{bad.name}, which cannot be traced: {kind}: {message}"
+            do = "call operators of torch, or functions that compute with tensors alone"
+            raise PassError(message, where=f"pass {by!r}, node %{bad.name}", do=do)
         self.failures.append(f"{bad.name}: {kind}: {message}")
         self.retrace(nodes[: nodes.index(bad)])
         new = self.copy(bad, current(bad.meta.get("example_value")))

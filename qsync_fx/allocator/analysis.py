@@ -51,12 +51,6 @@ def open_class(answer: PlanResult, device: str | None) -> str:
 
 def selected(answer: PlanResult, selected: str, device: str | None = None) -> list[str]:
     """Return the ids of the adjustable operators that an id or a pattern selects.
-
-    Args:
-        answer: the planning result.
-        selected: an id, or a pattern of modules or operators, as in plans.
-        device: device class; optional if only one is open to choice.
-
     Raises:
         PlanError: the operator is not adjustable, or the pattern selects none.
     """
@@ -79,14 +73,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AllocatorComparison:
-    """Result of an allocator on a problem that several allocators solve.
-
-    Attributes:
-        allocator: name of the allocator.
-        answer: its result; None if it found no plan.
-        error: reason for the failure.
-        bound: highest lower bound found by any of the allocators; None if none found a bound.
-    """
+    """Result of an allocator, and the highest lower bound that any allocator found, if any."""
 
     allocator: str
     answer: PlanResult | None
@@ -139,20 +126,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class SingleChange:
-    """Effect of one operator in another format.
-
-    Attributes:
-        device: device class.
-        operator: operator id.
-        fmt: requested format.
-        evaluation: metrics of the changed plans.
-        seconds: change of the step time.
-        computing: change of the computing seconds of the device.
-        peak_bytes: change of the device's peak memory.
-        variance: change of the variance of the mean gradient.
-        exceeds: excess over exceeded limits.
-        why: reason against the format.
-    """
+    """Effect of one operator in another format: changed metrics, and their differences."""
 
     device: str
     operator: str
@@ -171,11 +145,7 @@ def single_change(
 ) -> list[SingleChange]:
     """Return the effect of each format of an operator, narrowest first, the current one included.
 
-    Args:
-        answer: the planning result.
-        operator: its id, or a pattern that selects only this operator. Tied operators change
-            together.
-        device: device class; optional if only one is open to choice.
+    Tied operators change together. `operator` is an id, or a pattern that selects one operator.
 
     Raises:
         PlanError: the class or operator does not exist, or the operator is not adjustable.
@@ -217,28 +187,18 @@ def _change(
         why = Why.WORSE
     elif changed < value * (1 - TOLERANCE):
         why = Why.BETTER
+    seconds, variance = then.seconds - now.seconds, then.variance - now.variance
+    computing = after.computing - before.computing
     return SingleChange(
-        name,
-        operator,
-        fmt,
-        then,
-        then.seconds - now.seconds,
-        after.computing - before.computing,
-        more_bytes,
-        then.variance - now.variance,
-        exceeds,
-        why,
+        name, operator, fmt, then, seconds, computing, more_bytes, variance, exceeds, why
     )
 
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Plans without a faster plan of equal or less variance.
+    """Plans without a faster plan of equal or less variance, fastest first.
 
-    Attributes:
-        points: results, fastest first.
-        uniform: uniform plans by format, for comparison; they can exceed memory limits.
-        chosen: a plan for comparison, not necessarily on the front.
+    Uniform plans are for comparison; they can exceed memory limits. So is `chosen`, if given.
     """
 
     points: tuple[PlanResult, ...]
@@ -264,10 +224,8 @@ def pareto(
 
     Args:
         problem: the planning problem; its limits of seconds and variance are ignored.
-        allocator: the allocator that finds each point.
         points: number of step times to try, both ends included.
         chosen: a plan to show in addition.
-        say: called with a label after each point.
 
     Raises:
         PlanError: no plan fits into memory.
@@ -282,8 +240,7 @@ def pareto(
     first, last = fastest.evaluation.seconds, calmest.evaluation.seconds
     for index in range(1, points - 1):
         seconds = first + (last - first) * index / (points - 1)
-        # Plans exist between both ends. If the allocator misses a point, the other points are
-        # valid.
+        # Plans exist between both ends. The other points are valid if the allocator misses one.
         with contextlib.suppress(PlanError):
             result.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
         say(f"{index} of {points - 2}")
@@ -304,11 +261,7 @@ def what_if(
 ) -> PlanResult:
     """Return the result with other formats for some operators, and a note on exceeded limits.
 
-    Args:
-        answer: the planning result.
-        changes: formats by operator id or pattern, as in plans; later entries override earlier
-            ones.
-        device: device class; optional if only one is open to choice.
+    `changes` has formats by operator id or pattern, as in plans; later entries override others.
 
     Raises:
         PlanError: an operator is not adjustable, or plans of the class do not have the format.
@@ -365,15 +318,13 @@ def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
     table = table_of(columns, right=columns[1:-1])
     for step in steps:
         why = ": ".join(filter(None, (step.why, _limits(step.exceeds))))
-        cells = [
-            step.fmt,
+        changes = [
             _more(step.seconds, duration),
             _more(step.computing, duration),
             _more(step.peak_bytes, _size),
             _more(step.variance, "{:.4g}".format),
-            why,
         ]
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, (step.fmt, *changes, why)))
     title = f"{steps[0].operator} on {steps[0].device}, effect of each format:"
     return Group(Text(title), table)
 

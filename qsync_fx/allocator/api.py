@@ -256,9 +256,8 @@ def find_plan(
         return solve(available)
     if step is None:
         do = "give step(model, batch), which returns the loss, and batches"
-        raise OptionError(
-            "a step is required to run a plan, and there is none", where="step", do=do
-        )
+        message = "a step is required to run a plan, and there is none"
+        raise OptionError(message, where="step", do=do)
     first, _ = first_batch(batches)
     at_hand = LocalModel(model, step, first, optimizer, options, repeats, progress)
     return settled(solve(available), available, solve, at_hand, max_replans)
@@ -270,9 +269,6 @@ def cache_plan(profile: Profile) -> pathlib.Path:
     The plan has at most the variance of the default format of the device, mostly BF16. From then on
     `torch.compile(model, backend="qsync")` without a plan or a precision trains this model on this
     machine under it.
-
-    Args:
-        profile: result of `qsync_fx.measure`, with sensitivity.
 
     Raises:
         ProfileError: if the profile is of another machine or of the catalog, has no sensitivity, or

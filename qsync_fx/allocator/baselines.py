@@ -1,7 +1,6 @@
 """Baseline allocators: uniform and full precision, greedy orders, dynamic batch sizes.
 
-If no plan meets the limits, a baseline still returns a plan, with a note on the limits that it
-exceeds.
+If no plan meets the limits, a baseline returns a plan that exceeds them, and a note on the limits.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ __all__ = ["DynamicBatches", "FullPrecision", "HessianGreedy", "RandomGreedy", "
 
 @dataclass(frozen=True)
 class Uniform:
-    """One format for all operators.
-
-    Attributes:
-        fmt: the format; None selects the best uniform plan that meets the limits.
-    """
+    """One format for all operators; None selects the best uniform plan that meets the limits."""
 
     fmt: str | None = None
 
@@ -40,11 +35,7 @@ class Uniform:
         return "uniform" if self.fmt is None else f"uniform-{self.fmt}"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan, which may exceed limits.
-
-        Raises:
-            PlanError: not all open classes support the format.
-        """
+        """Return the plan, which may exceed limits; raise `PlanError` for an unsupported format."""
         available = uniforms(problem)
         if self.fmt is None:
             return _best(problem, available.values(), self.name)
@@ -97,11 +88,7 @@ def exceeded(problem: Problem, evaluation: Evaluation) -> tuple[PlanNote, ...]:
 
 @dataclass(frozen=True)
 class RandomGreedy:
-    """Precision recovery in random order (QSync, Table II).
-
-    Attributes:
-        seed: random seed of the order.
-    """
+    """Precision recovery in random order (QSync, Table II)."""
 
     seed: int = 0
 
@@ -133,11 +120,7 @@ class HessianGreedy:
         return "hessian"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan; it exceeds limits only if recovery finds no plan within them.
-
-        Raises:
-            ProfileError: the sensitivity of an operator is unknown.
-        """
+        """Return the plan; it exceeds limits only if recovery finds no plan within them."""
 
         def available(name: str, operator: str) -> float:
             part, result = problem.classes[name], self.sensitivity
@@ -149,10 +132,7 @@ class HessianGreedy:
 
 
 def _halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
-    """Return an indicator from one number per operator, for its narrowest format.
-
-    The number is halved for each next wider format, and 0 if the operator computes in FP32.
-    """
+    """Return an indicator: a number for the narrowest format, halved for each next one; FP32: 0."""
 
     def indicator(name: str, operator: str, fmt: str) -> float:
         part = problem.classes[name]
@@ -188,9 +168,6 @@ class DynamicBatches:
     The mean over ranks must weight gradients by samples. DDP weights ranks equally, so each rank
     multiplies its loss by the weight in the result's notes. The result's problem contains the new
     batches.
-
-    Attributes:
-        resized: constructor of a device class with another batch.
     """
 
     resized: Resized
@@ -200,11 +177,7 @@ class DynamicBatches:
         return "dynamic-batches"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Return full-precision plans on devices with adapted batches.
-
-        Raises:
-            PlanError: the batch of a class is unknown.
-        """
+        """Return full-precision plans; raise `PlanError` if the batch of a class is unknown."""
         began = time.perf_counter()
         before = _batches(problem)
         sized = _Sized(problem, self.resized)
@@ -293,9 +266,8 @@ def _by_speed(
         visited.append(now)
         speed = {name: batch / sized.figures(name, batch)[0] for name, batch in now.items()}
         full = sum(counts[name] * speed[name] for name in now)
-        now = _whole(
-            {name: max(1.0, samples * speed[name] / full) for name in now}, counts, samples
-        )
+        shares = {name: max(1.0, samples * speed[name] / full) for name in now}
+        now = _whole(shares, counts, samples)
     return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
 
 
@@ -310,13 +282,12 @@ def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int)
         for share in shares.values()
     ]
     rounded = (dict(zip(shares, chosen, strict=True)) for chosen in itertools.product(*sides))
-    return min(
-        rounded,
-        key=lambda result: (
-            _off(result, counts, samples),
-            sum(abs(result[name] - share) for name, share in shares.items()),
-        ),
-    )
+
+    def distance(result: Mapping[str, int]) -> tuple[int, float]:
+        apart = sum(abs(result[name] - share) for name, share in shares.items())
+        return _off(result, counts, samples), apart
+
+    return min(rounded, key=distance)
 
 
 def _off(batches: Mapping[str, int], counts: Mapping[str, int], samples: int) -> int:
@@ -340,19 +311,13 @@ def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]
     samples, now = (
         sum(devices[name].count * batch for name, batch in each.items()) for each in (before, after)
     )
-    return [
-        PlanNote(
-            PlanNoteKind.BATCH,
-            name,
-            numbers={
-                "batch": batch,
-                "before": before[name],
-                "weight of its loss": batch * problem.cluster.ranks / now,
-                "learning rate": now / samples,
-            },
-        )
-        for name, batch in after.items()
-    ]
+    weight, rate = problem.cluster.ranks / now, now / samples
+    result = []
+    for name, batch in after.items():
+        numbers = {"batch": batch, "before": before[name], "weight of its loss": batch * weight}
+        numbers["learning rate"] = rate
+        result.append(PlanNote(PlanNoteKind.BATCH, name, numbers=numbers))
+    return result
 
 
 ALLOCATORS: Final = (Uniform(), FullPrecision(), RandomGreedy())

@@ -31,12 +31,7 @@ Codecs = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CodecSearchSpace:
-    """Available codecs.
-
-    Attributes:
-        codecs: names, FP32 first.
-        rates: encode and decode rates of the slowest devices.
-    """
+    """Available codecs, FP32 first, with encode and decode rates of the slowest devices."""
 
     codecs: tuple[str, ...]
     rates: Rates
@@ -44,16 +39,10 @@ class CodecSearchSpace:
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """Cost of each codec for each bucket.
+    """Seconds, delays of computation and variance of each codec for each bucket.
 
-    Attributes:
-        alone: seconds of each bucket as DistributedDataParallel sends it.
-        alone_delays: seconds by which such a bucket delays computation.
-        coded: transfer by bucket and codec; empty, like the next three, if there is no choice.
-        seconds: seconds of the transfer by bucket and codec.
-        delays: seconds by which the transfer delays computation, by bucket and codec.
-        variance: variance that a codec adds to the mean gradient, by bucket and codec.
-        parameters: coded parameters of each bucket; small parameters are not coded.
+    `alone` and `alone_delays` belong to buckets that DistributedDataParallel sends in FP32. The
+    tables by bucket and codec are empty if there is no choice. Small parameters are not coded.
     """
 
     alone: tuple[float, ...]
@@ -113,12 +102,7 @@ class CodecOptions:
 def options_of(
     problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[SimulatedBucket]
 ) -> CodecOptions:
-    """Return the cost of each codec for each bucket.
-
-    Raises:
-        ProfileError: the variance or the rate of a codec is unknown, or the codec needs tensor
-            shapes.
-    """
+    """Return the cost of each codec for each bucket; raise `ProfileError` if it is unknown."""
     cluster, coding = problem.cluster, problem.coding
     alone, alone_delays = _taken(cluster, buckets)
     if coding is None or not buckets:

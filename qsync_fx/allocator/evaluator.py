@@ -15,7 +15,7 @@ from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.buffers import Task, whole
@@ -39,10 +39,6 @@ class PeakMemoryEvaluator:
 
     A compiler reorders each pass to reduce its memory, and its order can be predicted only
     approximately. The peak therefore covers the expected order and the program order.
-
-    Args:
-        part: the device class.
-        states: states of its operators under the plan.
     """
 
     def __init__(self, part: DeviceClass, states: States) -> None:
@@ -99,7 +95,6 @@ class CachedTimes:
 
     @classmethod
     def of(cls, times: Times) -> Times:
-        """Return times with cached results; `times` itself if it caches already."""
         return times if isinstance(times, CachedTimes) else cls(times)
 
     def operator(
@@ -147,14 +142,11 @@ _SEEN = 8
 
 @dataclass(frozen=True)
 class DeviceMetrics:
-    """Metrics of one device of a class in a step of the cluster.
+    """Metrics of one device of a class in a step of the cluster, in seconds and bytes.
 
-    Attributes:
-        computing: seconds of both passes and the optimizer.
-        waiting: idle seconds until other devices are ready to send.
-        sending: idle seconds while gradients travel.
-        peak_bytes: peak memory of a step, the maximum of both task orders; None if unknown.
-        variance: variance that the plan adds to the device's own gradients.
+    `waiting` ends when all devices are ready to send, `sending` when the gradients have arrived.
+    The peak is the maximum of both task orders; None if unknown. `variance` is added to the
+    device's own gradients.
     """
 
     computing: float
@@ -169,9 +161,7 @@ class Evaluation:
     """Metrics of the plans of all classes.
 
     Attributes:
-        seconds: duration from one step of the cluster to the next.
         variance: variance of the mean gradient of all ranks, due to rounding and codecs.
-        classes: metrics of each class.
         codecs: codec of each gradient bucket; () if there is no choice.
         coding: part of `variance` due to codecs.
         sent: codec of each parameter whose gradient is not sent in FP32, by parameter name.
@@ -186,15 +176,11 @@ class Evaluation:
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
         """Return the excess over each exceeded limit: "seconds", "variance", "memory NAME"."""
+        values = {"seconds": self.seconds, "variance": self.variance}
+        for name, metrics in self.classes.items():
+            values[f"memory {name}"] = metrics.peak_bytes or 0
         result = {}
-        for subject, value in (
-            ("seconds", self.seconds),
-            ("variance", self.variance),
-            *(
-                (f"memory {name}", metrics.peak_bytes or 0)
-                for name, metrics in self.classes.items()
-            ),
-        ):
+        for subject, value in values.items():
             limit = problem.limit(subject)
             if limit is not None and beyond(value, limit):
                 result[subject] = value - limit
@@ -213,18 +199,7 @@ def beyond(value: float, limit: float) -> bool:
 class PlanEvaluator:
     """Incremental evaluator of plans and codecs.
 
-    Args:
-        problem: the planning problem.
-        plans: initial plans of all classes.
-        codecs: initial codecs of the buckets; FP32 by default.
-
-    Attributes:
-        buckets: indices of the parameters in each gradient bucket.
-        options: cost of each codec per bucket.
-        codecs: current codecs of the buckets.
-
-    Raises:
-        PlanError, ProfileError: a plan does not fit the model, or a time is unknown.
+    `buckets` has the indices of the parameters in each gradient bucket. Codecs are FP32 by default.
     """
 
     def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
@@ -258,10 +233,7 @@ class PlanEvaluator:
         self._change(*self._undo.pop())
 
     def set_plans(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
-        """Switch to other plans, and codecs if given, and return their evaluation.
-
-        The switch clears the undo history.
-        """
+        """Switch to other plans, and codecs if given; the undo history is cleared."""
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
         for name, requested in plans.items():
@@ -329,8 +301,7 @@ class PlanEvaluator:
         if name not in self._memories and part.training is not None:
             states = self.states(name)
             key = name, states.names
-            # The memory model is expensive, and a search revisits plans: uniform ones and the best
-            # so far.
+            # The memory model is expensive, and a search revisits the uniform and the best plans.
             memory = self._seen.pop(key, None) or PeakMemoryEvaluator(part, states)
             self._memories[name] = self._seen[key] = memory
             while len(self._seen) > _SEEN:
@@ -428,18 +399,11 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
 
     Measured times are scaled, see `Scaled`; times of the catalog are computed again.
 
-    Args:
-        part: the device class.
-        symbolic: model graph with the batch as its only symbolic size.
-        batch: samples of one device in a step.
-
-    Raises:
-        ProfileError: the graph has no or several symbolic sizes, or is of another model.
+    `symbolic` is the model graph with the batch per device as its only symbolic size.
     """
     if len(symbolic.symbols) != 1:
-        message = (
-            f"the model graph needs one symbolic size, its batch, and has {len(symbolic.symbols)}"
-        )
+        count = len(symbolic.symbols)
+        message = f"the model graph needs one symbolic size, its batch, and has {count}"
         do = "explain it with torch._dynamo.mark_dynamic(input, 0) on inputs with a batch axis"
         raise ProfileError(message, do=do)
     before, after = ([op.id for op in each.operators] for each in (part.graph, symbolic))
@@ -470,11 +434,6 @@ class Scaled:
 
     An operator's time scales with its FLOPs, or with its bytes if it has no FLOPs. With the
     measured batch, times do not change.
-
-    Attributes:
-        times: times with the measured batch.
-        before: model graph with the measured batch.
-        after: model graph with the other batch.
     """
 
     times: Times = field(repr=False)

@@ -38,11 +38,8 @@ def margins(
 
     The result is empty if the step has no time limit, or if a single class has no requested margin.
 
-    Args:
-        problem: the planning problem.
-        available: profile of each class.
-        requested: margin from the user. None: the measured uncertainty of each class, combined with
-            the largest uncertainty among the classes with a fixed plan.
+    Default: the measured uncertainty of each class, combined with the largest uncertainty among the
+    classes with a fixed plan.
     """
     check_margin(requested)
     if problem.seconds is None or (requested is None and len(problem.classes) == 1):
@@ -86,13 +83,8 @@ def with_margin(
 ) -> PlanResult:
     """Return the allocator's plan for slowed devices, evaluated on the real devices.
 
-    Falls back to the plan without margin if no plan meets the limits with it.
-
-    Args:
-        problem: the planning problem.
-        shares: relative slowdown of each class.
-        target: function from a problem to its limit of seconds per step.
-        chosen: the allocator.
+    Falls back to the plan without margin if no plan meets the limits with it. `target` returns the
+    limit of seconds per step of a problem.
     """
     if shares:
         careful = slowed(problem, shares)

@@ -33,13 +33,9 @@ Solve = Callable[[Mapping[str, DeviceInputs]], PlanResult]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Local training setup that runs a plan.
+    """Local training setup that runs a plan with the arguments of `qsync_fx.measure`.
 
-    Attributes:
-        model, step, optimizer, options: arguments of `qsync_fx.measure`, as used for the profile.
-        batch: batch of every step.
-        turns: interleaved runs of a plan.
-        progress: whether to show progress.
+    All steps have the same `batch`; `turns` is the number of interleaved runs of a plan.
     """
 
     model: nn.Module
@@ -68,18 +64,12 @@ class LocalModel:
 def check_max_replans(limit: int) -> None:
     """Raise `OptionError` for an invalid number of rounds."""
     if limit < 0:
-        raise OptionError(
-            f"a plan cannot be run in {limit} rounds", where="max_replans", do="give 0 or more"
-        )
+        message = f"a plan cannot be run in {limit} rounds"
+        raise OptionError(message, where="max_replans", do="give 0 or more")
 
 
 class ReplanLoop:
-    """State of the measure-and-replan loop.
-
-    Attributes:
-        answer: the plan to run next, or the final result if `more` is false.
-        more: whether the plan is to be run.
-    """
+    """State of the loop: `answer` is the plan to run next, or the final result if not `more`."""
 
     def __init__(self, answer: PlanResult, solve: Solve, limit: int) -> None:
         check_max_replans(limit)
@@ -95,12 +85,7 @@ class ReplanLoop:
         before: Mapping[str, Profile],
         after: Mapping[str, Profile],
     ) -> None:
-        """Process the measurement of the current plan.
-
-        Args:
-            available: corrected profiles of all classes.
-            before, after: profiles of the measured classes before and after the run.
-        """
+        """Process the corrected profiles after the measurement of the current plan."""
         ran = _as_it_ran(self.answer, self.answer.plans, after)
         trials = tuple(_trial(self.answer, name, before[name], after[name], ran) for name in after)
         self._trials.append(trials)
@@ -147,10 +132,7 @@ def settled(
 ) -> PlanResult:
     """Return the result after runs of its plans on the local devices.
 
-    Raises:
-        ProfileError: no profile is of this machine, or one is of another model or was measured
-            under other conditions.
-        PlanError: no plan meets the limits with the corrected profiles.
+    Raises `ProfileError` if no profile is of this machine, or one is of another model.
     """
     rounds = ReplanLoop(answer, solve, limit)
     mine: dict[str, Profile] = {
@@ -159,9 +141,8 @@ def settled(
         if isinstance(item, Profile) and item.machine == here_for(item.machine)
     }
     if not mine:
-        message = (
-            f"no profile is of this machine, on which the plan is to run: {', '.join(available)}"
-        )
+        names = ", ".join(available)
+        message = f"no profile is of this machine, on which the plan is to run: {names}"
         raise ProfileError(message, where="profiles", do="leave the model out, or measure it here")
     while rounds.more:
         after = {
@@ -190,21 +171,15 @@ def _trial(
     predicted, live = (item.evaluation.classes[name].peak_bytes for item in (answer, ran))
     if predicted is not None and live is not None:
         more_bytes = live - predicted
-    return Trial(
-        name,
-        PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
-        run.passes + optimizer,
-        run.spread,
-        len(before.interpolated(answer.plan(name))),
-        more_bytes,
-    )
+    seconds = PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown
+    interpolated = len(before.interpolated(answer.plan(name)))
+    return Trial(name, seconds, run.passes + optimizer, run.spread, interpolated, more_bytes)
 
 
 def _alone(profile: Profile) -> Profile:
     """Return the profile with its last run as its only planned run; predictions then match it."""
-    return replace(
-        profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:]
-    )
+    unplanned = [run for run in profile.runs[:-1] if not run.planned]
+    return replace(profile, runs=unplanned + profile.runs[-1:])
 
 
 def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> PlanResult:

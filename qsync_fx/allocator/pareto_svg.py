@@ -36,14 +36,7 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 
 @dataclass(frozen=True)
 class _Axis:
-    """Axis from values to pixels.
-
-    Attributes:
-        ticks: labelled values and their labels.
-        low, high: ends of the axis, after `scale`.
-        begin, end: ends of the axis in pixels.
-        scale: transform under which the axis is linear.
-    """
+    """Axis from values to pixels, linear after `scale`; `ticks` are values and their labels."""
 
     ticks: Sequence[tuple[float, str]]
     low: float

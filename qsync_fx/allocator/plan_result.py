@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 class PredictedCost:
     """Predicted cost of a plan on a device, in the plan's notes; None for unknown values.
 
-    A training run can compare itself with it.
-
-    Attributes:
-        computing: computing seconds per step.
-        peak: peak memory of a step in bytes, parameters and optimizer state included.
-        memory: memory limit in bytes.
+    The unit of `computing` is seconds per step; `peak` and its limit `memory` are in bytes.
     """
 
     computing: float | None = None
@@ -94,14 +89,7 @@ class PlanNoteKind(StrEnum):
 
 @dataclass(frozen=True)
 class PlanNote:
-    """Remark on a plan.
-
-    Attributes:
-        device: device class; "" for all.
-        operator: operator id; "" for none.
-        formats: formats concerned.
-        numbers: supporting values, by name.
-    """
+    """Remark on a plan; `device` and `operator` are "" if it concerns none in particular."""
 
     kind: PlanNoteKind
     device: str = ""
@@ -114,10 +102,7 @@ class PlanNote:
 class SolverIteration:
     """One solve of an allocator's own model, and the evaluation of its plan.
 
-    Attributes:
-        bound: lower bound of the objective within the allocator's model.
-        fits: whether the plan meets all limits by `PlanEvaluator`.
-        learned: whether the evaluation revealed costs that the model lacked.
+    `bound` is valid within that model; `learned` is true if the evaluation revealed new costs.
     """
 
     evaluation: Evaluation
@@ -131,9 +116,7 @@ class Trial:
     """Measured run of a plan on a local device.
 
     Attributes:
-        device: device class.
-        foreseen: predicted computing seconds per step.
-        measured: measured computing seconds per step.
+        foreseen, measured: computing seconds per step.
         spread: median deviation of steps, relative to `measured`.
         interpolated: number of operators with no measurement in the plan's states before the run.
         more_bytes: measured minus predicted peak memory; 0 if not measured.
@@ -159,17 +142,11 @@ class PlanResult:
     Codecs are in `evaluation` by bucket, and in `codecs` by parameter.
 
     Attributes:
-        problem: the planning problem.
-        plans: format of each operator, for all classes.
-        evaluation: metrics of the plans.
-        allocator: name of the allocator.
         bound: lower bound of the objective over all plans by `PlanEvaluator`; None if unknown.
         took: runtime of the allocator in seconds.
         iterations: iterations of the solver; empty for allocators that only call the evaluator.
-        notes: remarks on the plan.
         trials: measured runs of each round, over all local classes.
         ran: round in which this plan was run, from 1; None if it was not.
-        profiles: corrected profiles of the local classes.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -209,11 +186,7 @@ class PlanResult:
         return self.evaluation.sent
 
     def plan(self, name: str | None = None) -> Plan:
-        """Return the plan of a class; by default of the only open class.
-
-        Raises:
-            PlanError: the class does not exist, or several classes are open and none is named.
-        """
+        """Return the plan of a class, by default of the only open class, or raise `PlanError`."""
         if name is None:
             if len(self.problem.open) > 1:
                 message = f"there are plans of {len(self.problem.open)} classes of devices"
@@ -245,10 +218,7 @@ class PlanResult:
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Return the value of the option "plan": the plan of a single class without codecs.
-
-        Otherwise it is a cluster plan with the codecs of the gradients.
-        """
+        """Return the value of the option "plan": a cluster plan for several classes or codecs."""
         plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
@@ -276,22 +246,13 @@ class PlanResult:
 
 
 class Allocator(Protocol):
-    """Chooser of a plan.
-
-    Attributes:
-        name: name for users.
-    """
+    """Chooser of a plan."""
 
     @property
     def name(self) -> str: ...
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan for a problem.
-
-        Raises:
-            PlanError: no plan meets the limits; states the exceeded limits, the excess and a
-                remedy.
-        """
+        """Return the plan for a problem; raise `PlanError` with a remedy if no plan fits."""
 
 
 def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
@@ -331,9 +292,8 @@ def _head(answer: PlanResult) -> list[str]:
 
 
 def _classes(answer: PlanResult) -> RenderableType:
-    formats = sorted(
-        {fmt for requested in answer.plans.values() for fmt in requested.values()}, key=width_of
-    )
+    requested = (fmt for plan in answer.plans.values() for fmt in plan.values())
+    formats = sorted(set(requested), key=width_of)
     columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance"]
     columns += formats
     table = table_of(columns, right=columns[1:])

@@ -1,8 +1,4 @@
-"""Planning problem: a model on device classes, the formats to choose from, and the limits.
-
-A `Problem` is immutable and self-contained: the cost of a plan depends only on the problem and the
-plan.
-"""
+"""Planning problem: a model on device classes, the formats to choose from, and the limits."""
 
 from __future__ import annotations
 
@@ -33,13 +29,9 @@ class DeviceClass:
     """Identical devices that share one plan; the cluster stores their number.
 
     Attributes:
-        graph: model graph.
-        times: operator times on these devices.
-        sensitivity: contribution of each operator to the variance of the gradients.
         formats: formats that a plan may request; the model graph must support each of them.
         fixed_plan: fixed plan of the class; None if the class is open to choice.
-        training: memory of a step outside both passes; None if unknown, then peaks are unknown,
-            too.
+        training: memory of a step outside both passes; None if it and all peaks are unknown.
         memory: limit of the peak memory of a step in bytes; None for no limit.
         anchors: plans with a measured peak that correct predicted peaks.
         conditions: text on non-default conditions under which the times were measured.
@@ -98,11 +90,7 @@ class DeviceClass:
         return chosen(decided, requested, explicit=True)
 
     def omega(self, operator: str, requested: str) -> float:
-        """Return the variance that an operator adds to the gradients under a requested format.
-
-        Raises:
-            ProfileError: see `Sensitivity.of`.
-        """
+        """Return the variance that an operator adds to the gradients under a requested format."""
         key = operator, requested
         if key not in self._omegas:
             self._omegas[key] = self.sensitivity.of(operator, self.runs(operator, requested))
@@ -147,8 +135,6 @@ class Problem:
     """Device classes, cluster, objective and limits of a planning request.
 
     Attributes:
-        classes: device classes, by their names in the cluster.
-        cluster: number of devices per class, and their links.
         least: objective to minimize: variance of the mean gradient, or seconds per step.
         seconds: limit of the seconds per step of the cluster; None for no limit.
         variance: limit of the variance of the mean gradient; None for no limit.
@@ -209,9 +195,8 @@ class Problem:
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
         """Return plans with one format per open class; default: the narrowest of each class."""
         parts = {name: self.classes[name] for name in self.open}
-        return self.completed(
-            {name: part.uniform(fmt or part.lowest) for name, part in parts.items()}
-        )
+        plans = {name: part.uniform(fmt or part.lowest) for name, part in parts.items()}
+        return self.completed(plans)
 
 
 def width(fmt: str) -> tuple[int, int, int]:

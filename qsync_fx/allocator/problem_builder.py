@@ -16,7 +16,7 @@ from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS, precision
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
-from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
@@ -40,14 +40,7 @@ class PlanRequest:
     margin: float | None = None
 
     def check(self) -> None:
-        """Check all settings that do not depend on profiles, so that callers can fail early.
-
-        Raises:
-            PlanError: the objective or a memory is invalid, or a budget does not fit the objective.
-            OptionError: the objective ignores the target or the budget, or a codec or the margin is
-                invalid.
-            PrecisionError: a format does not exist.
-        """
+        """Check all settings that do not depend on profiles, so that callers can fail early."""
         objective_named(self.objective).check(self.budget, self.target)
         for limit in (self.budget, self.target):
             if isinstance(limit, str):
@@ -66,12 +59,7 @@ class PlanRequest:
 def build_problem(
     fleet: Cluster, available: Mapping[str, DeviceInputs], wishes: PlanRequest
 ) -> tuple[Problem, list[PlanNote]]:
-    """Return the problem, and notes on the assumptions behind it.
-
-    Raises:
-        PlanError: the request is invalid or cannot be met by the devices.
-        ProfileError: a profile lacks required data.
-    """
+    """Return the problem, and notes on the assumptions behind it."""
     wishes.check()
     if wishes.precisions is not None:
         check_precisions(available, wishes.precisions)

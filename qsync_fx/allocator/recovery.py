@@ -34,12 +34,7 @@ _SHRINKS: Final = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 
 @dataclass(frozen=True)
 class DecisionGroup:
-    """Operator, or tied operators, that get one format.
-
-    Attributes:
-        operators: operator ids, in program order.
-        formats: formats common to all operators of the group, narrowest first.
-    """
+    """Operator, or tied operators, that get one of their common formats, narrowest first."""
 
     operators: tuple[str, ...]
     formats: tuple[str, ...]
@@ -52,13 +47,7 @@ Indicator = Callable[[str, str, str], float]
 
 
 def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[DecisionGroup, ...]:
-    """Return the decision groups of a device class, in program order of their first operators.
-
-    Each adjustable operator is in exactly one group.
-
-    Raises:
-        PlanError: tied operators have no format in common.
-    """
+    """Return the decision groups in program order; each adjustable operator is in exactly one."""
     leader = {operator: group[0] for group in tied for operator in group}
     groups: dict[str, list[str]] = {}
     for operator in part.choices:
@@ -112,14 +101,9 @@ def _cuts(units: Part) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Plan of a part.
+    """Plan of a part, with the seconds of the model if all other groups are in narrowest formats.
 
-    Attributes:
-        formats: format of each decision group.
-        seconds: seconds of both passes of the model, with all other groups in their narrowest
-            formats.
-        omega: variance that the part adds.
-        extra: bytes saved for backward beyond those in the narrowest formats.
+    `omega` is the variance that it adds, `extra` the additional bytes that it saves for backward.
     """
 
     formats: tuple[str, ...]
@@ -136,12 +120,6 @@ def initial(
     Memory beyond the narrowest plan is shared in proportion to the additional bytes that a part
     saves for backward in its widest formats. If the memory model rejects the plan, all shares
     shrink. The plan fits if the plan in the narrowest formats fits.
-
-    Args:
-        part: the device class.
-        units: its decision groups.
-        evaluator: evaluator with all groups in their narrowest formats.
-        name: name of the class.
     """
     lowest = {unit: unit.formats[0] for unit in units}
     searched = [(equal, _tried(part, equal[0], lowest)) for equal in parts(part.graph, units)]
@@ -236,11 +214,7 @@ def recover(
     classes alternate. The top group is widened; if that exceeds a limit the change is undone, else
     the group returns to the heap with its next format.
 
-    Args:
-        evaluator: evaluator with the initial plans; it is modified.
-        units: decision groups of each open class.
-        indicator: Omega, the order of the heaps.
-        enough: called before each change; true ends the recovery.
+    The evaluator has the initial plans and is modified; `enough` ends the recovery early.
     """
     requested = evaluator.plans
 
@@ -285,9 +259,7 @@ def recover(
 class PrecisionRecovery:
     """Precision recovery from the fastest plan and from uniform plans (QSync, Section V).
 
-    Attributes:
-        indicator: Omega of an operator; None for the problem's sensitivities.
-        called: name of the allocator.
+    `indicator` replaces the problem's sensitivities.
     """
 
     indicator: Indicator | None = None
@@ -315,8 +287,7 @@ class _Search:
             name: spread({unit: unit.formats[0] for unit in owned})
             for name, owned in self.units.items()
         }
-        # If time is the objective, recovery starts above the variance limit and lowers the
-        # variance.
+        # If time is the objective, recovery starts above the variance limit.
         without_limit = replace(problem, variance=None)
         self.evaluator = PlanEvaluator(without_limit, problem.completed(narrowest))
 

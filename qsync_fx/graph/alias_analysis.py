@@ -37,9 +37,8 @@ def writes(node: fx.Node) -> list[fx.Node]:
     by_row = getattr(row_for(node.target), "writes", ())
     written: list[fx.Node] = []
     values = arguments(node).values()
-    for index, (argument, value) in enumerate(
-        zip(node.target._schema.arguments, values, strict=True)
-    ):
+    pairs = zip(node.target._schema.arguments, values, strict=True)
+    for index, (argument, value) in enumerate(pairs):
         by_schema = argument.alias_info is not None and argument.alias_info.is_write
         if by_schema or index in by_row:
             fx.node.map_arg(value, written.append)
@@ -122,13 +121,9 @@ _NO_PLACES: Mapping[fx.Node, Places] = MappingProxyType({})
 
 
 class AliasSets:
-    """Places of the values in a graph, computed once.
+    """Places of the values in a graph, computed once, and those that some node writes to.
 
-    Args:
-        outer: for the body of a higher-order operator, the outer places of its placeholders.
-
-    Attributes:
-        written: the places that some node of the graph writes to.
+    For the body of a higher-order operator, `outer` has the outer places of its placeholders.
     """
 
     def __init__(self, graph: PrecisionGraph, outer: Mapping[fx.Node, Places] = _NO_PLACES) -> None:
@@ -138,9 +133,8 @@ class AliasSets:
         for node in graph.nodes:
             self._beyond.setdefault(node, self._inherited(node))
             self._places[node] = self.of(node)
-        self.written: Places = frozenset().union(
-            *(self.of(used) for node in graph.nodes for used in may_write(node))
-        )
+        written = (used for node in graph.nodes for used in may_write(node))
+        self.written: Places = frozenset().union(*map(self.of, written))
 
     def of(self, node: fx.Node) -> Places:
         """Return the places of a node's value; for a later node, places of its current value."""

@@ -107,11 +107,7 @@ _SHORT = {
 
 
 def is_float(value: Any) -> bool:
-    """Return whether a value is a tensor of a dtype that a plan may change.
-
-    Float8 and Float4 are storage dtypes: the model has quantized there itself, and few operators
-    accept them.
-    """
+    """Return whether a value is a tensor of a dtype that a plan may change, unlike Float8."""
     return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 

@@ -23,15 +23,13 @@ from qsync_fx.plan.operator_id import OpId
 
 @dataclass(frozen=True)
 class OperatorInfo:
-    """Facts and decisions about one operator.
+    """Facts and decisions about one operator; a decision is None before it is made.
 
     Attributes:
         id: identity, stable across graph splits, ranks and machines.
         row: row of the operator table; None for an unknown operator.
-        planned: the precision that the plan requests; None without a plan for it.
-        instead: why `precision` differs from `planned`; "" if they are equal.
-        precision: the compute format; None until assigned.
-        output: the format of a floating-point output; None until decided.
+        instead: why `precision` differs from the `planned` one; "" if they are equal.
+        output: the format of a floating-point output.
         autocast: the format in the model's autocast region, "off" if the region disables autocast,
             None outside of regions.
         pinned: set by `Operator.assign`: later passes do not override the precision.
@@ -97,12 +95,9 @@ class Purpose(Enum):
 class CastInfo:
     """Cast: a node that changes the format of a value.
 
-    Attributes:
-        owner: the first operator whose operand or result it converts; None for graph outputs and
-            for nodes without an operator.
-        format: target format; None if the node converts no value.
-        stream: random stream of its roundings; None if it does not round randomly.
-        policy: the rule of autocast; None for other purposes.
+    The `owner` is the first operator whose operand or result it converts, if any. The target format
+    is None if the node converts no value, `stream` if it does not round randomly, and `policy`, the
+    rule of autocast, for other purposes.
     """
 
     part: Part
@@ -146,10 +141,7 @@ class Key(Generic[T]):
 
 
 NOTE: Final = Key[OperatorInfo]("qsync")
-"""Facts of an operator, for every pass and report; other nodes have none.
-
-Written by `identify`, `identify_new` and `Operator.update`.
-"""
+"""Facts of an operator, by `identify`, `identify_new` and `Operator.update`."""
 CAST: Final = Key[CastInfo]("qsync_cast")
 """Marks a cast. Written by `Casts` and passes; read by `lower`, the verifier and costs."""
 BODIES: Final = Key[tuple[Any, ...]]("qsync_bodies")
@@ -159,10 +151,7 @@ CALLER: Final = Key[fx.Node]("qsync_called_by")
 OPAQUE: Final = Key[str]("qsync_opaque")
 """Reason why a node stays as Dynamo wrote it, from normalize and retrace to classify."""
 REGION: Final = Key[tuple[bool, torch.dtype | None]]("qsync_region")
-"""Autocast region around an opaque node: (enabled, dtype).
-
-Written by autocast, read by `PrecisionGraph.computed`.
-"""
+"""Autocast region around an opaque node, (enabled, dtype), for `PrecisionGraph.computed`."""
 KEPT: Final = Key[bool]("qsync_keep")
 """Marks an autocast switch that stays in the graph, for autocast alone."""
 UNLISTED: Final = Key[bool]("qsync_unlisted")
@@ -233,9 +222,7 @@ def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
 
     A node without a mark belongs to its reader: the sum of two gradients to the operator that
     produced the value, the middle of a fused attention to the product at its end. A node without
-    readers belongs to an operand. Examples are sums of gradients, writes to buffers, constants of
-    decompositions and Inductor's pattern replacements; `from_node` does not identify them. A node
-    without a connection to an operator is missing.
+    readers belongs to an operand. A node without a connection to an operator is missing.
     """
     nodes = [node for node in graph.nodes if computes(node)]
     result = {node: charge for node in nodes if (charge := charged(node)) is not None}

@@ -141,11 +141,8 @@ class OperandState:
 class Operand:
     """A tensor that an operator reads.
 
-    Attributes:
-        position: position of the argument in the operator's schema.
-        role: the argument's name in the schema, with an index for list items: "input",
-            "tensors.1"; "weight" for a product's weight.
-        place: the position, or (position, index) for list items.
+    `role` is the argument's name in the schema, "input", with an index for list items, "tensors.1";
+    it is "weight" for a product's weight. `place` is the position, or (position, index).
     """
 
     node: fx.Node
@@ -163,7 +160,6 @@ class OperandReader:
         converted: positions of the operands that an adjustable operator reads in its precision,
             besides factors.
         in_place: whether the result is the tensor that it writes to.
-        made: the model's format of the result.
     """
 
     kind: Kind
@@ -185,10 +181,7 @@ class OperandReader:
     def read_as(
         self, precision: Precision | None, operand: Operand, value: Any
     ) -> Precision | None:
-        """Return the format that an operator in `precision` reads an operand in; None for any.
-
-        `value` is the operand's fake value in the model's dtype.
-        """
+        """Return the format that an operator in `precision` reads an operand in; None for any."""
         owned = format_of(value)
         if not is_float(value) or owned is None:
             return None

@@ -154,12 +154,8 @@ class FormatSource:
 class CastSite:
     """A read of a value that may need a cast.
 
-    Attributes:
-        graph: the graph or body of the reader.
-        reader, operand: the operator and its operand; None for an output of the graph.
-        used, origin: the node that is read, and the node that a cast converts.
-        used_held, origin_held: the formats of their values.
-        shared: equal for reads that share one cast per format.
+    `used` is the node that is read, `origin` the node that a cast converts. Reads with an equal
+    `shared` share one cast per format. An output of the graph has neither reader nor operand.
     """
 
     graph: PrecisionGraph
@@ -241,12 +237,9 @@ States = Mapping[fx.Node, OperandState]
 
 @dataclass(frozen=True)
 class CastCost:
-    """A cast and its cost.
+    """A cast, with the cost of the conversion or quantizer and of its gradient.
 
-    Attributes:
-        owner: the operator that it is made for; None for a graph input that is returned.
-        cost: cost of the conversion or quantizer, and of its gradient.
-        wanted: whether it is an operator of the model, which requests the conversion itself.
+    The owner of a graph input that is returned is None. `wanted`: it is an operator of the model.
     """
 
     owner: fx.Node | None
@@ -291,12 +284,9 @@ def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange]) 
 
 
 def needs_cast(before: Precision | None, used: Precision | None, wanted: Precision | None) -> bool:
-    """Return whether a value has to be converted for a reader.
+    """Return whether a value has to be converted for a reader that wants a format; None for any.
 
-    Args:
-        before: format at the node that a cast converts.
-        used: format at the node that is read, behind conversions of the model.
-        wanted: format in which it is read; None for any.
+    `before` is its format where a cast converts it, `used` behind conversions of the model.
     """
     if wanted is None or before is None or wanted is before:
         return False

@@ -59,9 +59,7 @@ def as_products(
     It accepts only the measured case: training in BF16 on a CPU with native support for it,
     compiled by Inductor, without mask and dropout, of static sizes.
 
-    Args:
-        args, kwargs: arguments of the call, with tensors in its compute dtype.
-        need: whether a gradient flows back to an operand.
+    The arguments have tensors in the compute dtype; `need`: a gradient flows back to an operand.
     """
     if target is not FUSED or not need or options.activation_recompute:
         return False
@@ -112,13 +110,7 @@ class SavedRead:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """Tensors that an operator saves for backward.
-
-    Attributes:
-        differentiable: whether the operator's result has a gradient.
-        operands: indices of saved operands among the operator's tensor operands.
-        results: indices of saved results.
-    """
+    """Tensors that an operator saves for backward, as indices of tensor operands and results."""
 
     differentiable: bool = False
     operands: tuple[int, ...] = ()
@@ -210,12 +202,9 @@ def _stand_in(value: Any, read: SavedRead) -> Any:
 
 @dataclass(frozen=True)
 class OperandSite:
-    """An operator at its position in the graph.
+    """An operator at its position, with its index among the operators of the top-level graph.
 
-    Attributes:
-        needs: for each operand, whether a gradient flows back to it.
-        repeated: whether activation checkpointing recomputes it.
-        order: its index among the operators of the top-level graph.
+    `needs`: a gradient flows back to an operand. `repeated`: checkpointing recomputes it.
     """
 
     node: fx.Node

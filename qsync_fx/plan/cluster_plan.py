@@ -94,7 +94,6 @@ class ClusterPlan:
     """Plans by device class.
 
     Attributes:
-        classes: the plan of each class.
         devices: device name of a class, `torch.cuda.get_device_name` or a part of it, unless the
             class name is one: "t4" matches "Tesla T4".
         ranks: the class of each rank of the planned world; () for none.
@@ -155,14 +154,13 @@ class ClusterPlan:
             who = f"rank {rank} of {process.world}"
         if self.ranks:
             table = f"the plan's rank table is for {len(self.ranks)} ranks"
-        raise PlanError(
-            "the class of this rank's device in the cluster plan is unknown: "
-            f"the plan has the classes {', '.join(self.classes)}",
-            where=f"{who}; {table}; the device name is {device!r}, "
-            f"which matches {' and '.join(fit) or 'none of them'}",
-            do='set the class with options={"plan": ..., "device_class": NAME} or the environment '
-            "variable QSYNC_DEVICE_CLASS, or add a rank table with plan.for_ranks([NAME, ...])",
-        )
+        message = "the class of this rank's device in the cluster plan is unknown: "
+        message += f"the plan has the classes {', '.join(self.classes)}"
+        where = f"{who}; {table}; the device name is {device!r}, "
+        where += f"which matches {' and '.join(fit) or 'none of them'}"
+        do = 'set the class with options={"plan": ..., "device_class": NAME} or the environment '
+        do += "variable QSYNC_DEVICE_CLASS, or add a rank table with plan.for_ranks([NAME, ...])"
+        raise PlanError(message, where=where, do=do)
 
     def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
         """Return the plan with another table: the class of each rank."""
@@ -349,19 +347,13 @@ def named_class() -> str | None:
 
 
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
-    """Return the plan for this process: of a cluster plan, its class.
-
-    Raises:
-        PlanError: the class is unknown or ambiguous, or `plan` has no classes.
-    """
+    """Return the plan for this process: of a cluster plan, its class; raise `PlanError` if none."""
     if isinstance(plan, Plan):
         if device_class is None:
             return plan
-        raise PlanError(
-            f"the plan has no class {device_class!r}: it is not a plan for a cluster",
-            where='option "device_class"',
-            do="remove the option, or use a plan for a cluster",
-        )
+        message = f"the plan has no class {device_class!r}: it is not a plan for a cluster"
+        do = "remove the option, or use a plan for a cluster"
+        raise PlanError(message, where='option "device_class"', do=do)
     if device_class is not None:
         return plan.for_class(device_class, 'the option "device_class"')
     if named := named_class():

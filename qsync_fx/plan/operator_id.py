@@ -238,7 +238,6 @@ class OpId:
 
     Attributes:
         module: path of the calling module, as in a state_dict; "" outside every submodule.
-        operator: name of its row: "linear".
         index: occurrence among operators of the same name in the module (outside modules, since
             `after`).
         after: outside modules, the last module called before, "" at the start. Counting from there

@@ -179,8 +179,7 @@ class Plan:
     def with_precision(self, selected: str | OpId, precision: Precision | str) -> Plan:
         """Return a plan with `precision` for an operator or for the operators of a pattern.
 
-        The latest call has priority: a pattern replaces entries of single operators that it
-        selects.
+        A later call has priority: a pattern replaces entries of operators that it selects.
         """
         if isinstance(selected, OpId):
             operators = {**self.operators, selected: precision}
@@ -213,10 +212,8 @@ class Plan:
     def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
         """Raise `PlanError` if the plan was made for another model.
 
-        Args:
-            op_ids: the operators that a plan decides on, of the model or of a part of it.
-            complete: whether `op_ids` are all operators of the model. Only then are unused
-                operators and patterns of the plan errors.
+        `complete`: `op_ids` are all operators of the model. Only then are unused operators and
+        patterns of the plan errors.
         """
         check_plan(self, op_ids, complete)
 
@@ -342,12 +339,9 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Misfit:
-    """Differences between a plan and a model's operators.
+    """Operators without a precision of the plan, and entries of the plan that select no operator.
 
-    Attributes:
-        missing: operators for which the plan has no precision.
-        unused: entries of the plan that select no operator, with precision and similar names. If
-            only an alternative in braces selects none, the entry is that alternative.
+    Unused entries have similar names; of braces, only the alternative that selects none is listed.
     """
 
     missing: tuple[OpId, ...]
@@ -408,11 +402,8 @@ def check_plan(
 ) -> None:
     """Raise `PlanError` if `plan` was made for another model; see `Plan.check`.
 
-    Args:
-        plan, op_ids, complete: as in `Plan.check`.
-        observed: operators of other graphs of the model.
-        modules: paths of all modules; None if unknown. Entries outside them are errors.
-        as_written: operators and patterns of the plan that are valid without a graph.
+    `observed` are operators of other graphs of the model, `modules` the paths of all modules, if
+    known. Entries outside them are errors, unless they are `as_written`: valid without a graph.
     """
     result = misfit(plan, op_ids, observed)
     unused = tuple(entry for entry in result.unused if entry[0] not in as_written)

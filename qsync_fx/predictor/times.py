@@ -26,11 +26,7 @@ TOLD_BY_NONE: Final[tuple[tuple[()], ...]] = ((),) * len(NEIGHBOURS)
 
 @dataclass(frozen=True)
 class Seconds:
-    """Duration of one piece of work in both passes, in seconds.
-
-    Attributes:
-        interpolated: whether it was estimated from other measurements, not measured in this state.
-    """
+    """Duration in both passes, in seconds; `interpolated` if not measured in this state."""
 
     forward: float
     backward: float

@@ -10,8 +10,8 @@ import torch
 
 import qsync_fx
 from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
-from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
 from qsync_fx.predictor.times import Times

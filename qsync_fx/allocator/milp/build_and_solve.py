@@ -25,13 +25,7 @@ from qsync_fx.allocator.problem import Asked, Plans, Problem
 
 @dataclass(frozen=True)
 class Constraints:
-    """Limits of a program; None for no limit.
-
-    Attributes:
-        seconds: limit of a step.
-        memory: limit of live bytes, by class.
-        variance: limit of the variance of the mean gradient.
-    """
+    """Limits of a program: seconds, live bytes by class, and variance; None for no limit."""
 
     seconds: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -40,14 +34,9 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Solution:
-    """Plans of some classes that solve a program.
+    """Plans of some classes that solve a program, or None; value and bound of the objective.
 
-    Attributes:
-        plans: plans by class; None if none were found.
-        value, bound: value and lower bound of the objective.
-        infeasible: whether no plan meets the limits.
-        stopped: whether the time limit was reached.
-        codecs: codec of each bucket, if chosen in the program.
+    `infeasible`: no plan meets the limits; `stopped`: the time limit was reached.
     """
 
     plans: Plans | None
@@ -72,17 +61,8 @@ def find(
 ) -> Solution:
     """Return the plans of some classes that minimize an objective within limits.
 
-    Args:
-        problem: the planning problem.
-        evaluator: evaluator; its codecs are part of the warm start.
-        costs: times of operator states, by class.
-        live: memory terms, by class.
-        limits: limits of the program.
-        least: objective: "variance", "seconds", or "memory" for a single class.
-        names: classes to choose plans for.
-        start: plans for a warm start.
-        gap: allowed relative gap.
-        seconds: time limit.
+    `least` is "variance", "seconds", or "memory" for a single class. `start` and the evaluator's
+    codecs are a warm start, `gap` is the allowed relative gap, `seconds` the time limit.
     """
     unit = max(evaluator.seconds, 1e-12)
     program = LinearProgram()

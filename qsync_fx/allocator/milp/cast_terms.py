@@ -41,14 +41,7 @@ class _Want:
 
 
 class Casting:
-    """Casts of a device class.
-
-    Args:
-        program: program that receives variables and rows.
-        formats: formats of the operators.
-        times: times of the device.
-        segment: segment of the backward pass, by operator.
-    """
+    """Casts of a device class; `segment` is the segment of the backward pass, by operator."""
 
     def __init__(
         self, program: LinearProgram, formats: Formats, times: Times, segment: Sequence[int]
@@ -145,14 +138,7 @@ class Casting:
     def _edge(
         self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression]
     ) -> Iterator[CostTerm]:
-        """Yield the times of the casts of one reader that shares none of them.
-
-        Args:
-            owner: index of the operator that owns the casts.
-            value: index of the value.
-            before: indicators of the format of the value.
-            wants: indicators of the formats that the reader reads.
-        """
+        """Yield the times of the casts of one reader that shares none of them."""
         read = {**wants, 0: total((1.0, ONE), *((-1.0, where) for where in wants.values()))}
         both = self.program.joint(before, read)
         for after in wants:

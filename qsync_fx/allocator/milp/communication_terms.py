@@ -27,12 +27,8 @@ THOUSANDTHS: Final = 1000.0
 class CommunicationTerms:
     """Expressions of the transfer of gradient buckets, in thousandths of the unit.
 
-    Attributes:
-        travel: transfer time by bucket.
-        delays: delay of computation by bucket without slowdown.
-        variance: variance that codecs add to the mean gradient.
-        choices: variable of each codec, by bucket; empty if there is no choice.
-        coded: variable that is 1 if any bucket is coded; None if there is no choice.
+    `delays` are delays of computation by bucket, without slowdown. Without a choice of codecs there
+    are no `choices`. The variable `coded` is 1 if any bucket is coded.
     """
 
     travel: Sequence[Expression]

@@ -42,11 +42,8 @@ class MemoryTerms(Protocol):
 class BackwardSegments:
     """Communication schedule of a device class, equal under all plans.
 
-    Attributes:
-        of: segment of the backward pass, by operator index.
-        after: seconds from the end of computation and communication to the end of the step.
-        slowdown: factor on all times of the device.
-        extra: seconds that the device spends to send, by segment.
+    `of` is the segment by operator index, `extra` the seconds to send by segment, and `after` the
+    seconds from the end of computation and communication to the end of the step.
     """
 
     of: Sequence[int]
@@ -79,16 +76,10 @@ def backward_segments(problem: Problem, evaluator: PlanEvaluator, name: str) -> 
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """Variables and expressions of one device class.
+    """Variables and expressions of one device class; times are in thousandths of the unit.
 
-    Attributes:
-        name: name of the class.
-        formats: formats of its operators, as expressions.
-        variance: expression of the variance, weighted as in the mean gradient.
-        segments: segment times in thousandths of the unit; the first includes the forward pass and
-            all transfers. Each sum up to a segment, plus `after`, is a lower bound on the step.
-        after: constant time at the end of the step, in thousandths of the unit.
-        live: live bytes at each candidate peak; empty if memory does not matter.
+    The first segment includes the forward pass and all transfers. Each sum up to a segment, plus
+    the constant `after`, is a lower bound on the step. `live` has the bytes of candidate peaks.
     """
 
     name: str
@@ -120,15 +111,7 @@ def device_program(
 ) -> DeviceProgram:
     """Add a device class to a program and return its expressions.
 
-    Args:
-        program: the program to extend.
-        problem: the planning problem.
-        evaluator: evaluator of the problem.
-        name: name of the class.
-        costs: times of operator states.
-        unit: seconds that correspond to 1000 units of time in rows.
-        memory: memory terms; None if memory does not matter.
-        communication: transfers of the gradient buckets.
+    `unit` is in seconds and corresponds to 1000 in rows. `memory` is None if it does not matter.
     """
     part, sends = problem.classes[name], backward_segments(problem, evaluator, name)
     formats = Formats(program, part, problem.tied)

@@ -42,12 +42,7 @@ from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 @dataclass(frozen=True)
 class CostTerm:
-    """Time that is charged where an expression is 1.
-
-    Attributes:
-        owner: index of the operator that determines the segment of the backward pass.
-        forward, backward: seconds.
-    """
+    """Seconds charged where an expression is 1; `owner` is the operator with the segment."""
 
     owner: int
     where: Expression
@@ -95,19 +90,10 @@ class Formats:
     An adjustable operator has its choice variables, and an operator that depends on a single one
     shares its indicators. If several operators decide, the format is at most f if all of their
     formats are: one AND per format of the promotion lattice, in which BF16 and FP16 are
-    incomparable. A scaled operator has a wide output if all of its readers compute wide: another
-    AND.
+    incomparable. A scaled operator has a wide output if all readers compute wide: another AND.
 
-    Args:
-        program: program that receives variables and rows.
-        part: the device class.
-        tied: groups of operators that share one format.
-
-    Attributes:
-        choices: variable of each requested format, by id of the adjustable operator.
-        precisions: indicators of the compute format, by operator.
-        outputs: indicators of the output format, by operator.
-        states: indicators of pairs of compute and output format, by operator.
+    `choices` has the variable of each requested format by operator id. The other indicators are by
+    operator index: of compute formats, of output formats, and of pairs of both (`states`).
     """
 
     def __init__(
@@ -125,9 +111,8 @@ class Formats:
                 result: Spread = self._chosen(operator, shared.get(operator.id, operator.id))
                 inputs = renamed(result, {name: decided.outputs.get(name or "") for name in result})
             else:
-                promotion = self._promoted(
-                    [{decided.given: ONE}, *(self._narrow[index] for index in decided.operators)]
-                )
+                formats = [{decided.given: ONE}, *(self._narrow[i] for i in decided.operators)]
+                promotion = self._promoted(formats)
                 result = renamed(promotion, {name: followed(decided, name) for name in promotion})
                 inputs = {decided.named: ONE} if decided.named else result
             self.precisions.append(result)
@@ -273,11 +258,7 @@ def _rank(name: Name) -> tuple[int, str]:
 
 
 class OperatorCosts(Protocol):
-    """Operator times as charged by a program.
-
-    Attributes:
-        times: times for casts.
-    """
+    """Operator times as charged by a program; `times` supplies the times of casts."""
 
     @property
     def times(self) -> Times: ...
@@ -291,12 +272,7 @@ class StateCosts:
 
     Initially the neighbours are in their states under the uniform plan that puts the operator into
     the state. For the plan learned last, the times equal the evaluator's times.
-
-    Args:
-        part: the device class.
-
-    Attributes:
-        differ: whether the time of any state can depend on neighbours.
+    `differ`: whether the time of any state can depend on neighbours.
     """
 
     def __init__(self, part: DeviceClass) -> None:

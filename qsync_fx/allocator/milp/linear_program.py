@@ -42,14 +42,9 @@ ONE: Final[Expression] = {CONSTANT: 1.0}
 
 @dataclass(frozen=True)
 class LpSolution:
-    """Solution of a program.
+    """Solution of a program; `values` is None if there is none.
 
-    Attributes:
-        values: values of the variables; None if there is no solution.
-        objective, bound: value and lower bound of the objective, equal for an LP.
-        infeasible: whether the program is known to be infeasible.
-        stopped: whether the time limit was reached.
-        reduced: absolute reduced cost of each variable, of an LP.
+    An LP has an equal objective and bound, and the absolute reduced cost of each variable.
     """
 
     values: Array | None
@@ -167,14 +162,9 @@ class LinearProgram:
         relaxed: bool = False,
         fixed: Values | None = None,
     ) -> LpSolution:
-        """Solve the program.
+        """Solve the program within `seconds`, to a relative gap between objective and bound.
 
-        Args:
-            gap: relative gap between objective and bound at which the solver stops.
-            seconds: time limit.
-            start: values of integer variables for a warm start.
-            relaxed: whether to solve the LP relaxation.
-            fixed: variables with fixed values.
+        `start` has values for a warm start. `relaxed` solves the LP relaxation.
         """
         highs = self._highs(relaxed, fixed or {})
         highs.setOptionValue("mip_rel_gap", gap)
@@ -274,12 +264,8 @@ def solve_with_fixing(
     if result.values is not None:
         bound = max(bound, result.bound)
     better = min(result, best, key=lambda solution: solution.objective)
-    return replace(
-        better,
-        bound=min(bound, better.objective),
-        infeasible=result.infeasible,
-        stopped=result.stopped,
-    )
+    bound = min(bound, better.objective)
+    return replace(better, bound=bound, infeasible=result.infeasible, stopped=result.stopped)
 
 
 def total(*terms: tuple[float, Expression]) -> dict[int, float]:

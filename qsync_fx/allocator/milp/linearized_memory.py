@@ -23,12 +23,7 @@ Moment = int
 
 @dataclass(frozen=True)
 class _Reference:
-    """Live bytes of an evaluated plan.
-
-    Attributes:
-        names: state of each operator.
-        held: live bytes by moment and operator that wrote them; index -1 for all others.
-    """
+    """Live bytes of an evaluated plan, by moment and operator that wrote them; -1 for others."""
 
     names: tuple[StateNames, ...]
     held: Mapping[Moment, Mapping[int, int]]
@@ -48,11 +43,7 @@ class _Reference:
 
 
 class LinearizedMemory:
-    """Live bytes at peaks, learned from evaluated plans.
-
-    Attributes:
-        moments: moments of the peaks of all learned plans.
-    """
+    """Live bytes at the moments of peaks, learned from evaluated plans."""
 
     def __init__(self) -> None:
         self.moments: list[Moment] = []
@@ -62,10 +53,7 @@ class LinearizedMemory:
     def learn(self, states: States, passes: float, tasks: Sequence[Task] | None = None) -> float:
         """Learn a plan; return the relative error of the previous estimate of its peak.
 
-        Args:
-            states: operator states of the plan.
-            passes: peak of both passes by the evaluator, in bytes.
-            tasks: tasks of the step, if known.
+        `passes` is the peak of both passes by the evaluator, in bytes.
         """
         reference = _Reference(
             states.names, _held(states, step_tasks(states) if tasks is None else tasks)

@@ -55,15 +55,9 @@ class MilpAllocator:
             notes.append(PlanNote(PlanNoteKind.RECKONED, numbers=numbers))
         if bound is not None:
             bound = min(bound, evaluation.value(problem))
+        took, iterations = time.perf_counter() - began, tuple(state.iterations)
         return PlanResult(
-            problem,
-            plans,
-            evaluation,
-            self.name,
-            bound,
-            time.perf_counter() - began,
-            tuple(state.iterations),
-            tuple(notes),
+            problem, plans, evaluation, self.name, bound, took, iterations, tuple(notes)
         )
 
 
@@ -84,9 +78,8 @@ def infeasible(search: MilpSearch) -> PlanError:
     if (limit := problem.variance) is not None:
         variance = search.evaluate_best(Constraints(), "variance").variance
         if beyond(variance, limit):
-            message = (
-                f"the variance is {variance:.4g} at least, {variance - limit:.4g} more than allowed"
-            )
+            message = f"the variance is {variance:.4g} at least, "
+            message += f"{variance - limit:.4g} more than allowed"
             do = "allow more, or wider formats"
             return PlanError(message, where=f"variance, {limit:.4g}", do=do)
     limits = [f"memory of {shown(name)}" for name, limit in memory.items() if limit is not None]

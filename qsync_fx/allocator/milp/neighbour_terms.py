@@ -26,23 +26,14 @@ COLUMNS: Final = 20_000
 
 @dataclass(frozen=True)
 class _Kind:
-    """Equivalent states of a neighbour: an operator's times do not distinguish them.
-
-    Attributes:
-        state: a representative; None if there is no neighbour.
-        where: indicator that the neighbour is in one of the states.
-    """
+    """Equivalent states of a neighbour, with a representative; None if there is no neighbour."""
 
     state: OperandState | None
     where: Expression
 
 
 class NeighbourTerms:
-    """Lower bounds on operator times, with neighbours.
-
-    Args:
-        part: the device class.
-    """
+    """Lower bounds on operator times, with neighbours."""
 
     def __init__(self, part: DeviceClass) -> None:
         self.part, self.graph = part, part.graph

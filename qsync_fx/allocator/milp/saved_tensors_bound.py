@@ -61,13 +61,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Factor:
-    """Factor of a product, saved for backward.
+    """Factor of a product, saved for backward in its `wanted` format, by compute format.
 
-    Attributes:
-        index: index of the product.
-        value: index of the value.
-        wanted: format in which the factor is read, by compute format.
-        stored: format in which it exists before the step and needs no saved copy; None for others.
+    A factor in the format `stored` exists before the step and needs no saved copy.
     """
 
     index: int
@@ -80,12 +76,8 @@ class Factor:
 class SavedValue:
     """Value that an operator saves in addition to factors of products.
 
-    Attributes:
-        index: index of the operator.
-        value: index of the value.
-        product: index of the product that computes the value; None for other values.
-        saved_formats: saved format by state; a product's result in a narrower format is saved as it
-            is.
+    `product` is the index of the product that computes it, if any; its result is saved as it is if
+    it has a narrower format than `saved_formats` by state.
     """
 
     index: int
@@ -103,9 +95,7 @@ def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]
 class SavedTensorsBound:
     """Lower bound on the live bytes of a device class at the start of the backward pass.
 
-    Args:
-        part: the device class.
-        memory: memory of a step under any plan; only its state before the step is used.
+    Of `memory`, only the state before the step is used.
     """
 
     def __init__(self, part: DeviceClass, memory: StepMemory) -> None:
@@ -187,8 +177,7 @@ class SavedTensorsBound:
                     continue
                 if output.get(fmt) == where and len(output) == len(by_format):
                     break  # the output has the saved format
-                # The AND must be exact: a larger value would count the tensor in a too narrow
-                # format.
+                # The AND must be exact: a larger value would count a too narrow format.
                 both = formats.program.all_of([where, existing])
                 result[name] = total((1.0, result.get(name, {})), (1.0, both))
                 rest = total((1.0, rest), (-1.0, both))

@@ -82,15 +82,7 @@ class SearchState:
 class MilpSearch:
     """Search for the best plans of all open classes, with a proved lower bound.
 
-    Args:
-        problem: the planning problem.
-        gap: allowed relative gap between incumbent and lower bound.
-        seconds: time limit of each program.
-
-    Attributes:
-        problem: the planning problem, with cached times.
-        evaluator: evaluator with the plans evaluated last.
-        state: current state of the search.
+    `gap` is relative, between incumbent and lower bound; `seconds` limits each program.
     """
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
@@ -144,10 +136,7 @@ class MilpSearch:
     # Evaluation of plans
 
     def evaluate(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
-        """Evaluate plans, and make them the incumbent if they are the best so far.
-
-        If `codecs` is None, the codecs of the buckets do not change.
-        """
+        """Evaluate plans, and make them the incumbent if they are the best so far."""
         evaluation = self.evaluator.set_plans(plans, codecs)
         smallest, incumbent = self.state.smallest_peak_bytes, self.state.incumbent
         for name, metrics in evaluation.classes.items():
@@ -240,9 +229,8 @@ class MilpSearch:
     def correct_memory_limits(self, max_iterations: int) -> None:
         """Solve with memory bounds, and limits reduced by the last excess over these bounds.
 
-        The excess of the peak over the lower bound depends little on the plan, so that few
-        iterations lead to good plans. If a feasible and an infeasible limit alternate, the limit is
-        bisected.
+        The excess depends little on the plan. If a feasible and an infeasible limit alternate, the
+        limit is bisected.
         """
         state, solved = self.state, list[Mapping[str, float]]()
         feasible: Mapping[str, float] = {}
@@ -329,14 +317,7 @@ class MilpSearch:
         memory: Mapping[str, MemoryTerms],
         limits: Constraints,
     ) -> Solution:
-        """Solve one program for all classes, or one per class if they are independent.
-
-        Args:
-            start: plans for a warm start.
-            costs: times of operator states, by class.
-            memory: memory terms, by class.
-            limits: limits of the program.
-        """
+        """Solve one program for all classes, or one per class if they are independent."""
         problem, names = self.problem, list(self.problem.open)
         groups = [[name] for name in names]
         # All classes share the codecs and the limit of the variance.

@@ -23,25 +23,16 @@ _MIXED: Final = 16
 
 
 class Objective(ABC):
-    """Planning objective; it has no state.
-
-    Attributes:
-        name: name for users.
-        help: what is minimized within which limits, for lists.
-    """
+    """Planning objective; it has no state. `help` describes it in lists."""
 
     name: ClassVar[str]
     help: ClassVar[str]
 
     @abstractmethod
     def check(self, budget: Limit, target: Limit) -> None:
-        """Raise an error for a limit that the objective does not use.
+        """Raise `OptionError` or `PlanError` for a limit that the objective does not use.
 
         Names of formats are checked elsewhere.
-
-        Raises:
-            OptionError: a limit contradicts the objective.
-            PlanError: a limit has the wrong type.
         """
 
     def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
@@ -54,10 +45,7 @@ class Objective(ABC):
 
     @abstractmethod
     def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
-        """Return the limit of seconds per step; None for no limit.
-
-        With a margin it is called again for slower devices.
-        """
+        """Return the limit of seconds per step, if any; called again for devices with a margin."""
 
 
 def seconds_in(problem: Problem, limit: Limit) -> float:
@@ -72,9 +60,6 @@ def uniform_in(problem: Problem, fmt: str | None) -> Plans:
 
     A class without the format uses another format with as many bits. Default (None): the
     mixed-precision format of each class, its widest format of at most 16 bits.
-
-    Raises:
-        PlanError: a class has neither the format nor another one with as many bits.
     """
     if fmt is None:
         parts = {name: problem.classes[name] for name in problem.open}

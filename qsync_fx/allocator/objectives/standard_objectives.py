@@ -39,10 +39,8 @@ class Hybrid(Objective):
         if part.memory is not None and beyond(evaluator.peak(quickest) or 0, part.memory):
             return problem
         notes.append(PlanNote(PlanNoteKind.KEEPS, quickest, formats=(part.widest,)))
-        return replace(
-            problem,
-            classes={**problem.classes, quickest: replace(part, fixed_plan=widest[quickest])},
-        )
+        classes = {**problem.classes, quickest: replace(part, fixed_plan=widest[quickest])}
+        return replace(problem, classes=classes)
 
     def seconds(self, problem: Problem, budget: Limit, target: Limit) -> float | None:
         if target is None:
@@ -72,10 +70,7 @@ class Fastest(Objective):
 
 
 class Recover(Objective):
-    """Least variance on all classes within the seconds of mixed precision.
-
-    `budget` is the format of mixed precision, or `target` the seconds.
-    """
+    """Least variance on all classes within the seconds of mixed precision, or `target` seconds."""
 
     name: ClassVar[str] = "recover"
     help: ClassVar[str] = "least variance on all devices, within the seconds of mixed precision"

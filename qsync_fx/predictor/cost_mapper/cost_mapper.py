@@ -71,14 +71,10 @@ class IndexedFormat:
 
 @dataclass(frozen=True, slots=True)
 class IndexedReader:
-    """Reader of a value at a cast point.
+    """Reader of a value at a cast point; the index is -1 for the model's caller.
 
-    Attributes:
-        operator: index of the reader; -1 for the model's caller.
-        wanted: required format, by the reader's precision.
-        used: format of the value that it reads if the model converts the value in between.
-        kept: plain format that its saved scaled operand is converted to in the backward pass, by
-            the reader's precision; 0 for none.
+    Formats are by the reader's precision. `used` is the format that it reads if the model converts
+    the value in between, `kept` the plain format of a saved scaled operand in backward; 0: none.
     """
 
     operator: int
@@ -304,12 +300,7 @@ class Totals:
 
 
 class CostMapper:
-    """Compute time of a model on a device, updated as single operators change their format.
-
-    Raises:
-        PlanError: the requested initial plan does not fit the model.
-        ProfileError: a time is unknown or invalid.
-    """
+    """Compute time of a model on a device, updated as single operators change their format."""
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times
@@ -384,10 +375,8 @@ class CostMapper:
 
     def _change(self, index: int, precision: str) -> None:
         changed, tables = self._cascade.change(index, precision), self._tables
-        self._update(
-            set().union(*[tables.near[index] for index in changed]),
-            set().union(*[tables.touched[index] for index in changed]),
-        )
+        operators = set().union(*[tables.near[index] for index in changed])
+        self._update(operators, set().union(*[tables.touched[index] for index in changed]))
 
     def _update(self, operators: Iterable[int], points: Iterable[int]) -> None:
         """Update the times of operators and of casts; a `ProfileError` leaves them unchanged."""
@@ -402,11 +391,7 @@ class CostMapper:
             new_times.append((index, times[key]))
         for number in points:
             live, readers, others = self._tables.keys[number]
-            key = (
-                outputs[live],
-                *[precisions[index] for index in readers],
-                *[outputs[index] for index in others],
-            )
+            key = (outputs[live], *[precisions[i] for i in readers], *[outputs[i] for i in others])
             casts = self._known_casts[number]
             if key not in casts:
                 casts[key] = self._cast_time(number)

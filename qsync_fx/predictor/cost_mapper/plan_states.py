@@ -126,9 +126,8 @@ def operator_state(
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
     """Return `States` for known operator formats, with the casts that they require."""
-    return States(
-        graph, tuple(result), tuple(_casts(graph, result)), tuple(_unpacked(graph, result))
-    )
+    casts, unpacked = tuple(_casts(graph, result)), tuple(_unpacked(graph, result))
+    return States(graph, tuple(result), casts, unpacked)
 
 
 def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:

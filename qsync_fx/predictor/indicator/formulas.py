@@ -23,8 +23,7 @@ Node = TypeVar("Node", bound=Hashable)
 def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> dict[Node, int]:
     """Return the number of counted nodes on the longest path to each node, including the node.
 
-    The shortest path would skip all operators of a residual branch. `inputs` are the nodes that
-    each node reads, in topological order.
+    A residual branch counts with the longest path. The order of `inputs` is topological.
     """
     owned, result = set(counted), dict[Node, int]()
     for node, before in inputs.items():
@@ -50,10 +49,7 @@ def omega(
     QSync, Eq. (3), has the two weights exchanged: it counts the noise that an operator receives,
     not the noise that it causes.
 
-    Args:
-        gamma: derivative of the loss by its input: 1/N for a mean over N samples.
-        depth, deepest: depth of the operator, and the largest depth of the model.
-        forward, weight_gradient, input_gradient: variances, summed over all elements.
+    The variances are sums over all elements, gamma is 1/N for the mean loss over N samples.
     """
     behind = gamma**2 * (deepest - depth + 1) * forward
     return behind + weight_gradient + (depth - 1) * input_gradient

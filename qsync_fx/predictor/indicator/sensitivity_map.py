@@ -52,12 +52,9 @@ class Sensitivity:
     """Variance that each operator adds to the gradients of a model, by precision.
 
     Attributes:
-        method: name of the indicator.
-        model: class name of the model.
         variance: by operator and precision, summed over all elements of all gradients and averaged
             over steps. For a narrow format that rounds to nearest it is the mean square error.
         trace: `variance` of each step, in order; empty for a method without steps.
-        seconds: duration of the measurement.
         gradients: by parameter and gradient codec, the variance that encoding the gradient once
             adds to it; empty if codecs were not measured.
     """
@@ -76,11 +73,9 @@ class Sensitivity:
             for operator, by in table.items():
                 for name, number in by.items():
                     if not number >= 0:
-                        raise ProfileError(
-                            f"the sensitivity {number} is no variance",
-                            where=f"{operator}, {name}",
-                            do="look for NaN in the loss and the gradients of the model",
-                        )
+                        message = f"the sensitivity {number} is no variance"
+                        do = "look for NaN in the loss and the gradients of the model"
+                        raise ProfileError(message, where=f"{operator}, {name}", do=do)
 
     @property
     def operators(self) -> list[str]:
@@ -138,12 +133,9 @@ class Sensitivity:
 
     def finite(self) -> Sensitivity:
         """Return the sensitivity as files store it, without infinite numbers."""
-        return replace(
-            self,
-            variance=_finite(self.variance),
-            trace=[_finite(values) for values in self.trace],
-            gradients=_finite(self.gradients),
-        )
+        trace = [_finite(values) for values in self.trace]
+        variance, gradients = _finite(self.variance), _finite(self.gradients)
+        return replace(self, variance=variance, trace=trace, gradients=gradients)
 
     def __str__(self) -> str:
         cells = rows(self)
@@ -193,13 +185,10 @@ SENSITIVITY: Final = Schema(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a method with a reference sensitivity.
+    """Agreement of a method with a reference sensitivity; undefined values are NaN.
 
-    Attributes:
-        operators: number of compared operators.
-        spearman: Spearman rank correlation; NaN for fewer than two operators or equal ranks.
-        ratio: geometric mean of the ratio to the reference; NaN if either contains zeros.
-        spread: largest reference value divided by the smallest. Ranks mean little if it is small.
+    `ratio` is the geometric mean of the ratio to the reference. `spread` is the largest reference
+    value divided by the smallest; the Spearman rank correlation means little if it is small.
     """
 
     operators: int

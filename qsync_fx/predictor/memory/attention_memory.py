@@ -20,10 +20,7 @@ _SUM = 4
 
 
 def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> bool:
-    """Return whether an operator is attention with fused forward and backward kernels.
-
-    On GPUs all attention counts as fused.
-    """
+    """Return whether an operator is attention with fused kernels; on GPUs all attention is."""
     if not attends(operator):
         return False
     if graph.device != "cpu" or any(output is None for _, output in operator.costs):
@@ -57,7 +54,6 @@ class Matrices:
             by the full base tensor of its view.
         copies: saved copies of query and key if their layout differs from the multiplied ones. This
             is the case for a value without copy, as in nn.MultiheadAttention.
-        scores, weights: matrices before and after the softmax; dropped weights are zero.
         statistics: maximum and sum of each row, which the backward pass reads.
         mask: dropout mask; None without dropout.
         numbers: random numbers for the mask; None if the mask is drawn directly.

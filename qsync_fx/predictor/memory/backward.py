@@ -165,9 +165,8 @@ class Backward:
         """Add the tasks of a normalization; return the sources of its operand's gradient."""
         operand, index = operator.reads[0].value, self.graph.places[operator.id]
         weights = [read for read in operator.reads[1:] if read.gradient]
-        scales = frozenset[Buffer]().union(
-            *(self.forward.read_of(read.value) for read in weights if read.role == "weight")
-        )
+        factors = (self.forward.read_of(read.value) for read in weights if read.role == "weight")
+        scales = frozenset[Buffer]().union(*factors)
         extras = sorted(self.forward.extras(index), key=lambda buffer: buffer.name)
         sums = [Buffer(f"sums of {self._name(operand)}", None, buffer.bytes) for buffer in extras]
         gradients = self._of_parameters(weights)
@@ -194,9 +193,8 @@ class Backward:
 
     def _of_parameters(self, reads: list[ModelRead]) -> list[Buffer]:
         """Return buffers for the gradients of parameters that have none yet."""
-        roots = dict.fromkeys(
-            self.forward.root(read.value) for read in reads if self._is_parameter(read.value)
-        )
+        parameters = filter(self._is_parameter, (read.value for read in reads))
+        roots = dict.fromkeys(map(self.forward.root, parameters))
         return [self._gradient(root) for root in roots if root not in self._arrived]
 
     def _pooled(

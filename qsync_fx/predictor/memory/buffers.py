@@ -56,10 +56,9 @@ def whole(size: Size) -> int:
     try:
         return int(size)
     except TypeError:
-        raise ProfileError(
-            f"memory cannot be predicted for the symbolic size {size}",
-            do="set numbers with graph.at(batch=64), or explain the model with static shapes",
-        ) from None
+        message = f"memory cannot be predicted for the symbolic size {size}"
+        do = "set numbers with graph.at(batch=64), or explain the model with static shapes"
+        raise ProfileError(message, do=do) from None
 
 
 def value_bytes(value: Value, fmt: Name) -> int:
@@ -119,9 +118,8 @@ class Values:
     def is_part(self, value: int) -> bool:
         """Return whether a value is a view of part of a larger one; products read it as a copy."""
         whole_one = self.graph.values[self.root(value)]
-        return not self.given(value) and whole(self.graph.values[value].numel) < whole(
-            whole_one.numel
-        )
+        numel = whole(self.graph.values[value].numel)
+        return not self.given(value) and numel < whole(whole_one.numel)
 
 
 class Category(StrEnum):
@@ -252,6 +250,5 @@ def _overwritten(
     """Return a dead input of equal size that a task overwrites; None if there is none."""
     if task.library or task.anew:
         return None
-    return next(
-        (b for b in gone if b in live and b in task.reads and b.bytes == buffer.bytes), None
-    )
+    same_size = (b for b in gone if b in live and b in task.reads and b.bytes == buffer.bytes)
+    return next(same_size, None)

@@ -25,11 +25,7 @@ from qsync_fx.predictor.memory.buffers import (
     pools,
     whole,
 )
-from qsync_fx.predictor.model.model_graph import (
-    ModelOperator,
-    ModelRead,
-    Name,
-)
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
 Sources = frozenset[Buffer]
 """Buffers from which a value that is not materialized is computed."""
@@ -41,7 +37,6 @@ class Forward(Values):
     Attributes:
         kept: saved tensors by operator index, except factors of products.
         tasks_by_operator: tasks by operator index, and at last those after all operators.
-        outputs: buffers of the model's results.
         again: buffers that the backward pass recomputes, with their sources.
         factors: by operator and operand index of a product, the buffer that it reads; None for a
             parameter in its own format.
@@ -201,13 +196,7 @@ class Forward(Values):
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(
-        self,
-        index: int,
-        library: bool,
-        reads: Iterable[Buffer],
-        *writes: Buffer,
-    ) -> None:
+    def _task(self, index: int, library: bool, reads: Iterable[Buffer], *writes: Buffer) -> None:
         name = self.graph.operators[index].id if index < len(self.graph.operators) else ""
         self.tasks_by_operator[index].append(Task(name, False, library, frozenset(reads), writes))
         for buffer in writes:

@@ -18,12 +18,7 @@ _WORTH = 32
 
 
 def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
-    """Return the tasks of a pass in execution order.
-
-    Args:
-        tasks: tasks in program order.
-        saved: buffers that are live at the end of the pass; `Buffer.stays` implies it.
-    """
+    """Return the tasks of a pass in execution order; `saved` buffers are live at its end."""
     groups = fused(tasks)
     kernels = _Pass(groups, saved)
     orders = (
@@ -137,7 +132,6 @@ class _Pass:
     """Kernels of a pass, by index.
 
     Attributes:
-        sizes: bytes that each kernel allocates.
         reads: buffers that each kernel reads from others, and own results that no kernel reads.
         before, after: kernels that must run before and after each kernel.
         readers: for each buffer that can be freed, the kernels that read it.

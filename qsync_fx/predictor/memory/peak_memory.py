@@ -33,8 +33,7 @@ _FP32 = 4
 class OptimizerMemory:
     """Memory of an optimizer, in FP32 values per parameter element.
 
-    `measured_memory.optimizer_memory` measures it. The constants below are for torch's CPU
-    optimizers.
+    The constants below are for torch's CPU optimizers.
 
     Attributes:
         state: persistent state.
@@ -67,8 +66,6 @@ ADAM = OptimizerMemory(state=2, temporary=2, before=1)
 class LossMemory:
     """Memory of a loss outside of the compiled model, for the results of one batch, in bytes.
 
-    `measured_memory.loss_memory` measures it.
-
     Attributes:
         held: live throughout the model's backward pass, beyond the incoming gradients.
         most: peak between the model's results and their gradients, both included.
@@ -82,10 +79,8 @@ class LossMemory:
 class TrainingMemory:
     """Memory settings of a training.
 
-    Attributes:
-        buckets: whether gradients are copied into communication buckets, as in
-            DistributedDataParallel without gradient_as_bucket_view.
-        loss: memory of a loss outside of the model; None if unknown.
+    `buckets`: gradients are copied into communication buckets, as in DistributedDataParallel
+    without gradient_as_bucket_view. The `loss` is outside of the model; None if unknown.
     """
 
     optimizer: OptimizerMemory = SGD
@@ -196,12 +191,7 @@ def step_tasks(states: States, training: TrainingMemory | None = None) -> list[T
 
 @dataclass(frozen=True)
 class Orders:
-    """Tasks of both passes of a step in two possible execution orders.
-
-    Attributes:
-        written: program order.
-        expected: order that a compiler is expected to choose to reduce peak memory.
-    """
+    """Tasks of both passes of a step in program order and in the order expected of a compiler."""
 
     written: list[Task]
     expected: list[Task]
@@ -273,11 +263,7 @@ def _given_bytes(graph: ModelGraph) -> int:
 
 @dataclass(frozen=True)
 class Anchor:
-    """Operator states of a plan with a measured peak.
-
-    Attributes:
-        step_bytes: measured peak of a step of a single rank, beyond the bytes before the step.
-    """
+    """Operator states of a plan with a measured peak of a step, beyond the bytes before it."""
 
     states: States
     step_bytes: int
@@ -300,10 +286,7 @@ def anchored_bytes(
     training: TrainingMemory | None = None,
     memory: StepMemory | None = None,
 ) -> int:
-    """Return the peak of a step beyond the bytes before it, as measured if an anchor has it.
-
-    `memory` is the result of `step_memory` for these states, if available.
-    """
+    """Return the peak of a step beyond the bytes before it, as measured if an anchor has it."""
     predicted = (memory or step_memory(states, training)).step_bytes
     for anchor in anchors:
         if anchor.states.names == states.names:

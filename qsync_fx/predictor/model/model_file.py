@@ -148,9 +148,7 @@ class StoredValue:
 class StoredCost:
     """Cost of an operator in the state of `precision` and `output`.
 
-    Attributes:
-        works: index into `StoredGraph.works`.
-        saved: name, format and size index of each saved tensor.
+    Each saved tensor has a name, a format and a size index.
     """
 
     precision: str | None
@@ -181,13 +179,7 @@ class StoredOperator:
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """Stored `ModelGraph`.
-
-    Attributes:
-        sizes: sizes as text.
-        tables: required formats by the reader's precision.
-        works: indices into `sizes`: operations and bytes of each piece of work of a cost.
-    """
+    """Stored `ModelGraph`; `tables` are required formats, `works` pairs of indices of `sizes`."""
 
     device: str
     formats: list[str]

@@ -132,8 +132,6 @@ class ModelOperator:
         line: source location of the call: "model.py:42"; "" if unknown.
         graph: index of its graph, if graph breaks split the model.
         repeated: whether activation checkpointing recomputes it.
-        result: index of its result.
-        reads: its operands, in argument order.
         converts: whether it is a conversion of the model itself.
         converted: whether it computes in the model's own format and converts its result.
         costs: cost in each reachable state, without casts.
@@ -371,13 +369,8 @@ def _structure(graph: ModelGraph, places: list[int]) -> Hashable:
         operator = graph.operators[place]
         decided = operator.decided
         if isinstance(decided, Choices):
-            rule: Hashable = (
-                tuple(decided.runs.items()),
-                decided.held,
-                decided.keeps,
-                decided.pinned,
-                decided.wide,
-            )
+            formats = decided.held, decided.keeps, decided.pinned, decided.wide
+            rule: Hashable = (tuple(decided.runs.items()), *formats)
         else:
             rule = (decided.own, decided.promotes, decided.scalar, decided.named)
         result.append((operator.row, operator.kind, operator.repeated, operator.converts, rule))

@@ -60,7 +60,6 @@ class ClusterDevice:
     Attributes:
         device: name of a device of the catalog; None if a profile supplies the times.
         profile: path of a profile, relative to the folder of the cluster file.
-        batch: samples per device and step.
         memory: memory available to a plan: bytes, "4 GB", or "30%" of the catalog device's memory.
         bandwidth, latency: of its link, or of its node's link; None for the network's values.
         slowdown: factor on the durations of its profile.
@@ -302,9 +301,8 @@ class Cluster:
             return self.exchange.inside
         across = self._link()
         # One rank per node sends to the next node, so each link of the ring carries the same bytes.
-        return CollectiveLink(
-            min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency
-        )
+        bandwidth = min(across.bandwidth, nodes.bandwidth or across.bandwidth)
+        return CollectiveLink(bandwidth, across.latency)
 
     @property
     def exchange(self) -> Levels:

@@ -81,12 +81,9 @@ class SimulatedBucket:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Step of a cluster.
+    """Step of a cluster, with the timeline of one device of each class alone, and of all devices.
 
-    Attributes:
-        devices: timeline of one device of each class without others, by class name.
-        buckets: buckets in sending order; empty for one device.
-        step: timeline of the step; its device axis has the order of `devices`.
+    The `buckets` are in sending order; there are none for one device.
     """
 
     cluster: Cluster
@@ -151,12 +148,9 @@ def simulate(
         after(devices[name].optimizer, device, _total(buckets))
         for name, device in cluster.devices.items()
     ]
-    step = steady(
-        np.stack([device.ready for device in devices.values()]),
-        np.array([device.computed for device in devices.values()]),
-        np.array(between),
-        used,
-    )
+    ready = np.stack([device.ready for device in devices.values()])
+    computed = np.array([device.computed for device in devices.values()])
+    step = steady(ready, computed, np.array(between), used)
     return SimulatedStep(cluster, devices, buckets, step)
 
 
@@ -204,12 +198,10 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
     if cluster.ranks == 1:
         return []
     schedule = schedules[next(iter(cluster.devices))]
-    return ddp_buckets(
-        [parameter.numel for parameter in schedule.parameters],
-        [parameter.dtype_bytes for parameter in schedule.parameters],
-        arrival=arrival(schedule),
-        limits=(cluster.buckets.first_bytes, cluster.buckets.bytes),
-    )
+    numels = [parameter.numel for parameter in schedule.parameters]
+    dtype_bytes = [parameter.dtype_bytes for parameter in schedule.parameters]
+    limits = cluster.buckets.first_bytes, cluster.buckets.bytes
+    return ddp_buckets(numels, dtype_bytes, arrival=arrival(schedule), limits=limits)
 
 
 def after(optimizer: float, device: ClusterDevice, nbytes: int) -> float:
@@ -288,10 +280,7 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
         if other.parameters != schedule.parameters:
             pairs = zip_longest(schedule.parameters, other.parameters)
             differs = next(a or b for a, b in pairs if a != b)
-            raise ProfileError(
-                f"the devices {shown(first)} and {shown(name)} train different parameters: "
-                f"{shown(differs.path)}",
-                where="schedules",
-                do="profile the same model on each class of devices",
-            )
+            message = f"the devices {shown(first)} and {shown(name)} train different parameters: "
+            do = "profile the same model on each class of devices"
+            raise ProfileError(message + shown(differs.path), where="schedules", do=do)
     return schedule.parameters

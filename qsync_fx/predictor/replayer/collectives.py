@@ -33,9 +33,8 @@ class AllReduce(Protocol):
 class CollectiveLink:
     """Ring all-reduce: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
 
-    Attributes:
-        bandwidth: bytes per second in one direction of the slowest link.
-        latency: seconds of the smallest all-reduce, in equal parts for each phase.
+    The bandwidth is in bytes per second in one direction of the slowest link. The latency, in
+    seconds of the smallest all-reduce, has equal parts for each phase.
     """
 
     bandwidth: float
@@ -111,9 +110,6 @@ def ddp_buckets(
             reverse registration order. A parameter that is missing here receives no gradient.
         limits: size in bytes at which the first bucket is full, the second, and so on; the last
             limit applies to all further buckets. With `bucket_cap_mb` it is one limit for all.
-
-    Raises:
-        ProfileError: a size is invalid, or the lists do not match.
     """
     count = len(numels)
     widths = [dtype_bytes] * count if isinstance(dtype_bytes, int) else list(dtype_bytes)

@@ -63,12 +63,8 @@ def step(
 ) -> DeviceStep:
     """Return the timeline of a step of devices that begin at `begins`.
 
-    Args:
-        ready: (..., devices, buckets), time at which each bucket is ready, since `begins`.
-        computed: (..., devices), end of the backward pass, since `begins`.
-        optimizer: (..., devices), duration of the optimizer and other work before the next step.
-        transfer: (..., buckets), duration of each transfer.
-        begins: (..., devices), start of the step.
+    All arguments but `transfer`, which is (..., buckets), have a device axis as in `DeviceStep`;
+    `ready` and `computed` count from `begins`. `optimizer` is all work up to the next step.
     """
     ready, computed = ready + begins[..., None], computed + begins
     arrived = ends(ready.max(axis=-2), transfer)
@@ -101,12 +97,7 @@ _SAME: Final = 1e-12
 
 @dataclass(frozen=True)
 class Local:
-    """Timeline of a device without other devices, in seconds since its start.
-
-    Attributes:
-        seconds, ends: (entries,), durations and end times.
-        ready: (buckets,), time at which each bucket can be sent.
-    """
+    """Timeline of a device alone, in seconds since its start; `ready` is (buckets,)."""
 
     entries: tuple[Entry, ...]
     seconds: Array
@@ -143,7 +134,6 @@ def local(
     The device runs its entries in order, each after the host has launched it.
 
     Args:
-        buckets: parameters of each bucket, in sending order.
         slowdown: factor on all durations; 1.1 for 10% slower than the schedule.
         launch: seconds that the host needs to launch an entry.
         extra: by bucket, work of the device before it is sent, such as compression.

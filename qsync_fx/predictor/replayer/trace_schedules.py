@@ -79,12 +79,7 @@ def number(value: object) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """Event of a thread or a stream with a duration.
-
-    Attributes:
-        track: process and thread, or device and stream.
-        begin, end: start and end in microseconds.
-    """
+    """Event of a thread or a stream, in microseconds; its track is the thread or the stream."""
 
     name: str
     category: str
@@ -174,10 +169,7 @@ def _forwards(entries: Sequence[Any], where: str) -> None:
 
 
 def execution_sizes(path: Path) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """Return the tensor arguments of each function in an execution trace, by Kineto's id.
-
-    A tensor is its number of elements and bytes per element.
-    """
+    """Return elements and bytes per element of each function's tensors, by Kineto's id."""
     entries = read(path, "execution trace").get("nodes")
     if not isinstance(entries, list) or not entries:
         do = "write it with torch.profiler.ExecutionTraceObserver, and unregister that first"
@@ -203,11 +195,9 @@ def sizes(path: Path, traced: Kineto) -> Mapping[int, tuple[int, int]]:
     functions = {event.number("Record function id") for event in calls} - {None}
     if missing := functions - recorded.keys():
         counts = f"{len(missing)} of {len(functions)}"
-        raise ProfileError(
-            f"{counts} recorded functions are not in the execution trace",
-            where=shown(traced.path),
-            do="give the two traces of one run, over the same steps",
-        )
+        message = f"{counts} recorded functions are not in the execution trace"
+        do = "give the two traces of one run, over the same steps"
+        raise ProfileError(message, where=shown(traced.path), do=do)
     return {function: tensors[0] for function, tensors in recorded.items() if tensors}
 
 
@@ -256,12 +246,7 @@ class Travel:
 
 @dataclass(frozen=True)
 class TraceWork:
-    """Piece of work of a trace; times in seconds.
-
-    Attributes:
-        part: forward or backward pass; None for the optimizer.
-        asked: time at which the host started or launched it.
-    """
+    """Work with times in seconds; `part` is None for the optimizer, `asked` the launch time."""
 
     name: str
     part: Part | None
@@ -271,11 +256,7 @@ class TraceWork:
 
 
 class TraceEvents:
-    """Work and all-reduces among the events of a trace.
-
-    Attributes:
-        on_device: whether a device does the work, not the host.
-    """
+    """Work and all-reduces among the events of a trace, done by a device or by the host."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -377,14 +358,10 @@ def _is_collective(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class TracedSchedule:
-    """Step of a trace.
+    """Step of a trace, in seconds.
 
-    Attributes:
-        rank, ranks: rank of the trace and number of ranks.
-        seconds: duration of the step.
-        schedule: its parameters are the buckets, with 0 elements where a size is unknown.
-        sent: seconds of each bucket's all-reduce from the end of the previous one, including waits.
-            gloo runs two at a time.
+    Parameters of the schedule are buckets, with 0 elements where a size is unknown. `sent` has the
+    all-reduce of each from the end of the previous one, with waits; gloo runs two at a time.
     """
 
     path: str
@@ -425,11 +402,9 @@ def steps(
         travelled = [item for item in sent if mark.begin <= item.asked < mark.end]
         result.append(_step(trace, mark.name, (begin, end), owned, travelled, sizes or {}))
     if not result:
-        raise ProfileError(
-            "the trace contains no training step: it has no backward pass",
-            where=shown(trace.path),
-            do="profile loss.backward() and the optimizer, and call profile.step() after each",
-        )
+        message = "the trace contains no training step: it has no backward pass"
+        do = "profile loss.backward() and the optimizer, and call profile.step() after each"
+        raise ProfileError(message, where=shown(trace.path), do=do)
     return result
 
 
@@ -473,13 +448,8 @@ def _step(
     ]
     waiting = _covered(now, end, travel) - _covered(now, end, busy)
     optimizer = max(end - now - waiting, 0.0)
-    schedule = Schedule(
-        tuple(entries[Part.FORWARD]),
-        tuple(entries[Part.BACKWARD]),
-        optimizer,
-        tuple(parameters),
-        ready,
-    )
+    passes = tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD])
+    schedule = Schedule(*passes, optimizer, tuple(parameters), ready)
     seconds = end - begin
     return TracedSchedule(trace.path, trace.rank, trace.ranks, name, seconds, schedule, tuple(sent))
 

@@ -116,10 +116,8 @@ and writes of all but the gradient."""
 class DeviceTimes:
     """Operator times of a model on a device of the catalog, computed from operator costs.
 
-    Args:
-        graph: the model, with numbers for its symbolic sizes.
-        optimizer_bytes: bytes that the optimizer reads and writes per trained element.
-        optimizer_memory, loss_memory: of optimizer and loss; None if unknown.
+    The graph has numbers for its symbolic sizes. The optimizer moves `optimizer_bytes` per trained
+    element. The memory of optimizer and loss is None if it is unknown.
     """
 
     def __init__(
@@ -155,26 +153,22 @@ class DeviceTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()
     ) -> Seconds:
-        """Return the time of an operator in a state; neighbours do not change it."""
         key = operator, state.names
         if key not in self._known:
             self._known[key] = self._computed(self.graph.operator(operator), state.names)
         return self._known[key]
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        """Return the time of an operator in a state; it is exact for all neighbours."""
         return self.operator(operator, state)
 
     def told_apart(
         self, operator: str, state: OperandState
     ) -> Sequence[Collection[StateNames] | None]:
-        """Return empty sets: times do not depend on neighbours."""
         return TOLD_BY_NONE
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
-        """Return the time of a cast or quantization that is not fused with other work."""
         if before == after or not numel:
             return Seconds(0.0, 0.0, interpolated=True)
         source, target = precision(before), precision(after)
@@ -184,7 +178,6 @@ class DeviceTimes:
         return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
 
     def outside(self) -> Seconds:
-        """Return zero: the framework overhead is unknown."""
         return Seconds(0.0, 0.0, interpolated=True)
 
     def optimizer(self) -> float:
@@ -280,10 +273,7 @@ def moved_bytes(optimizer: OptimizerMemory) -> float:
 
 
 def explained_for(graph: ModelGraph, device: Device) -> bool:
-    """Return whether a model was explained for formats that run on a device.
-
-    A model that was explained for "cuda" fits every GPU, and one explained for "cpu" every CPU.
-    """
+    """Return whether a model was explained for a device; "cuda" fits every GPU."""
     if device.kind == "cpu":
         return graph.device == "cpu"
     return graph.device in ("cuda", device.name, device.target, device.path)
