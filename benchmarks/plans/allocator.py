@@ -29,12 +29,12 @@ from qsync_fx.allocator.api import allocators
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import ADAM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -35,7 +35,7 @@ from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.devices import get
 from qsync_fx.errors import PlanError
 from qsync_fx.formats import FORMATS as EVERY
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.devices import get
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import (
     Follows,
@@ -27,7 +28,6 @@ from qsync_fx.predictor.model.model_graph import (
     StateNames,
     Value,
 )
-from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 DEVICE = "a100"

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from qsync_fx.predictor import ddp_buckets
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.device_timeline import Array, local, steady
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qsync_fx.communication.codec_cost_model import Rates, coded, small
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.predictor.cost_mapper.times import Parameter
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import (
     CompressedTransfer,
@@ -20,7 +21,6 @@ from qsync_fx.predictor.replayer.cluster_step import (
     beside_computing,
     travel,
 )
-from qsync_fx.predictor.times import Parameter
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.problem import Problem

@@ -15,9 +15,10 @@ from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
+from qsync_fx.predictor.cost_mapper.times import ANYBODY, Beside, Schedule, Seconds, Times
 from qsync_fx.predictor.memory.buffers import Task, whole
 from qsync_fx.predictor.memory.peak_memory import (
     LossMemory,
@@ -28,7 +29,6 @@ from qsync_fx.predictor.memory.peak_memory import (
 )
 from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
 from qsync_fx.predictor.replayer.cluster_step import simulate
-from qsync_fx.predictor.times import ANYBODY, Beside, Schedule, Seconds, Times
 from qsync_fx.timeline.timeline import Timeline
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ from qsync_fx.allocator.codec_choice import CodecSearchSpace
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory.peak_memory import Anchor, TrainingMemory
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, chosen
 from qsync_fx.predictor.replayer.cluster import Cluster
-from qsync_fx.predictor.times import Times
 
 Asked = Mapping[str, str]
 """Requested format of each adjustable operator of a device class, by operator id."""

@@ -16,7 +16,7 @@ from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS, precision
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size

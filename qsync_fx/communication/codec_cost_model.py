@@ -20,9 +20,9 @@ from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.point_to_point import HEADER, VALUES
 from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.predictor.cost_mapper.times import Parameter, Schedule
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, buckets_of
-from qsync_fx.predictor.times import Parameter, Schedule
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,8 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     if fmt.plain:
         return Support("native", fmt, f"{gpu} has {fmt} tensor cores")
     if values.name in kernels.formats:
-        how = f"use the {values} tensor cores if that is faster"
-        return Support("native", fmt, f"CUTLASS kernels for {kernels.arch} {how}")
+        use = f"use the {values} tensor cores if that is faster"
+        return Support("native", fmt, f"CUTLASS kernels for {kernels.arch} {use}")
     why = kernels.reason or f"qsync_fx has no kernel for products of {values} and {values}"
     if fmt.kind == "integer":
         reason = f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {why}"

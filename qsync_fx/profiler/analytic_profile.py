@@ -17,11 +17,11 @@ from qsync_fx.devices.machine import of_catalog as machine_of
 from qsync_fx.diagnostics.model_state import without_training
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.module_paths import unwrapped
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import States, scheduled, states
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.times import Entry, Part
 from qsync_fx.predictor.memory import OptimizerMemory, TrainingMemory as Held, step_memory
 from qsync_fx.predictor.model.model_file import stored
-from qsync_fx.predictor.times import Entry, Part
 from qsync_fx.profiler.measurement import (
     GivenOptimizer,
     checked_precisions,

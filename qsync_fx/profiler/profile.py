@@ -24,11 +24,11 @@ from qsync_fx.formatting import duration, many, milliseconds, short
 from qsync_fx.passes.cached_plan import Fingerprint
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.cost_mapper.plan_states import states
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
 from qsync_fx.predictor.memory.peak_memory import Anchor, LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_file import StoredGraph, restored
 from qsync_fx.predictor.model.model_graph import ModelGraph
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.run_statistics import (
     MeasuredOperator,
     MeasuredRun,

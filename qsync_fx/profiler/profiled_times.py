@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.predictor.model.model_graph import StateNames
-from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.profile import Profile
 from qsync_fx.profiler.run_statistics import MeasuredRun, fitted
 

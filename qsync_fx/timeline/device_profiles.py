@@ -20,16 +20,16 @@ from qsync_fx.devices.device_model import Device as DeviceOfCatalog
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.formatting import many
-from qsync_fx.predictor.cost_mapper.analytic_times import (
+from qsync_fx.predictor.analytic_times import (
     ADAMW,
     DeviceTimes,
     explained_for,
     moved_bytes,
 )
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.memory.peak_memory import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
-from qsync_fx.predictor.times import Times
 from qsync_fx.serialization.schema import Path
 
 

@@ -28,8 +28,9 @@ from qsync_fx.errors import PlanError, ProfileError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, read_plan
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.times import Schedule
 from qsync_fx.predictor.memory import peak_bytes
 from qsync_fx.predictor.replayer.cluster import Cluster, Network
 from qsync_fx.predictor.replayer.cluster_step import (
@@ -39,7 +40,6 @@ from qsync_fx.predictor.replayer.cluster_step import (
     simulate,
 )
 from qsync_fx.predictor.replayer.trace_schedules import played_traces, read_steps
-from qsync_fx.predictor.times import Schedule
 from qsync_fx.serialization import Path
 from qsync_fx.timeline.device_profiles import (
     ALONE,

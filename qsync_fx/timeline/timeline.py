@@ -21,8 +21,8 @@ from rich.text import Text
 
 from qsync_fx.errors import ProfileError, QSyncError
 from qsync_fx.formatting import duration, many, short
+from qsync_fx.predictor.cost_mapper.times import Part
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, SimulatedStep
-from qsync_fx.predictor.times import Part
 from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.serialization.schema import Path
 from qsync_fx.text_tables import Fitted, plain, table_of

@@ -18,9 +18,9 @@ from qsync_fx.communication.codecs import Draw, codec_named
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.memory import ADAM
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Compression, Network, NodeGroup
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.sensitivity.gradient_step import of_gradients
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.predicted_models import graph_of

@@ -21,10 +21,10 @@ from qsync_fx.devices import get
 from qsync_fx.distributed.compress_gradients import checked as asked_of
 from qsync_fx.formatting import duration
 from qsync_fx.plan import ClusterPlan
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.memory import ADAM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.profile import Profile
 from tests.support import tiers
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity

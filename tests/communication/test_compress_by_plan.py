@@ -13,7 +13,7 @@ import pytest
 from qsync_fx.communication.codec_cost_model import coded, of_copy
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.devices.roofline import share
-from qsync_fx.predictor.times import Parameter
+from qsync_fx.predictor.cost_mapper.times import Parameter
 from tests.support import tiers
 from tests.support.processes import ranks
 

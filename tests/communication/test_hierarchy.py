@@ -19,7 +19,7 @@ from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import between_nodes, nodes_noted
-from qsync_fx.predictor.times import Parameter
+from qsync_fx.predictor.cost_mapper.times import Parameter
 from tests.support import tiers
 from tests.support.communication.compressed_training import Network
 from tests.support.processes import ranks

@@ -11,8 +11,8 @@ from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import precision
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.times import Seconds, Times
 from qsync_fx.predictor.model.model_file import StoredGraph
-from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiler.profile import Model, Profile
 from qsync_fx.profiler.profiled_times import ProfiledTimes
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized, fitted

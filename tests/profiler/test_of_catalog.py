@@ -16,8 +16,8 @@ from qsync_fx import Plan
 from qsync_fx.devices import get
 from qsync_fx.diagnostics import explain
 from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import scheduled, states
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
 from qsync_fx.profiler.measurement import measure
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import Profile

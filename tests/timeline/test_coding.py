@@ -27,10 +27,10 @@ from qsync_fx.communication.codec_cost_model import (
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.times import Parameter, Times
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Compression, Network
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, beside_computing, travel
-from qsync_fx.predictor.times import Parameter, Times
 from qsync_fx.profiler.links.link_measurement import coding_speeds
 from qsync_fx.profiler.profile import CodecSpeed
 from qsync_fx.timeline.replay_plans import best, paying, rates

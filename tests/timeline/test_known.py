@@ -16,7 +16,7 @@ from torch import nn
 import qsync_fx
 from qsync_fx import Cluster, Plan, Profile, ProfileError
 from qsync_fx.devices.machine import this_machine
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
 from qsync_fx.timeline.device_profiles import load_device_profiles

@@ -15,10 +15,10 @@ from qsync_fx import Cluster
 from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, coded, of_copy, uniform
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, NodeGroup
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel
 from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.replay_plans import paying
 
 RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9)})

@@ -10,11 +10,11 @@ import torch
 
 import qsync_fx
 from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import CodecSpeed, Collective
 from tests.support.planning.predicted_models import DrawnTimes, graph_of

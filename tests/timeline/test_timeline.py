@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import (
     Buckets,
     Cluster,
@@ -21,7 +22,6 @@ from qsync_fx.predictor.replayer.cluster import (
     Network,
 )
 from qsync_fx.predictor.replayer.cluster_step import simulate
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.timeline import Timeline
 
 LAYERS = 6

@@ -27,8 +27,8 @@ from qsync_fx.predictor.cost_mapper.cost_mapper import (
     Point,
     cast_seconds,
 )
+from qsync_fx.predictor.cost_mapper.times import Seconds, Times
 from qsync_fx.predictor.model.model_graph import Follows, Name, followed, widest
-from qsync_fx.predictor.times import Seconds, Times
 
 
 @dataclass(frozen=True)

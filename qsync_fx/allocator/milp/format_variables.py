@@ -25,6 +25,7 @@ from qsync_fx.graph.cascade_rules import wants_wide
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.ops.spec import Kind
 from qsync_fx.predictor.cost_mapper.plan_states import state_names
+from qsync_fx.predictor.cost_mapper.times import NEIGHBOURS, Seconds, Times
 from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
@@ -37,7 +38,6 @@ from qsync_fx.predictor.model.model_graph import (
     state_named,
     widest,
 )
-from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from qsync_fx.allocator.milp.format_variables import CostTerm, Formats
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.times import NEIGHBOURS, Seconds, Times
 from qsync_fx.predictor.model.model_graph import StateNames, state_named
-from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 COLUMNS: Final = 20_000
 """Limit of combinations; above it fewer neighbours have variables."""

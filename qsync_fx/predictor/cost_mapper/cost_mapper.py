@@ -27,6 +27,15 @@ from qsync_fx.predictor.cost_mapper.plan_states import (
     settled,
     unpacked_format,
 )
+from qsync_fx.predictor.cost_mapper.times import (
+    NEIGHBOURS,
+    Entry,
+    Parameter,
+    Part,
+    Schedule,
+    Seconds,
+    Times,
+)
 from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
@@ -39,7 +48,6 @@ from qsync_fx.predictor.model.model_graph import (
     format_named,
     state_named,
 )
-from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedule, Seconds, Times
 
 NAMES: tuple[Name, ...] = (None, *FORMATS)
 NUMBERS = {name: number for number, name in enumerate(NAMES)}

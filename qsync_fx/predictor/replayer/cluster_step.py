@@ -15,6 +15,7 @@ import numpy as np
 
 from qsync_fx.devices.roofline import share
 from qsync_fx.errors import ProfileError, shown
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
 from qsync_fx.predictor.replayer.collectives import ddp_buckets
 from qsync_fx.predictor.replayer.device_timeline import (
@@ -25,7 +26,6 @@ from qsync_fx.predictor.replayer.device_timeline import (
     local,
     steady,
 )
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 
 @dataclass(frozen=True)

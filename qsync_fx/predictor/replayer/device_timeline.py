@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     # The link times of a cluster file must not import torch.
-    from qsync_fx.predictor.times import Entry, Schedule
+    from qsync_fx.predictor.cost_mapper.times import Entry, Schedule
 
 Array = NDArray[Any]
 

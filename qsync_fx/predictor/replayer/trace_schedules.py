@@ -22,9 +22,9 @@ from typing import Any, Final, TypeVar
 import torch
 
 from qsync_fx.errors import ProfileError, shown
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from qsync_fx.predictor.replayer.cluster_step import SimulatedStep, simulate
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.serialization.schema import Path, Schema
 
 _LARGEST: Final = 2**30

@@ -25,9 +25,9 @@ from qsync_fx.communication.point_to_point import VALUES
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.times import Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.cluster_step import simulate
-from qsync_fx.predictor.times import Schedule
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
 from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile

@@ -29,7 +29,7 @@ from qsync_fx.allocator.baselines import HessianGreedy
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.pareto_svg import front_svg, save_front
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.cost_mapper.times import Seconds
 from qsync_fx.text_tables import plain
 from tests.support.planning.allocation_problems import PlainTimes, alone, drawn_sensitivity, fleet
 

@@ -18,14 +18,14 @@ from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.cost_mapper import scheduled, states
-from qsync_fx.predictor.cost_mapper.analytic_times import (
+from qsync_fx.predictor.analytic_times import (
     ConvolutionShape,
     DeviceTimes,
     ProductShape,
     convolution,
     product,
 )
+from qsync_fx.predictor.cost_mapper import scheduled, states
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import state_named
 from qsync_fx.profiler.model_graph_builder import build_model_graph

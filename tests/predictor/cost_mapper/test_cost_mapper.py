@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from qsync_fx import Plan, PlanError, ProfileError
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.cost_mapper import CostMapper, states
-from qsync_fx.predictor.times import Part, Schedule, Seconds
+from qsync_fx.predictor.cost_mapper.times import Part, Schedule, Seconds
 from tests.support.planning.predicted_models import FORMATS, DrawnTimes, adjustable, graph_of, plans
 from tests.support.tiers import ALL
 

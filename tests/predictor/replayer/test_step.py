@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 from simulation import Device, simulated
 
 from benchmarks.predictor.replay_speed import Incremental, iteration, whole
+from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.device_timeline import (
     DeviceStep,
     Local,
@@ -17,7 +18,6 @@ from qsync_fx.predictor.replayer.device_timeline import (
     steady,
     step,
 )
-from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
 

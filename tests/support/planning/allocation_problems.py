@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.times import TOLD_BY_NONE, Seconds
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import ADAM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
-from qsync_fx.predictor.times import TOLD_BY_NONE, Seconds
 from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 THREE = ("fp32", "bf16", "int8")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.devices import get
-from qsync_fx.predictor.cost_mapper.analytic_times import DeviceTimes
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network

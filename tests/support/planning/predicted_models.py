@@ -21,12 +21,12 @@ from qsync_fx.graph.cost_algebra import Cost
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost
 from qsync_fx.predictor.cost_mapper import States
+from qsync_fx.predictor.cost_mapper.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.predictor.memory import TrainingMemory
 from qsync_fx.predictor.memory.buffers import lives
 from qsync_fx.predictor.memory.peak_memory import step_tasks
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import Name, StateNames
-from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.models.zoo import CASES, language, make
 

@@ -13,6 +13,7 @@ import pytest
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
+from qsync_fx.predictor.cost_mapper.times import Part
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.trace_schedules import (
     TracedSchedule,
@@ -20,7 +21,6 @@ from qsync_fx.predictor.replayer.trace_schedules import (
     played_traces,
     read_steps,
 )
-from qsync_fx.predictor.times import Part
 from tests.support import tiers
 from tests.support.distributed import traced_rank
 from tests.support.planning.trace_files import device_trace, edited

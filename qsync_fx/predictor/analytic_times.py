@@ -22,9 +22,9 @@ from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph.cost_algebra import Size, Work
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost
+from qsync_fx.predictor.cost_mapper.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, ModelRead, StateNames
-from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 _WINDOWS = (1, 3, 5, 7, 9, 11, 2, 4, 14, 16)
 """Heights of square convolution windows, in the order of the search."""
