@@ -226,7 +226,7 @@ def tool(name: str, *neighbours: Path) -> Path | None:
 @functools.cache
 def library_folders(compiler: Path) -> tuple[Path, ...]:
     """Return the library folders of the toolkit that an nvcc, maybe a script, reports."""
-    command = [compiler, "--dryrun", "-x", "cu", os.devnull]
+    command = [str(compiler), "--dryrun", "-x", "cu", os.devnull]
     text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     top = re.search(r"^#\$ TOP=(.+)$", text.stderr, flags=re.MULTILINE)
     home = Path(top[1].strip()) if top else compiler.resolve().parent.parent
