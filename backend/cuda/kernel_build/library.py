@@ -181,8 +181,8 @@ class Library:
         """Return the bytes of device memory that `run` needs."""
         size: int = self._handle.qsync_workspace(ctypes.byref(arguments))
         if size < 0:
-            what = f"the kernel returned an invalid workspace size of {size} bytes"
-            raise KernelError(what, where=self.unit.name)
+            message = f"the kernel returned an invalid workspace size of {size} bytes"
+            raise KernelError(message, where=self.unit.name)
         return size
 
     def run(self, arguments: Arguments, workspace: int, stream: int) -> None:

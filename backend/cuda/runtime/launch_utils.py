@@ -97,8 +97,8 @@ def capturing(device: torch.device) -> bool:
 def workspace(library: Library, arguments: Arguments) -> int:
     """Return the workspace bytes of a kernel; raise `KernelError` if it rejects the arguments."""
     if why := library.can_implement(arguments):
-        what = f"its kernel does not support these operands: {why}"
-        raise KernelError(what, where=library.unit.name)
+        message = f"its kernel does not support these operands: {why}"
+        raise KernelError(message, where=library.unit.name)
     return library.workspace(arguments)
 
 
