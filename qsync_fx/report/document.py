@@ -89,7 +89,7 @@ class Report:
                 case Sensitivity() if not answers:
                     profile_tabs.add_sensitivity(tabs, value, name)
                 case Timeline():
-                    timeline_tab.add_timeline(tabs, value, name or "step")
+                    timeline_tab.add_timeline(tabs, value, name or "this timeline")
                 case Explanation():
                     graph_tab.add_explanation(tabs, value)
                 case Plan() | ClusterPlan():

@@ -52,7 +52,7 @@ def add_explanation(tabs: Any, explanation: Explanation) -> None:
         f"in no graph: {module.path}, {module.cause.reason}" for module in explanation.uncovered
     ]
     if "plan" not in tabs and adjustable:
-        layers = [
+        layers: list[dict[str, Any]] = [
             {"id": str(op.id), "cells": [[str(op.precision), None, [], op.reason]], "line": op.line}
             for op in adjustable
         ]

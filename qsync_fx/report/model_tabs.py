@@ -56,7 +56,7 @@ def add_coverage(tabs: Any, coverage: PlanCoverage) -> None:
     for item in coverage.operators:
         running = None if item.precision is None else str(item.precision)
         planned = running if item.planned is None else str(item.planned)
-        cells = [
+        cells: list[list[Any] | None] = [
             None if fmt is None else [fmt, None, [], item.reason] for fmt in (planned, running)
         ]
         layers.append({"id": str(item.id), "cells": cells, "line": item.line})

@@ -62,8 +62,8 @@ def _add_summary(tabs: Any, answer: PlanResult, before: Evaluation) -> None:
     if narrowest.variance:
         share = evaluation.variance / narrowest.variance
         note = f"{share:.1%} of the variance in the narrowest formats"
-    text = f"{evaluation.variance:.4g}"
-    facts.append({"label": "variance added to the gradients", "text": text, "note": note})
+    label = "variance added to the gradients"
+    facts.append({"label": label, "number": evaluation.variance, "note": note})
     for name, metrics in evaluation.classes.items():
         part = problem.classes[name]
         summary["devices"].append(
@@ -79,7 +79,9 @@ def _add_summary(tabs: Any, answer: PlanResult, before: Evaluation) -> None:
             }
         )
     longest = max(evaluation.classes.values(), key=lambda item: item.waiting).waiting
-    facts.append({"label": "longest waiting", "seconds": longest, "note": "of a device, per step"})
+    if len(evaluation.classes) > 1:
+        note = "of a device, per step"
+        facts.append({"label": "longest waiting", "seconds": longest, "note": note})
     peaks = [item.peak_bytes for item in evaluation.classes.values() if item.peak_bytes]
     if peaks:
         facts.append({"label": "highest peak memory", "bytes": max(peaks), "note": "of a device"})
@@ -151,7 +153,7 @@ def _add_plan(tabs: Any, answer: PlanResult) -> None:
     operators = dict.fromkeys(op for name in names for op in answer.plans[name])
     layers = []
     for operator in operators:
-        cells = []
+        cells: list[list[Any] | None] = []
         for name in names:
             fmt = answer.plans[name].get(operator)
             if fmt is None:
@@ -189,14 +191,14 @@ def add_memory(
 ) -> None:
     """Add the live bytes of a device class over a step to the memory tab."""
     series: dict[str, int] = {}
-    rows = []
+    rows: list[tuple[str, str, dict[int, int], int]] = []
     for moment in memory.moments:
         row: dict[int, int] = {}
         for (category, fmt), size in moment.kinds.items():
             label = f"{category}, {fmt}" if fmt else str(category)
             index = series.setdefault(label, len(series))
             row[index] = row.get(index, 0) + size
-        rows.append([moment.place, moment.operator, row, moment.bytes])
+        rows.append((moment.place, moment.operator, row, moment.bytes))
     step = -(-len(rows) // _MOST_MOMENTS)
     merged = [
         max(rows[begin : begin + step], key=lambda row: row[3])

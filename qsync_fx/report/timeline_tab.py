@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from qsync_fx.formatting import duration
 from qsync_fx.timeline.timeline import Timeline, TimelinePiece
 
 
@@ -27,7 +28,7 @@ def add_timeline(tabs: Any, timeline: Timeline, label: str) -> None:
         }
     )
     if len(tab["variants"]) == 1 and "plan" not in tabs:
-        _add_summary(tabs, timeline)
+        _add_summary(tabs, timeline, label)
 
 
 def _track(tab: Any, pieces: Sequence[TimelinePiece]) -> list[list[Any]]:
@@ -47,9 +48,9 @@ def _index(names: list[str], name: str) -> int:
     return names.index(name)
 
 
-def _add_summary(tabs: Any, timeline: Timeline) -> None:
+def _add_summary(tabs: Any, timeline: Timeline, label: str) -> None:
     summary = tabs.summary()
-    summary["facts"].append({"label": "step", "seconds": timeline.seconds})
+    summary["facts"].append({"label": f"step of {label}", "seconds": timeline.seconds})
     if timeline.throughput is not None:
         text = f"{timeline.throughput:.4g} samples per second"
         summary["facts"].append({"label": "throughput", "text": text})
@@ -68,6 +69,9 @@ def _add_summary(tabs: Any, timeline: Timeline) -> None:
                 "memory": cluster.bytes_of(name, device.memory or 0) or None,
             }
         )
-    slowest = min(timeline.waiting, key=lambda name: timeline.waiting[name])
-    if len(timeline.waiting) > 1:
-        summary["sentences"].append(f"{slowest} sets the pace: it waits the least for others.")
+    if len(timeline.waiting) == 1:
+        summary["sentences"].append(f"A step of {label} takes {duration(timeline.seconds)}.")
+        return
+    for name, waiting in timeline.waiting.items():
+        share = (waiting + timeline.sending[name]) / (timeline.seconds or 1.0)
+        summary["sentences"].append(f"{name} computes in {1 - share:.0%} of a step.")

@@ -3,7 +3,7 @@ import { bytes, el, precise, seconds, table } from "./dom.js";
 
 export function summary(data) {
   const facts = data.facts.map((fact) => {
-    const value = "seconds" in fact ? seconds(fact.seconds) : "bytes" in fact ? bytes(fact.bytes) : fact.text;
+    const value = "seconds" in fact ? seconds(fact.seconds) : "bytes" in fact ? bytes(fact.bytes) : "number" in fact ? precise(fact.number) : fact.text;
     return el("div", { class: "fact" }, el("dt", {}, fact.label), el("dd", {}, value), fact.note ? el("p", {}, fact.note) : null);
   });
   const parts = [];

@@ -20,6 +20,7 @@ function part(points, unit, shown, factor, label) {
     width: Math.min(640, width()),
     height: 480,
     marginLeft: 70,
+    marginBottom: 44,
     x: { label: `measured ${label} →`, domain, grid: true },
     y: { label: `↑ predicted ${label}`, domain, grid: true },
     marks: [
@@ -31,5 +32,5 @@ function part(points, unit, shown, factor, label) {
   const worst = Math.max(...points.map((point) => Math.abs(error(point))));
   const title = unit === "seconds" ? "Computing time" : "Peak memory";
   const rows = points.map((point) => [point.name, shown(point.predicted), shown(point.measured), percent(error(point))]);
-  return el("div", {}, el("h2", {}, title), el("p", {}, `Predictions differ from measurements by at most ${(100 * worst).toFixed(1)}%. The dashed line is agreement.`), chart, table(["measured", "predicted", "measured", "error"], rows));
+  return el("div", {}, el("h2", {}, title), el("p", {}, `Predictions differ from measurements by at most ${(100 * worst).toFixed(1)}%. The dashed line is agreement.`), chart, table(["run", "predicted", "measured", "error"], rows));
 }
