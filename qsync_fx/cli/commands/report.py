@@ -1,6 +1,6 @@
 """`qsync report`: one HTML file about a model, a plan, profiles and a fleet.
 
-Invariant: the file shows what the other verbs print; only planning and the front are computed here.
+Invariant: the file shows results of the other verbs; only planning and the front are computed here.
 """
 
 from __future__ import annotations
