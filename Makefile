@@ -199,6 +199,7 @@ report-bundle: ## build the page of `qsync report` from qsync_fx/report/web; nee
 	@mkdir -p build && rm -rf build/report-web && cp -r qsync_fx/report/web build/report-web
 	@cd build/report-web && npm ci --no-audit --no-fund --silent && npm run --silent build
 	@cp build/report-web/dist/bundle.js build/report-web/dist/bundle.css qsync_fx/report/
+	@cd qsync_fx/report/web && echo "// sources $$(LC_ALL=C; export LC_ALL; cat package-lock.json src/* | sha256sum | cut -c1-64)" >> ../bundle.js
 	@ls -l qsync_fx/report/bundle.js qsync_fx/report/bundle.css
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one

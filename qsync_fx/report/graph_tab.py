@@ -12,6 +12,8 @@ from qsync_fx.graph.cost_algebra import Cost
 
 _MOST_LINES: Final = 300
 """Lines of a pass's diff in a report."""
+_CASTS: Final = (node_metadata.Part.CONVERT, node_metadata.Part.ROUND, node_metadata.Part.QUANTIZE)
+"""Parts that stand for a cast; a quantized cast has more nodes."""
 
 
 def add_explanation(tabs: Any, explanation: Explanation) -> None:
@@ -130,7 +132,9 @@ def _casts(graph: PrecisionGraph) -> Iterator[tuple[str, str]]:
     """Yield the operator of each cast, and its format."""
     for node in graph.nodes:
         info = node_metadata.CAST.get(node)
-        if info is not None and info.owner is not None and info.format is not None:
+        if info is None or info.owner is None or info.format is None:
+            continue
+        if info.part in _CASTS:
             yield str(info.owner), str(info.format)
 
 

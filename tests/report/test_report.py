@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -90,7 +91,10 @@ def test_the_graph_has_the_formats_after_each_pass(fleet: Fleet) -> None:
         assert node["reason"]
     assert not any(fmt for fmt, _ in passes["normalize"]["formats"].values())
     assert not passes["cascade"]["casts"]
-    assert passes["insert_casts"]["casts"]
+    casts = passes["insert_casts"]["casts"]
+    assert casts
+    # Operands and a bias: a cast counts once, however many nodes it has.
+    assert all(len(formats) <= 3 for formats in casts.values())
     assert any(line.startswith("+") for line in passes["insert_casts"]["diff"])
 
 
@@ -132,6 +136,14 @@ def test_a_console_message_is_detected(tmp_path: Path) -> None:
     path = Report(qsync_fx.Plan.uniform("int8")).save(tmp_path / "report.html")
     _, messages = rendered(with_script(path, "return missing.name;"))
     assert any("missing is not defined" in line for line in messages)
+
+
+def test_the_bundle_is_built_from_the_sources() -> None:
+    """After a change of web/, `make report-bundle` builds both files again."""
+    folder = Path(document.__file__).parent
+    sources = [folder / "web/package-lock.json", *sorted((folder / "web/src").iterdir())]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    assert (folder / "bundle.js").read_text().splitlines()[-1] == f"// sources {digest}"
 
 
 def test_a_page_loads_no_other_file(fleet: Fleet) -> None:

@@ -292,7 +292,7 @@ export function graph(data, report) {
   const used = new Set(data.passes.flatMap((item) => Object.values(item.formats).map((fmt) => fmt[0])).filter(Boolean));
   const button = (text, label, action) => el("button", { "aria-label": label, title: label, onclick: action }, text);
   draw();
-  requestAnimationFrame(() => fit());
+  requestAnimationFrame(() => selected === null && fit());
   fit();
   return el(
     "div",

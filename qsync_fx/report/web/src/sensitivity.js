@@ -1,6 +1,8 @@
 // Sensitivity: variance that an operator adds in a format, against the time that the format saves.
 import * as Plot from "@observablehq/plot";
-import { asTable, choice, el, formatColour, formatLegend, power, precise, seconds, width } from "./dom.js";
+import { asTable, choice, el, formatColour, power, precise, seconds, width } from "./dom.js";
+
+const SHAPES = ["circle", "square", "triangle", "diamond", "star"];
 
 export function sensitivity(data, report) {
   const holder = el("div");
@@ -12,6 +14,8 @@ export function sensitivity(data, report) {
 
 function device(item, report) {
   const points = item.points.map(([operator, fmt, variance, saved, chosen], index) => ({ operator, fmt, variance, saved, chosen, index }));
+  const formats = report.formats.map((fmt) => fmt.name).filter((name) => points.some((point) => point.fmt === name));
+  const shape = (name) => SHAPES[formats.indexOf(name) % SHAPES.length];
   const timed = points.some((point) => point.saved !== null);
   const shown = points.filter((point) => point.variance > 0 && (!timed || point.saved !== null));
   const hidden = points.length - shown.length;
@@ -45,7 +49,7 @@ function device(item, report) {
     inset: 12,
     x: { label: timed ? "time saved on this device (µs) →" : "operator, in the order of the model →", grid: true },
     y: { type: "log", label: "↑ variance added to the gradients", tickFormat: power, grid: true },
-    symbol: { legend: false },
+    symbol: { domain: formats, range: formats.map(shape) },
     marks,
   });
   const notes = ["Good candidates for a narrow format are at the lower right."];
@@ -56,7 +60,7 @@ function device(item, report) {
   return el(
     "div",
     {},
-    formatLegend(report, new Set(points.map((point) => point.fmt))),
+    el("ul", { class: "legend" }, formats.map((name) => el("li", {}, el("span", { class: `swatch ${shape(name)}`, style: `background:${formatColour(report, name)}` }), name))),
     el("figure", {}, el("figcaption", {}, notes.join(" ")), chart),
     asTable(["operator", "format", "variance", "time saved", "in the plan"], rows, 2),
   );
