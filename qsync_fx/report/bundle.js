@@ -73,4 +73,4 @@ measured ${n(h.measured)} (${a(o(h))})`})]}),u=Math.max(...e.map(h=>Math.abs(o(h
 @dagrejs/dagre/dist/dagre.esm.js:
   (*! For license information please see dagre.esm.js.LEGAL.txt *)
 */
-// sources 0d552ecc925492686eb45b8c031a88be93c904abc2e3a055a287f6effb91c1ee
+// sources 7c50271d4cbda79e35d421d483382b26c2dd40b7438f7b9f22ae623700df9089

@@ -48,12 +48,12 @@ function device(item) {
   const used = item.series.map((name, index) => [name, colour(index)]);
   const difference = item.peak_bytes - peak.total;
   const corrected = Math.abs(difference) > 0.001 * peak.total ? ` Corrected by measured plans: ${bytes(item.peak_bytes)}.` : "";
-  const at = peak.sizes.map((size, index) => [item.series[index], bytes(size), `${((100 * size) / peak.total).toFixed(1)}%`]).filter((_, index) => peak.sizes[index]);
+  const shares = peak.sizes.map((size, index) => [item.series[index], bytes(size), `${((100 * size) / peak.total).toFixed(1)}%`]).filter((_, index) => peak.sizes[index]);
   return el(
     "div",
     {},
     legend(used),
     el("figure", {}, el("figcaption", {}, `The peak of ${bytes(peak.total)} is reached in: ${where}.${corrected}${limit}`), chart),
-    asTable(["at the peak", "bytes", "share"], at),
+    asTable(["at the peak", "bytes", "share"], shares),
   );
 }

@@ -57,9 +57,9 @@ function counts(data, used, report) {
   const bars = data.devices.map((device, index) => {
     const number = formats.map((fmt) => data.layers.filter((layer) => layer.cells[index]?.[0] === fmt).length);
     const total = number.reduce((sum, item) => sum + item, 0) || 1;
-    const parts = formats.map((fmt, at) => {
+    const parts = formats.map((fmt, index) => {
       const colour = formatColour(report, fmt);
-      return number[at] ? el("span", { style: `flex:${number[at]};background:${colour};color:${inkOn(colour)}`, title: `${number[at]} in ${fmt}` }, `${number[at]}`) : null;
+      return number[index] ? el("span", { style: `flex:${number[index]};background:${colour};color:${inkOn(colour)}`, title: `${number[index]} in ${fmt}` }, `${number[index]}`) : null;
     });
     return el("div", { class: "share" }, el("span", { class: "name" }, device.name), el("div", { class: "bar", "aria-label": `${total} operators` }, parts));
   });

@@ -36,9 +36,9 @@ export function tradeoff(data, report) {
     const used = new Set();
     const parts = Object.entries(point.plans).map(([name, formats]) => {
       formats.forEach((fmt) => used.add(fmt));
-      const rows = point.operators[name].map((operator, at) => {
-        const colour = formatColour(report, formats[at]);
-        return el("tr", {}, el("th", { scope: "row" }, operator), el("td", { style: `background:${colour};color:${inkOn(colour)}` }, formats[at]));
+      const rows = point.operators[name].map((operator, row) => {
+        const colour = formatColour(report, formats[row]);
+        return el("tr", {}, el("th", { scope: "row" }, operator), el("td", { style: `background:${colour};color:${inkOn(colour)}` }, formats[row]));
       });
       const facts = `waits ${seconds(point.waiting[name])}, peak memory ${bytes(point.peaks[name])}`;
       return el("div", {}, el("h3", {}, name), el("p", {}, facts), el("div", { class: "scroll tall" }, el("table", { class: "heat" }, el("tbody", {}, rows))));
