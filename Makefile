@@ -47,7 +47,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench docs clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench docs report-bundle clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -194,6 +194,13 @@ format: setup ## let ruff format and repair what it can
 
 docs: setup ## build the documentation site into build/docs; warnings are errors
 	@$(PYTHON) -m sphinx -q -W --keep-going -b html docs build/docs && echo "docs: build/docs/index.html"
+
+report-bundle: ## build the page of `qsync report` from qsync_fx/report/web; needs node and npm
+	@mkdir -p build && rm -rf build/report-web && cp -r qsync_fx/report/web build/report-web
+	@cd build/report-web && npm ci --no-audit --no-fund --silent && npm run --silent build
+	@cp build/report-web/dist/bundle.js build/report-web/dist/bundle.css qsync_fx/report/
+	@cd qsync_fx/report/web && echo "// sources $$(LC_ALL=C; export LC_ALL; cat package-lock.json src/* | sha256sum | cut -c1-64)" >> ../bundle.js
+	@ls -l qsync_fx/report/bundle.js qsync_fx/report/bundle.css
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
 	@for file in $$(grep -l __main__ $(BENCHED:%=benchmarks/%/*.py)); do \

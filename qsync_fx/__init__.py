@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qsync_fx import html_view
+
 if TYPE_CHECKING:
     from qsync_fx import devices as devices, distributed as distributed, optim as optim
     from qsync_fx.allocator.api import cache_plan as cache_plan, find_plan as find_plan
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from qsync_fx.profiler.measurement import measure as measure
     from qsync_fx.profiler.profile import Profile as Profile
     from qsync_fx.profiler.sensitivity.estimate import sensitivity as sensitivity
+    from qsync_fx.report.document import Report as Report, save_report as save_report
     from qsync_fx.rounding import rounding_stream as rounding_stream
     from qsync_fx.timeline.replay_plans import replay as replay
     from qsync_fx.timeline.timeline import Timeline as Timeline
@@ -75,6 +78,7 @@ _HOMES = {
     "cache_plan": "qsync_fx.allocator.api",
     "catalog_profile": "qsync_fx.profiler.analytic_profile",
     "measure": "qsync_fx.profiler.measurement",
+    **dict.fromkeys(("Report", "save_report"), "qsync_fx.report.document"),
     "rounding_stream": "qsync_fx.rounding",
     "sensitivity": "qsync_fx.profiler.sensitivity.estimate",
     "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
@@ -99,6 +103,14 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _report(value: object) -> html_view.Page:
+    page: html_view.Page = __getattr__("Report")(value)
+    return page
+
+
+html_view.register(_report)
 
 
 def __dir__() -> list[str]:

@@ -135,7 +135,7 @@ def test_single_file_reads_environment_variables() -> None:
 
 
 LAYERS = (
-    "errors autocast_policy formatting text_tables module_paths option_help",
+    "errors autocast_policy formatting text_tables module_paths option_help html_view",
     "environment entry_points formats progress rounding",
     "serialization ops",
     "devices plan",
@@ -148,7 +148,8 @@ LAYERS = (
     "profiler",
     "timeline",
     "allocator",
-    "distributed cli",
+    "distributed report",
+    "cli",
 )
 """Packages from the bottom to the top.
 

@@ -16,6 +16,7 @@ from qsync_fx.allocator.evaluator import DeviceMetrics, Evaluation
 from qsync_fx.allocator.problem import Plans, Problem, width as width_of
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formatting import duration, short
+from qsync_fx.html_view import HtmlView
 from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes
 from qsync_fx.plan.plan import Plan
 from qsync_fx.serialization.schema import Path
@@ -136,7 +137,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class PlanResult:
+class PlanResult(HtmlView):
     """Plans that an allocator chose, with their evaluation.
 
     Codecs are in `evaluation` by bucket, and in `codecs` by parameter.
@@ -273,7 +274,7 @@ def answer_table(answer: PlanResult) -> RenderableType:
     """Return a result for a rich console."""
     conditions = {name: part.conditions for name, part in answer.problem.classes.items()}
     measured = [f"{name}: measured with {text}" for name, text in conditions.items() if text]
-    lines = (*_coding(answer), *_trials(answer), *measured, *_notes(answer))
+    lines = (*_coding(answer), *_trials(answer), *measured, *note_lines(answer))
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
@@ -341,7 +342,8 @@ def _trials(answer: PlanResult) -> Iterator[str]:
             yield text
 
 
-def _notes(answer: PlanResult) -> Iterator[str]:
+def note_lines(answer: PlanResult) -> Iterator[str]:
+    """Yield a line per kind of note and device."""
     by_kind: dict[tuple[str, str], list[str]] = {}
     for note in answer.notes:
         details = by_kind.setdefault((note.kind, note.device), [])

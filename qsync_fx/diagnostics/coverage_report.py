@@ -18,6 +18,7 @@ from qsync_fx.coverage.findings import Findings, Reason, Uncovered, Unused, find
 from qsync_fx.coverage.first_step_check import unused_text
 from qsync_fx.diagnostics.explanation import fit, precision_cell, uncovered_cells
 from qsync_fx.errors import OptionError
+from qsync_fx.html_view import HtmlView
 from qsync_fx.module_paths import own_parameters, unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
@@ -38,7 +39,7 @@ class AppliedModule:
 
 
 @dataclass(frozen=True)
-class PlanCoverage:
+class PlanCoverage(HtmlView):
     """Coverage of a model by compiled code, and the unapplied parts of its plan.
 
     Attributes:

@@ -33,6 +33,7 @@ from qsync_fx.graph import Context, Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.graph import copied
 from qsync_fx.graph.node_metadata import OperatorInfo, Rewritten
 from qsync_fx.graph.operator_costs import Costing
+from qsync_fx.html_view import HtmlView
 from qsync_fx.ops.spec import Kind
 from qsync_fx.passes.annotate_cost import costed
 from qsync_fx.passes.pass_base import GraphPass, Pass
@@ -168,7 +169,7 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(HtmlView):
     """Decisions of the backend for a model.
 
     Attributes:

@@ -21,6 +21,7 @@ from torch import distributed
 from qsync_fx import environment
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32
+from qsync_fx.html_view import HtmlView
 from qsync_fx.plan.plan import (
     CLUSTER_PLAN,
     DEVICE_CLASS,
@@ -90,7 +91,7 @@ class LocalPlan:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class ClusterPlan:
+class ClusterPlan(HtmlView):
     """Plans by device class.
 
     Attributes:

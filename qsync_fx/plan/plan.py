@@ -21,6 +21,7 @@ import torch
 from qsync_fx.errors import PlanError, PrecisionError, nearest, shown
 from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.formatting import many
+from qsync_fx.html_view import HtmlView
 from qsync_fx.plan.operator_id import OpId, alternatives, escaped, module_regex, pattern_regex
 from qsync_fx.serialization import Parsed, Path, Schema, kind
 
@@ -135,7 +136,7 @@ class Choice:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Plan:
+class Plan(HtmlView):
     """Precisions of operators.
 
     Attributes:

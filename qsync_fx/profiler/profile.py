@@ -21,6 +21,7 @@ from rich.text import Text
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError
 from qsync_fx.formatting import duration, many, milliseconds, short
+from qsync_fx.html_view import HtmlView
 from qsync_fx.passes.cached_plan import Fingerprint
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.cost_mapper.plan_states import states
@@ -112,7 +113,7 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(HtmlView):
     """Measurements of one model on one device.
 
     Attributes:

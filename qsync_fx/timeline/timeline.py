@@ -21,6 +21,7 @@ from rich.text import Text
 
 from qsync_fx.errors import ProfileError, QSyncError
 from qsync_fx.formatting import duration, many, short
+from qsync_fx.html_view import HtmlView
 from qsync_fx.predictor.cost_mapper.times import Part
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, SimulatedStep
 from qsync_fx.serialization.atomic_files import write_text
@@ -65,7 +66,7 @@ class TimelinePiece:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(HtmlView):
     """Timeline of one training step.
 
     Attributes:
