@@ -138,7 +138,7 @@ def test_unsupported_duo_setting_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path, script="duo_faults_rank.py")
     texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
     for name, text in {
-        "none": "requires the optimizer",
+        "none": "requires a torch.optim.Optimizer",
         "codec": "only DUO uses an optimizer",
         "name": "did you mean 'duo",
         "closure": "a step of LBFGS requires a closure",
