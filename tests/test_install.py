@@ -187,9 +187,9 @@ def test_the_wheel_compiles_cuda_kernels(
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     code = (
         f"sys.path.append({str(ROOT)!r}); from tests.support.cuda.compiled.small_units import "
-        "small_unit; "
-        "from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library; unit = "
-        "small_unit(); "
+        "build, small_unit; "
+        "from qsync_fx.backend.cuda.kernel_build import kernel_cache, library; "
+        "unit = small_unit(); "
         "path = build([unit])[unit]; "
         "print(kernel_cache.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
     )

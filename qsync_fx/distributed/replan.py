@@ -268,16 +268,18 @@ class Replanner:
                 computing = cost.computing and cost.computing * result.paces.get(name, 1.0)
                 self._predicted[name] = replace(cost, computing=computing)
         else:
-            plan = ClusterPlan.from_json(reported["plan"])
-            self.found, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
-            switch_plan(self._model, plan)
-            if (compression := self._settings.compression) is not None:
-                compression.change(by_plan(plan.codecs, compression.names))
-            self._peaks.follow(self._predicted[self._own])
+            self._switch(ClusterPlan.from_json(reported["plan"]))
         self._links.decided(None)
         self.history.append(decided)
         self._window = StepWindow(resting=self._settings.cooldown)
         _LOG.warning("%s", decided)
+
+    def _switch(self, plan: ClusterPlan) -> None:
+        self.found, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
+        switch_plan(self._model, plan)
+        if (compression := self._settings.compression) is not None:
+            compression.change(by_plan(plan.codecs, compression.names))
+        self._peaks.follow(self._predicted[self._own])
 
     def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
         survey, old = self.found.survey, self.found.answer

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "indicator_scatter": "draws what sensitivity has written: tests/predictor/indicator/test_how_well.py",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
+    "plots": "draws the charts of the pages: tests/test_site.py",
 }
 MORE_OF_A_KIND = {
     "allocator": "fleets",

@@ -109,12 +109,12 @@ def test_build_compiles_kernels_of_a_model_for_another_machine(
         for entry in kernel_cache.entries(Path("carried"))
         if isinstance(entry, kernel_cache.CacheEntry)
     ]
-    assert made
+    assert len(made) == 1
     # The product is too small for a kernel of its own; what quantizes its operands is needed
     # nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}
     assert all(entry.manifest.name in said.out for entry in made)
-    assert f"{len(made)} kernels for sm_80 in {Path('carried').absolute()}" in said.err
+    assert f"1 kernel for sm_80 in {Path('carried').absolute()}" in said.err
     assert not empty.exists(), "the cache has no part in it"
 
     assert run(*arguments) == 0

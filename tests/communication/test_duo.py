@@ -138,7 +138,7 @@ def test_unsupported_duo_setting_is_an_error(tmp_path: Path) -> None:
     first, second = run("refused", 2, tmp_path, script="duo_faults_rank.py")
     texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
     for name, text in {
-        "none": "requires the optimizer",
+        "none": "requires a torch.optim.Optimizer",
         "codec": "only DUO uses an optimizer",
         "name": "did you mean 'duo",
         "closure": "a step of LBFGS requires a closure",
@@ -147,7 +147,7 @@ def test_unsupported_duo_setting_is_an_error(tmp_path: Path) -> None:
         "zero": "ZeroRedundancyOptimizer communicates with other ranks in its step",
         "clips": "register_step_pre_hook",
         "clips without effect": "gradients were changed between the backward pass and the step",
-        "scaler": "compress(..., scaler=scaler)",
+        "scaler": "pass a GradScaler as scaler",
         "twice": "no_sync",
         "again": "the gradients were not averaged since",
         "with a closure": "optimizer.step has arguments",

@@ -86,7 +86,9 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
     assert {fmt.name for fmt in plan.classes["training"].operators.values()} == {"fp32"}
     assert {fmt.name for fmt in plan.classes["inference"].operators.values()} <= {"fp32", "bf16"}
     for role in plan.ranks:
-        assert Profile.load(tmp_path / f"profile-{role}.json").collectives
+        # The ranks have a number of threads of their own, other than this process's.
+        profile = Profile.load(tmp_path / f"profile-{role}.json", any_machine=True)
+        assert profile.collectives
     for which in ("uniform", "planned"):
         trace = json.loads((tmp_path / f"timeline-{which}.json").read_text())
         assert {event["pid"] for event in trace["traceEvents"]} == {1, 2}
@@ -97,7 +99,9 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
         fmt.name for fmt in plan.classes["inference"].operators.values()
     )
     assert max(foreseen["peak"][1], real["peak"][1]) <= found["memory"]
-    assert "is recovered" in finished.stdout or "are recovered" in finished.stdout
+    counts = Counter(fmt.name for fmt in plan.classes["inference"].operators.values())
+    restored = f"{counts['fp32']} of {counts.total()} operators of rank 1 are restored to FP32"
+    assert restored in finished.stdout, finished.stdout
 
 
 # That a seed decides all bits, tests/rounding says of the same training by two ranks; here it takes

@@ -60,7 +60,7 @@ class Casting:
 
     def _change(self, change: IndexedChange) -> Iterator[CostTerm]:
         """Yield the times of a value's change from its own format to its operator's output."""
-        before, after = self._held(change.held), self.formats.outputs[change.operator]
+        before, after = self._held(change.before), self.formats.outputs[change.operator]
         changed = CHANGED[change.wanted]
         pairs = [(s, t) for s in before for t in after if changed[NUMBERS[s]][NUMBERS[t]]]
         if not pairs:
@@ -72,7 +72,7 @@ class Casting:
 
     def _point(self, point: Point) -> Iterator[CostTerm]:
         """Yield the times of all casts of one value."""
-        before = self._held(point.held)
+        before = self._held(point.before)
         wants: dict[int, list[_Want]] = {}
         saved: dict[tuple[int, int], list[_Want]] = {}
         behind: set[int] = set()
@@ -82,10 +82,10 @@ class Casting:
             for name, where in self._precisions(reader).items():
                 number = NUMBERS[name]
                 after = reader.wanted[number]
-                if after and self._may_convert(point.held, before, reader, name):
+                if after and self._may_convert(point.before, before, reader, name):
                     result[after] = total((1.0, result.get(after, {})), (1.0, where))
-                if reader.kept[number]:
-                    key = after, reader.kept[number]
+                if reader.saved[number]:
+                    key = after, reader.saved[number]
                     saved.setdefault(key, []).append(_Want(place, owner, where))
             for after, where in result.items():
                 already = None
@@ -229,4 +229,4 @@ class Casting:
 def _owner(point: Point, place: int) -> int:
     """Return the operator that a reader's casts belong to; outputs belong to the producer."""
     operator = point.readers[place].operator
-    return operator if operator >= 0 else point.held.operator
+    return operator if operator >= 0 else point.before.operator

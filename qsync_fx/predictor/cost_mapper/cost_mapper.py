@@ -82,13 +82,13 @@ class IndexedReader:
     """Reader of a value at a cast point; the index is -1 for the model's caller.
 
     Formats are by the reader's precision. `used` is the format that it reads if the model converts
-    the value in between, `kept` the plain format of a saved scaled operand in backward; 0: none.
+    the value in between, `saved` the plain format of a saved scaled operand in backward; 0: none.
     """
 
     operator: int
     wanted: tuple[int, ...]
     used: IndexedFormat | None
-    kept: tuple[int, ...]
+    saved: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,17 @@ class Point:
     """Cast point: readings of one value, in execution order, that share one cast per format."""
 
     value: int
-    held: IndexedFormat
+    before: IndexedFormat
     readers: tuple[IndexedReader, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedChange:
-    """Conversion of a value from `held` within an operator; `wanted`: the model requests it."""
+    """Conversion of a value from `before` within an operator; `wanted`: the model requests it."""
 
     operator: int
     value: int
-    held: IndexedFormat
+    before: IndexedFormat
     wanted: bool
 
 
@@ -140,9 +140,9 @@ class Tables:
 
 def _key(point: Point | IndexedChange) -> Key:
     if isinstance(point, IndexedChange):
-        return point.held.operator, (), (point.operator,)
+        return point.before.operator, (), (point.operator,)
     used = (reader.used.operator for reader in point.readers if reader.used is not None)
-    return point.held.operator, tuple(reader.operator for reader in point.readers), tuple(used)
+    return point.before.operator, tuple(reader.operator for reader in point.readers), tuple(used)
 
 
 def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
@@ -151,7 +151,7 @@ def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
     for index, operator in enumerate(graph.operators):
         if operator.converts:
             value = operator.reads[0].value
-            result.append(IndexedChange(index, value, _held(graph, value), wanted=True))
+            result.append(IndexedChange(index, value, _indexed_format(graph, value), wanted=True))
             continue
         for read in operator.reads:
             if read.point is not None:
@@ -166,11 +166,11 @@ def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
         if at_point:
             origin = at_point[0][0].origin
             indexed = tuple(reader for _, reader in at_point)
-            result.append(Point(origin, _held(graph, origin), indexed))
+            result.append(Point(origin, _indexed_format(graph, origin), indexed))
     return result
 
 
-def _held(graph: ModelGraph, index: int) -> IndexedFormat:
+def _indexed_format(graph: ModelGraph, index: int) -> IndexedFormat:
     value = graph.values[index]
     return IndexedFormat(-1 if value.operator is None else value.operator, NUMBERS[value.own])
 
@@ -184,7 +184,7 @@ def _reader(
         saved = tuple(NUMBERS[unpacked_format(operator, read, name)] for name in NAMES)
     used = None
     if read.value != read.origin:
-        used = _held(graph, read.value)
+        used = _indexed_format(graph, read.value)
     return IndexedReader(index, wanted, used, saved)
 
 
@@ -430,7 +430,7 @@ class CostMapper:
         """Return the times of a point's casts forward and backward, and of unpacking."""
         precisions, outputs = self._cascade.precisions, self._cascade.outputs
         point = self._tables.points[number]
-        before = _current(point.held, outputs)
+        before = _current(point.before, outputs)
         if isinstance(point, IndexedChange):
             after = NUMBERS[outputs[point.operator]]
             if not CHANGED[point.wanted][before][after]:
@@ -442,14 +442,14 @@ class CostMapper:
         for reader in point.readers:
             precision = NUMBERS[precisions[reader.operator]]
             after = reader.wanted[precision]
-            if reader.kept[precision]:
-                saved[after] = reader.operator, reader.kept[precision]
+            if reader.saved[precision]:
+                saved[after] = reader.operator, reader.saved[precision]
             if not NEEDED[before][after] or after in made:
                 continue
             if reader.used is not None and PLAIN[after] and _current(reader.used, outputs) == after:
                 continue
             made.add(after)
-            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            owner = reader.operator if reader.operator >= 0 else point.before.operator
             seconds, gradient = self._one_cast(owner, point.value, before, after)
             forward, backward = forward + seconds, backward + gradient
         for fmt, (owner, plain) in saved.items():

@@ -238,19 +238,19 @@ _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 class Travel:
     """All-reduce of a trace: request, start, end, and the events that may contain its size."""
 
-    asked: float
+    requested: float
     begin: float
     end: float
-    said_by: tuple[Event, ...]
+    size_events: tuple[Event, ...]
 
 
 @dataclass(frozen=True)
 class TraceWork:
-    """Work with times in seconds; `part` is None for the optimizer, `asked` the launch time."""
+    """Work with times in seconds; `part` is None for the optimizer, `launched` the launch time."""
 
     name: str
     part: Part | None
-    asked: float
+    launched: float
     begin: float
     end: float
 
@@ -389,7 +389,7 @@ def steps(
     traced = TraceEvents(seconds)
     work, sent = traced.work(), traced.all_reduces()
     result = []
-    by_step = [[item for item in work if mark.begin <= item.asked < mark.end] for mark in marks]
+    by_step = [[item for item in work if mark.begin <= item.launched < mark.end] for mark in marks]
     for mark, owned, following in zip(marks, by_step, [*by_step[1:], []], strict=True):
         if not any(item.part is Part.BACKWARD for item in owned):
             continue
@@ -399,7 +399,7 @@ def steps(
             begin = owned[0].begin
             end = min((item.begin for item in following), default=begin)
         end = max(end, *(item.end for item in owned))
-        travelled = [item for item in sent if mark.begin <= item.asked < mark.end]
+        travelled = [item for item in sent if mark.begin <= item.requested < mark.end]
         result.append(_step(trace, mark.name, (begin, end), owned, travelled, sizes or {}))
     if not result:
         message = "the trace contains no training step: it has no backward pass"
@@ -425,18 +425,18 @@ def _step(
         part = Part.FORWARD if index < backward[0] else Part.BACKWARD
         if piece.begin > now:
             entries[part].append(Entry("", Part.OUTSIDE, piece.begin - now))
-            launched[part].append(piece.asked)
+            launched[part].append(piece.launched)
         seconds = max(piece.end - max(piece.begin, now), 0.0)
         entries[part].append(Entry(piece.name, part, seconds))
-        launched[part].append(piece.asked)
+        launched[part].append(piece.launched)
         now = max(now, piece.end)
     requested = launched[Part.BACKWARD]
-    gradients = [item for item in travelled if requested[0] <= item.asked]
+    gradients = [item for item in travelled if requested[0] <= item.requested]
     parameters, ready, sent = [], {}, []
     ended = begin
     for index, item in enumerate(gradients):
         parameters.append(Parameter(f"bucket {index}", *_amount(item, sizes)))
-        begun = [number for number, moment in enumerate(requested) if moment < item.asked]
+        begun = [number for number, moment in enumerate(requested) if moment < item.requested]
         ready[parameters[-1].path] = max(begun, default=0)
         sent.append(max(item.end - max(item.begin, ended), 0.0))
         ended = item.end
@@ -456,7 +456,7 @@ def _step(
 
 def _amount(item: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the number of elements and bytes per element of an all-reduce; 0 and 4 if unknown."""
-    for event in item.said_by:
+    for event in item.size_events:
         function, count = event.number("Record function id"), event.number("In msg nelems")
         if function is not None and function in sizes:
             return sizes[function]

@@ -80,16 +80,16 @@ class JointSteps:
 
 @dataclass
 class _Hook:
-    """Communication hook of DistributedDataParallel; `way` treats the next gradients."""
+    """Communication hook of DistributedDataParallel; `treatment` applies to the next gradients."""
 
     codes: DdpCompressor | None
     group: distributed.ProcessGroup | None
-    way: _Treatment = _Treatment.SENT
+    treatment: _Treatment = _Treatment.SENT
 
     def take(self, state: object, bucket: Any) -> Future[torch.Tensor]:
-        if self.way is _Treatment.CODED and self.codes is not None:
+        if self.treatment is _Treatment.CODED and self.codes is not None:
             return self.codes.hook(state, bucket)
-        if self.way is _Treatment.SENT:
+        if self.treatment is _Treatment.SENT:
             work = distributed.all_reduce(bucket.buffer(), group=self.group, async_op=True)
             assert work is not None
             future: Future[Any] = work.get_future()
@@ -107,13 +107,13 @@ def _round(
 ) -> list[float]:
     """Return the seconds per step of each variant, over `row` consecutive steps."""
     result = []
-    for hook.way in _Treatment:
-        if hook.way is _Treatment.CODED and hook.codes is None:
+    for hook.treatment in _Treatment:
+        if hook.treatment is _Treatment.CODED and hook.codes is None:
             break
         meet()
         begin = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if hook.way is _Treatment.LEFT:
+            if hook.treatment is _Treatment.LEFT:
                 stack.enter_context(parallel.no_sync())
             for _ in range(row):
                 training.run(model)
