@@ -13,7 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx import devices as devices, distributed as distributed, optim as optim
+    from qsync_fx import (
+        devices as devices,
+        distributed as distributed,
+        monitoring as monitoring,
+        optim as optim,
+    )
     from qsync_fx.allocator.api import cache_plan as cache_plan, find_plan as find_plan
     from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
     from qsync_fx.diagnostics.coverage_report import (
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     )
     from qsync_fx.formats import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
+    from qsync_fx.monitoring import monitor as monitor
     from qsync_fx.options import Options as Options
     from qsync_fx.passes.pass_base import graph_pass as graph_pass
     from qsync_fx.passes.rewrite_pass import rewrite as rewrite
@@ -75,6 +81,7 @@ _HOMES = {
     "cache_plan": "qsync_fx.allocator.api",
     "catalog_profile": "qsync_fx.profiler.analytic_profile",
     "measure": "qsync_fx.profiler.measurement",
+    "monitor": "qsync_fx.monitoring",
     "rounding_stream": "qsync_fx.rounding",
     "sensitivity": "qsync_fx.profiler.sensitivity.estimate",
     "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
@@ -84,7 +91,7 @@ _HOMES = {
     "Timeline": "qsync_fx.timeline.timeline",
 }
 
-_MODULES = ("devices", "distributed", "optim")
+_MODULES = ("devices", "distributed", "monitoring", "optim")
 """Submodules that users access as attributes: `qsync_fx.devices.get("t4")`."""
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -148,7 +148,7 @@ LAYERS = (
     "profiler",
     "timeline",
     "allocator",
-    "distributed cli",
+    "distributed cli monitoring",
 )
 """Packages from the bottom to the top.
 
