@@ -1,6 +1,6 @@
 """Change the plan of a model by a graph pass: small matrix products stay in FP32.
 
-    python examples/custom_pass.py
+python examples/custom_pass.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train on ranks that find their own plan, with compressed gradients and a monitor:
 
-    torchrun --nproc-per-node 2 examples/train_fleet.py
+torchrun --nproc-per-node 2 examples/train_fleet.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small network in INT8 on one machine, and report the formats that ran:
 
-    python examples/train_int8.py
+python examples/train_int8.py
 """
 
 from __future__ import annotations
