@@ -5,6 +5,8 @@ python examples/custom_pass.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -27,7 +29,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10))
     x, target = torch.randn(64, 256), torch.randint(10, (64,))
-    options = {"precision": "int8", "passes": [small_products_in_fp32]}
+    options: Any = {"precision": "int8", "passes": [small_products_in_fp32]}
 
     explanation = qsync_fx.explain(model, x, options=options)
     print(explanation.diff("assign", "small_products_in_fp32"))

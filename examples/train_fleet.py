@@ -39,9 +39,8 @@ def main() -> None:
         max_replans=1,
         progress=False,
     )
-    ddp: Any = DistributedDataParallel(
-        torch.compile(model, backend="qsync", options={"plan": plan})  # type: ignore[arg-type]
-    )
+    options: Any = {"plan": plan}
+    ddp = DistributedDataParallel(torch.compile(model, backend="qsync", options=options))
     handle = qsync_fx.distributed.compress(ddp, "qsgd8")
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
     monitor = qsync_fx.monitor(ddp, "runs/fleet.csv", compression=handle)

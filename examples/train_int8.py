@@ -5,6 +5,8 @@ python examples/train_int8.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -33,10 +35,11 @@ def main() -> None:
     labels = torch.tensor(digits.target)
     model = Network()
     plan = qsync_fx.Plan("int8", [("classifier", "fp32")])
-    compiled = torch.compile(model, backend="qsync", options={"plan": plan})
+    options: Any = {"plan": plan}
+    compiled: Any = torch.compile(model, backend="qsync", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(10):
-        for batch in torch.randperm(1500).split(100):
+        for batch in torch.split(torch.randperm(1500), 100):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(compiled(images[batch]), labels[batch])
             loss.backward()  # type: ignore[no-untyped-call]
