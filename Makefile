@@ -47,7 +47,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench docs report-bundle clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheel wheels gpu lint style format bench docs report-bundle clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,6 +148,15 @@ test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compu
 
 bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON to benchmarks/results (GPU_BENCHES='tune linear' for less)
 	@$(GPU_VENV)/bin/python benchmarks/gpu/parts.py --seconds $(GPU_SECONDS) --parts $(GPU_BENCHES) -- $(BENCH_FLAGS)
+
+# Its own build folder: an editable build has functions for fault injection, and each would compile the other's files again.
+wheel: setup ## build a wheel for this Python and Linux into dist, with a manylinux tag by auditwheel
+	@echo "wheel: build"
+	@rm -rf build/wheel && mkdir -p dist
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) wheel --no-deps --no-build-isolation -C build-dir='build/wheel-{wheel_tag}' -w build/wheel .
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl >build/auditwheel.log 2>&1 || { \
+	  cat build/auditwheel.log >&2; exit 1; }
+	@echo "wheel: $$(ls -t dist/*.whl | head -n 1)"
 
 # The index is asked for what a Python 3.12 without network would lack; nvidia-cutlass is headers, and what its Python wants is left out.
 wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network

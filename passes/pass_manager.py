@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering_registry import Lowering
 from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.pass_base import GraphPass, Pass, Scope, scope
-from qsync_fx.passes.printer import Instrument
+from qsync_fx.passes.printer import LOG, GraphLog, Instrument
 from qsync_fx.passes.stochastic_gradients import StochasticGradients
 from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, place
 from qsync_fx.passes.tracing.operator_ids import numbering_now
@@ -191,6 +192,8 @@ def run_or_fall_back(
     """
     may_fall_back = environment.choice(VERIFY, ("fall_back", "raise")) == "fall_back"
     number_again = numbering_now()
+    if LOG.isEnabledFor(logging.INFO):
+        instruments = (*instruments, GraphLog())
     graph = make()
     try:
         return run(graph, passes, instruments)

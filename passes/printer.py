@@ -6,9 +6,10 @@ Invariant: equal graphs have equal text. Instruments observe the pipeline withou
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -16,6 +17,11 @@ from torch import fx
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.fx_utils import describe, is_switch, target_name
 from qsync_fx.graph.graph import PrecisionGraph, copied
+
+LOG: Final = logging.getLogger("qsync")
+"""Log of graphs, which torch configures by TORCH_LOGS="qsync"; the module qsync.py has its name."""
+if LOG.level == logging.NOTSET:
+    LOG.setLevel(logging.WARNING)  # not the level of the application's other logs
 
 
 def graph_text(graph: PrecisionGraph, indent: str = "") -> str:
@@ -111,3 +117,16 @@ class Snapshots(Instrument):
         """Return a unified diff of the graphs after two passes."""
         before, after = self.texts[first].splitlines(), self.texts[second].splitlines()
         return "\n".join(difflib.unified_diff(before, after, first, second, lineterm="", n=2))
+
+
+@dataclass
+class GraphLog(Instrument):
+    """Logs the graph after every pass that changes it; qsync.py explains the log."""
+
+    _last: str = ""
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
+        text = graph_text(graph)
+        changed = text != self._last
+        LOG.info("after pass %s%s", name, f"\n{text}" if changed else ": unchanged")
+        self._last = text

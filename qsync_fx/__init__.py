@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 from qsync_fx import html_view
 
 if TYPE_CHECKING:
-    from qsync_fx import devices as devices, distributed as distributed, optim as optim
+    from qsync_fx import (
+        devices as devices,
+        distributed as distributed,
+        monitoring as monitoring,
+        optim as optim,
+    )
     from qsync_fx.allocator.api import cache_plan as cache_plan, find_plan as find_plan
     from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
     from qsync_fx.diagnostics.coverage_report import (
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     )
     from qsync_fx.formats import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
+    from qsync_fx.monitoring import monitor as monitor
     from qsync_fx.options import Options as Options
     from qsync_fx.passes.pass_base import graph_pass as graph_pass
     from qsync_fx.passes.rewrite_pass import rewrite as rewrite
@@ -79,6 +85,7 @@ _HOMES = {
     "catalog_profile": "qsync_fx.profiler.analytic_profile",
     "measure": "qsync_fx.profiler.measurement",
     **dict.fromkeys(("Report", "save_report"), "qsync_fx.report.document"),
+    "monitor": "qsync_fx.monitoring",
     "rounding_stream": "qsync_fx.rounding",
     "sensitivity": "qsync_fx.profiler.sensitivity.estimate",
     "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
@@ -88,7 +95,7 @@ _HOMES = {
     "Timeline": "qsync_fx.timeline.timeline",
 }
 
-_MODULES = ("devices", "distributed", "optim")
+_MODULES = ("devices", "distributed", "monitoring", "optim")
 """Submodules that users access as attributes: `qsync_fx.devices.get("t4")`."""
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -30,6 +30,7 @@ from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, part_of_this_proce
 from qsync_fx.serialization import Path
 
 Model = TypeVar("Model", bound=Callable[..., Any])
+_switches = 0
 
 
 def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
@@ -65,6 +66,11 @@ def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None
 def options_of(model: Callable[..., Any]) -> list[Options]:
     """Return the active options of all compiled regions in a model; empty without any."""
     return [_in_force(context) for context in _contexts(model)]
+
+
+def switch_count() -> int:
+    """Return the number of plan switches in this process, to notice the next one."""
+    return _switches
 
 
 def when_called(model: Callable[..., Any], hook: Callable[[], None]) -> Callable[[], None]:
@@ -106,6 +112,7 @@ class _RoomForPlans:
 
 
 def _put_in_force(context: Any, plan: Plan | None) -> None:
+    global _switches
     from torch._dynamo.eval_frame import get_compiler_fn, innermost_backend
 
     backend: Any = innermost_backend(context.callback)
@@ -124,6 +131,7 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
         get_compiler_fn(available or wanted)
     )
     context.callback.put_in_force(wanted.kwargs["options"])
+    _switches += 1
     wait_for_a_step()
     _compile_again(room.backends)
 

@@ -149,7 +149,7 @@ LAYERS = (
     "timeline",
     "allocator",
     "distributed report",
-    "cli",
+    "cli monitoring",
 )
 """Packages from the bottom to the top.
 

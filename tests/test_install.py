@@ -4,6 +4,7 @@ and editable.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -101,6 +102,7 @@ def distribution(target: Path) -> Distribution:
 def test_wheel_contains_only_the_package(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {
+        "qsync.py",  # the name of a log; see there
         "qsync_fx",
         f"qsync_fx-{qsync_fx.__version__}.dist-info",
     }
@@ -172,6 +174,65 @@ def test_the_wheel_imports(installed: Path) -> None:
     assert len(files) == 4
     assert all(file.startswith(str(installed / "qsync_fx")) for file in files)
     assert last.endswith("True")
+
+
+TRAIN = """
+import shutil, torch, qsync_fx
+from qsync_fx import _C
+
+assert not any(map(shutil.which, ("c++", "g++", "gcc", "cc", "clang++")))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+options = {"precision": "int8", "inner_backend": "aot_eager"}
+compiled = torch.compile(model, backend="qsync", options=options)
+optimizer = qsync_fx.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    loss = compiled(torch.ones(16, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(float(loss))
+operators = qsync_fx.plan_coverage(compiled).operators
+print({str(ran.precision) for ran in operators if ran.kind == "adjustable"})
+print(qsync_fx.__file__, _C.__file__, sep="\\n")
+"""
+
+
+@tiers.ALL
+def test_the_repaired_wheel_trains_in_a_fresh_environment_without_a_compiler(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """As `make wheel` makes it; torch is that of the tests, by a .pth file."""
+    pytest.importorskip("auditwheel")
+    tools = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    repair = [str(tools / "auditwheel"), "repair", "--wheel-dir", str(tmp_path), str(wheel)]
+    subprocess.run(repair, env=environment, check=True, capture_output=True)
+    (repaired,) = tmp_path.glob("*.whl")
+    assert "manylinux" in repaired.name
+    fresh = tmp_path / "fresh"
+    run(sys.executable, "-m", "venv", "--without-pip", str(fresh), cwd=tmp_path)
+    interpreter = str(fresh / "bin" / "python")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(interpreter, "-c", code, cwd=tmp_path).strip())
+    (site / "torch_of_the_tests.pth").write_text(f"{SITE}\n")
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet"]
+    run(*pip, "--no-deps", str(repaired), cwd=tmp_path)
+    for name in ("PYTHONPATH", "CXX", "CC"):
+        environment.pop(name, None)
+    training = subprocess.run(
+        [interpreter, "-c", TRAIN],
+        env={**environment, "PATH": str(fresh / "bin")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert training.returncode == 0, training.stderr[-3000:]
+    first, second, formats, *files = training.stdout.splitlines()
+    assert float(second) < float(first)
+    assert formats == "{'int8'}"
+    assert all(file.startswith(str(site)) for file in files)
 
 
 @tiers.ALL

@@ -41,6 +41,7 @@ MORE_OF_A_KIND = {
     "gradient_codecs": "cpu_kernels",
     "hierarchical_links": "compressed_links",
     "loopback": "compressed_links",
+    "monitoring": "step_time",
     "native_bf16": "step_time",
     "quantize": "cpu_kernels",
     "slow_links": "compressed_links",
