@@ -5,16 +5,19 @@ The rest of the step is computing, including computation that overlaps with earl
 time below computing time shows that other processes used the core.
 """
 
-# DDP inspects the annotations of a communication hook, which therefore must not be strings: no
-# `from
-# __future__ import annotations`.
+# No `from __future__ import annotations`: DDP inspects the annotations of a communication hook,
+# which must not be strings.
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from messages import WARM_UP, WORLD
+
+_PARTS = 8
+"""Parts of a training whose medians are compared with each other."""
 
 
 class Clock:
@@ -55,7 +58,10 @@ class Clock:
         self.processor.append(processor)
 
     def medians(self) -> dict[str, float] | None:
-        """Return the medians over the steps after the warm-up; None if there are no such steps."""
+        """Return the medians over the steps after the warm-up; None if there are no such steps.
+
+        "noise" is the standard deviation of the medians of consecutive parts of the training.
+        """
         computing, waiting, processor = (
             series[WARM_UP:] for series in (self.computing, self.waiting, self.processor)
         )
@@ -68,7 +74,14 @@ class Clock:
             "waiting": waiting,
             "processor": processor,
         }
-        return {name: statistics.median(steps) for name, steps in result.items()}
+        medians = {name: statistics.median(steps) for name, steps in result.items()}
+        return medians | {"noise": _noise(seconds)}
+
+
+def _noise(seconds: Sequence[float]) -> float:
+    length = max(1, len(seconds) // _PARTS)
+    starts = range(0, len(seconds) - length + 1, length)
+    return statistics.pstdev(statistics.median(seconds[at : at + length]) for at in starts)
 
 
 def _now() -> tuple[float, float]:

@@ -212,6 +212,9 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     console.print(outcome.summary(result, time.perf_counter() - started))
     output = jobs[0].output
     write_text(output / "outcome.json", json.dumps(result.to_json(), indent=1) + "\n")
+    report = output / "report.html"
+    if report.exists():
+        console.print(f"Open {report} in a browser to see the plan.", soft_wrap=True, markup=False)
     console.print(
         f"Plan, profiles, timelines for ui.perfetto.dev and explanations are in {output}{os.sep}",
         soft_wrap=True,

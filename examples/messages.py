@@ -146,7 +146,8 @@ class Ran:
         graphs: number of compiled graphs, one per DDP bucket.
         unexplained: operators whose compiled precision differs from the explained one.
         took: median seconds of a step by name: "seconds" of the full step, "computing", "waiting"
-            for all-reduce, and "processor", the CPU time of computing; None after too few steps.
+            for all-reduce, "processor", the CPU time of computing, and "noise", the variation
+            of "seconds" between parts of the training; None after too few steps.
         timed: number of steps in these medians.
         peak: peak memory of a step in bytes; None after too few steps.
         digest: SHA-256 over all parameters and buffers.

@@ -79,6 +79,14 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
             name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name))
             for name, plans in runs.items()
         }
+        baseline = PlanEvaluator(problem, runs[RUNS[0]]).timeline
+        qsync_fx.save_report(
+            job.output / "report.html",
+            plan.answer,
+            plan.survey.profiles,
+            {"uniform low precision": baseline},
+            title="qsync_fx demo: a training and an inference device",
+        )
         pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen))
     return plan
 

@@ -137,7 +137,7 @@ def _pace(answer: PlanResult) -> list[str]:
 
 
 def _bound(answer: PlanResult) -> list[str]:
-    if answer.gap is None:
+    if answer.gap is None or answer.gap >= 1:  # a bound of 0 holds for every plan
         return [f"The allocator {answer.allocator} proves no bound."]
     if answer.gap < _PROVED:
         return [f"The allocator {answer.allocator} proves that no plan is better."]
