@@ -169,7 +169,10 @@ class LinearProgram:
         highs = self._highs(relaxed, fixed or {})
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", float(seconds))
-        if start and not relaxed:
+        if relaxed:
+            # The relaxation of a plan's program is solved in less time than presolve takes.
+            highs.setOptionValue("presolve", "off")
+        elif start:
             values = np.array(list(start.values()), np.float64)
             highs.setSolution(len(start), np.array(list(start), np.int32), values)
         highs.run()
