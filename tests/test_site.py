@@ -13,6 +13,7 @@ from benchmarks import plots
 from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 
 
 @tiers.ALL
@@ -31,9 +32,10 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
 def test_charts_are_drawn_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "IMAGES", tmp_path)
     plots.main()
-    for chart in ("speed", "accuracy"):
-        drawn = (tmp_path / f"{chart}.svg").read_text()
-        assert texts(drawn) == texts((ROOT / "docs" / "images" / f"{chart}.svg").read_text())
+    for chart in plots.CHARTS:
+        path = Path(f"{chart.__name__}.svg")
+        drawn, shown = ((folder / path).read_text() for folder in (tmp_path, IMAGES))
+        assert texts(drawn) == texts(shown), f"{path} is out of date: make docs-figures"
 
 
 def texts(svg: str) -> list[str]:
