@@ -131,6 +131,7 @@ def codecs() -> Any:
     axes.set_ylabel("speed / torch's FP16 hook")
     axes.set_yscale("log")
     axes.set_ylim(0.4, 30)
+    axes.yaxis.set_major_formatter("{x:g}")
     return figure
 
 
@@ -144,7 +145,7 @@ def grouped_bars(
         places = [group + offset for group in range(len(groups))]
         drawn = axes.bar(places, heights, 0.92 * width, color=PALETTE[index], label=label)
         axes.bar_label(drawn, fmt=fmt, fontsize=7, padding=2)
-    axes.axhline(1, color=GREY, linewidth=1, linestyle="--")
+    axes.axhline(1, color=GREY, linewidth=1, linestyle="--", zorder=0)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(ncols=len(bars), loc="upper right")
 
@@ -169,7 +170,7 @@ def kernels() -> Any:
             speeds.setdefault(f"{kind}\n{row['what']}", []).append(row["faster_than_bf16"])
     figure, axes = plt.subplots(figsize=(8, 3.4))
     dots(axes, speeds)
-    axes.axhline(1, color=GREY, linewidth=1, linestyle="--")
+    axes.axhline(1, color=GREY, linewidth=1, linestyle="--", zorder=0)
     axes.set_ylabel("speed / oneDNN in BF16")
     axes.set_ylim(0)
     return figure
@@ -191,7 +192,7 @@ def prediction() -> Any:
     figure, panels = plt.subplots(2, figsize=(8, 5.4), sharey=True)
     for axes, errors, title in zip(panels, (steps, peaks), ("step time", "memory"), strict=True):
         dots(axes, errors)
-        axes.axhline(0, color=GREY, linewidth=1, linestyle="--")
+        axes.axhline(0, color=GREY, linewidth=1, linestyle="--", zorder=0)
         axes.set_ylabel("error, %")
         axes.set_title(f"predicted {title}, a dot per plan")
     return figure
@@ -266,7 +267,7 @@ def indicators() -> Any:
                 linewidth=0,
                 label=precision,
             )
-        axes.axline((1, 1), (10, 10), color=GREY, linewidth=1, linestyle="--")
+        axes.axline((1, 1), (10, 10), color=GREY, linewidth=1, linestyle="--", zorder=0)
         axes.set(xscale="log", yscale="log", title=method, xlabel="variance, Monte Carlo")
     panels[0].set_ylabel("variance, predicted")
     panels[0].legend()

@@ -100,7 +100,13 @@ def draw(timelines: Mapping[str, Timeline]) -> Any:
         axes.set_title(f"{name}: {1e3 * timeline.seconds:.1f} ms per step")
     panels[-1].set_xlabel("time, ms")
     legend = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    figure.legend(
+        handles=legend,
+        loc="outside lower center",
+        ncols=len(legend),
+        handlelength=1,
+        columnspacing=1,
+    )
     return figure
 
 

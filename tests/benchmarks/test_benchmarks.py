@@ -19,6 +19,7 @@ from tests.support.processes import forks
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "against": "needs another checkout beside this one",
+    "benchmarks_page": "writes docs/benchmarks.md: tests/test_site.py",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
