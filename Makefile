@@ -47,7 +47,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheel wheels gpu lint style format bench docs report-bundle clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheel wheels gpu lint style format bench docs docs-figures report-bundle clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -203,6 +203,9 @@ format: setup ## let ruff format and repair what it can
 
 docs: setup ## build the documentation site into build/docs; warnings are errors
 	@$(PYTHON) -m sphinx -q -W --keep-going -b html docs build/docs && echo "docs: build/docs/index.html"
+
+docs-figures: setup ## draw the charts and write the page of benchmarks from benchmarks/results
+	@$(PYTHON) benchmarks/plots.py && $(PYTHON) benchmarks/support/benchmarks_page.py
 
 report-bundle: ## build the page of `qsync report` from qsync_fx/report/web; needs node and npm
 	@mkdir -p build && rm -rf build/report-web && cp -r qsync_fx/report/web build/report-web

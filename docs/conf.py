@@ -57,7 +57,8 @@ def _plain_source_links(_app: object, _name: str, content: list[str]) -> None:
     text = content[0]
     text = re.sub(r"\[([^\]]+)\]\(\.\./README\.md(#[\w-]+)?\)", r"\1", text)
     text = re.sub(
-        r"\[([^\]]+)\]\(\.\./((?:qsync_fx|passes|backend|cpp|benchmarks|tests|examples)[^)#]*)\)",
+        r"\[([^\]]+)\]\(\.\./(?!benchmarks/results/)"
+        r"((?:qsync_fx|passes|backend|cpp|benchmarks|tests|examples)[^)#]*)\)",
         lambda m: f"{m[1]} (`{m[2]}`)" if "/" not in m[1] and "." not in m[1] else f"`{m[2]}`",
         text,
     )

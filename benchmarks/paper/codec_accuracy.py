@@ -1,4 +1,4 @@
-"""Accuracy of data-parallel training with compressed gradients, and loss curves of DUO.
+"""Accuracy and loss curves of data-parallel training with compressed gradients.
 Two processes train a ResNet on images, an LSTM text classifier and a GPT over loopback, with each
 codec and with torch's PowerSGD hook as the peer. All codecs start from the same weights and read
 the same batches. A row is the mean over all seeds: final "accuracy" and its standard "deviation",
@@ -24,12 +24,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
-from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.paper.support.curves import picture
 from benchmarks.paper.support.experiment import OPTIONS, beside, deviation
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
@@ -39,7 +37,6 @@ from benchmarks.support.harness import (
     selected,
     show,
     standing,
-    to_write,
     write_json,
 )
 
@@ -47,8 +44,6 @@ RANKS = 2
 WHOLE = "fp32"
 PEER = "powerSGD_hook"
 WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", PEER)
-CURVES = (WHOLE, "qsgd2", "duo0", "duo1", "duo2")
-"""Codecs in the loss curves."""
 PARTS = 20
 """Number of segments of a training whose mean losses are reported."""
 PEER_RANK = 2
@@ -74,7 +69,6 @@ def main() -> None:
             "metavar": "NAME",
             "help": "method to compare with FP32; repeatable; by default all",
         },
-        picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)
     partial = RunCache(by_size(options.quick, None, options.partial / "codec_accuracy.json"))
@@ -109,27 +103,12 @@ def main() -> None:
         rows.sort(key=lambda entry: (list(TASKS).index(entry["task"]), WAYS.index(entry["way"])))
         if options.json:
             write_json(options.json, rows, options.quick)
-    if options.picture:
-        write_text(options.picture, picture(duo_curves(rows), "share of the training, %", "loss"))
     show(
         [
             {name: value for name, value in entry.items() if name not in ("loss", "each")}
             for entry in rows
         ]
     )
-
-
-def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return the loss curves by task and codec, for tasks that a codec other than FP32 trained."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for item in rows:
-        if item["way"] in CURVES:
-            points = [
-                (100 * (index + 0.5) / len(item["loss"]), loss)
-                for index, loss in enumerate(item["loss"])
-            ]
-            panels.setdefault(item["task"], {})[item["way"]] = points
-    return {task: curves for task, curves in panels.items() if len(curves) > 1}
 
 
 def row(

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
-from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.timeline.timeline import Timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.timelines import picture
+from benchmarks import plots
 from benchmarks.plans.fleets import CASES, COUNTS, QUICK, VARIANCES, narrow, problem, traced
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, to_write
+
+COLORS = {
+    "forward": plots.SKY,
+    "backward": plots.BLUE,
+    "cast": plots.PURPLE,
+    "outside": plots.GREY,
+    "optimizer": plots.GREEN,
+    "waiting": plots.ORANGE,
+    "sending": plots.RED,
+}
 
 
 def main() -> None:
@@ -59,8 +73,41 @@ def main() -> None:
             }
         )
     if options.picture:
-        write_text(options.picture, picture(timelines))
+        plots.save(draw(timelines), options.picture)
     finish(options, rows, note=VARIANCES)
+
+
+def draw(timelines: Mapping[str, Timeline]) -> Any:
+    """Return a figure with a panel per step and a track per device class and activity."""
+    figure, panels = plt.subplots(len(timelines), figsize=(8, 1.9 * len(timelines)), sharex=True)
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        tracks = {
+            f"{cluster.count} {device}, {activity}": pieces[device]
+            for device, cluster in timeline.played.cluster.devices.items()
+            for activity, pieces in (
+                ("computation", timeline.computing),
+                ("communication", timeline.communicating),
+            )
+        }
+        for track, pieces in tracks.items():
+            axes.barh(
+                [track] * len(pieces),
+                [1e3 * (piece.end - piece.begin) for piece in pieces],
+                left=[1e3 * piece.begin for piece in pieces],
+                color=[COLORS[piece.kind] for piece in pieces],
+            )
+        axes.invert_yaxis()
+        axes.set_title(f"{name}: {1e3 * timeline.seconds:.1f} ms per step")
+    panels[-1].set_xlabel("time, ms")
+    legend = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
+    figure.legend(
+        handles=legend,
+        loc="outside lower center",
+        ncols=len(legend),
+        handlelength=1,
+        columnspacing=1,
+    )
+    return figure
 
 
 if __name__ == "__main__":

@@ -24,17 +24,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
-from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
-from benchmarks.paper.support.curves import picture
 from benchmarks.paper.support.experiment import OPTIONS, deviation
 from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
 from benchmarks.paper.support.run_cache import RunCache
-from benchmarks.support.harness import arguments, by_size, show, to_write, write_json
+from benchmarks.support.harness import arguments, by_size, show, write_json
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
@@ -53,7 +51,6 @@ def main() -> None:
         __doc__,
         seeds=OPTIONS["seeds"],
         partial=OPTIONS["partial"],
-        picture={"type": to_write, "help": "where accuracy against time is drawn (SVG)"},
     )
     torch.set_num_threads(1)
     reason = links.told_missing("loopback")
@@ -80,12 +77,6 @@ def main() -> None:
         rows += [row(rate, method, every, aim) for method, every in runs.items()]
         if options.json:
             write_json(options.json, rows, options.quick)
-    if options.picture:
-        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for run in rows:
-            points = [(seconds, 100 * accuracy) for seconds, accuracy in run["curve"]]
-            panels.setdefault(run["link"], {})[run["way"]] = points
-        write_text(options.picture, picture(panels, "seconds of training", "accuracy, %"))
     show([{name: value for name, value in row.items() if name != "curve"} for row in rows])
 
 

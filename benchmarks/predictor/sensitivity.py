@@ -260,7 +260,7 @@ def network(name: str, precision: str, steps: int) -> Row:
 
 
 def rounded(sensitivity: Sensitivity, precision: str) -> list[float | None]:
-    """Return the variance of each operator, for `indicator_scatter.py`."""
+    """Return the variance of each operator, for `benchmarks/plots.py`."""
     values = [sensitivity.variance[name].get(precision) for name in sensitivity.operators]
     return [None if value is None else float(f"{value:.4g}") for value in values]
 

@@ -19,11 +19,11 @@ from tests.support.processes import forks
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "against": "needs another checkout beside this one",
+    "benchmarks_page": "writes docs/benchmarks.md: tests/test_site.py",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
-    "indicator_scatter": "draws what sensitivity has written: tests/predictor/indicator/test_how_well.py",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
     "plots": "draws the charts of the pages: tests/test_site.py",

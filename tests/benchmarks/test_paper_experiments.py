@@ -8,14 +8,15 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib import colors
 from torch import nn
 
-from benchmarks.paper import table3
-from benchmarks.paper.support import curves, devices, text, timelines as timeline_picture
+from benchmarks import plots
+from benchmarks.paper import fig6, table3
+from benchmarks.paper.support import devices, text
 from benchmarks.paper.support.pair import Pair
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
@@ -98,27 +99,18 @@ def test_completed_runs_are_cached_by_their_settings(tmp_path: Path) -> None:
 
 def test_timeline_picture_is_proportional_to_time() -> None:
     asked = fleet("mlp")
-    timelines = {
-        name: PlanEvaluator(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")
-    }
-    drawn = ElementTree.fromstring(timeline_picture.picture(timelines))
-    bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if "class" in bar.attrib]
-    scale = (timeline_picture.WIDE - timeline_picture.LEFT - timeline_picture.RIGHT) / max(
-        one.seconds for one in timelines.values()
-    )
+    timeline = PlanEvaluator(asked, asked.uniform("bf16")).timeline
+    axes, _ = fig6.draw({"bf16": timeline, "again": timeline}).axes
+    bars = list(axes.patches)
     for kind in ("waiting", "sending", "optimizer"):
-        shown = sum(float(bar.attrib["width"]) for bar in bars if bar.attrib["class"] == kind)
-        tracks = [
-            track
-            for one in timelines.values()
-            for known in (one.computing, one.communicating)
-            for track in known.values()
-        ]
-        taken = sum(
+        color = colors.to_rgba(fig6.COLORS[kind])
+        drawn_ms = sum(bar.get_width() for bar in bars if bar.get_facecolor() == color)
+        tracks = [*timeline.computing.values(), *timeline.communicating.values()]
+        seconds = sum(
             piece.end - piece.begin for track in tracks for piece in track if piece.kind == kind
         )
-        assert shown == pytest.approx(taken * scale, abs=0.01 * len(bars)), kind
-        assert taken > 0
+        assert drawn_ms == pytest.approx(1e3 * seconds), kind
+        assert seconds > 0
 
 
 @tiers.ALL
@@ -133,32 +125,14 @@ def test_texts_are_the_same_each_time_and_none_is_trained_and_tested() -> None:
     assert not trained & tested
 
 
-def test_curve_is_drawn_at_its_values() -> None:
-    series = {"a <b>": [(0.0, 3.0), (10.0, 1.0)], "c": [(5.0, 2.0)]}
-    drawn = ElementTree.fromstring(curves.picture({"one": series, "two": series}, "across", "up"))
-    lines = [
-        line
-        for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")
-        if len(line.attrib["points"].split()) == 2
-    ]
-    assert len(lines) == 2, "one a panel"
-    for line in lines:
-        (left, top), (right, bottom) = (
-            map(float, point.split(",")) for point in line.attrib["points"].split()
-        )
-        assert left == curves.LEFT and right == curves.WIDE - curves.RIGHT, (
-            "ticks end where values do"
-        )
-        assert top == curves.TOP and bottom == curves.HIGH - curves.BOTTOM
-
-
-@pytest.mark.parametrize(
-    "values", [[0.1, 0.93], [5.0, 5.0], [0.0, 0.0], [-3.0, 0.5], [1e6, 3e7]], ids=str
-)
-def test_ticks_hold_all_values(values: list[float]) -> None:
-    found = curves.ticks(values)
-    assert found[0] <= min(values) and max(values) <= found[-1] * (1 + 1e-12)
-    assert 2 <= len(found) <= 8
+def test_curves_have_one_color_per_series() -> None:
+    series = {"a": [(0.0, 3.0), (10.0, 1.0)], "b": [(5.0, 2.0)]}
+    panels = plots.curves({"one": series, "two": {"b": series["b"]}}, "across", "up").axes
+    lines = {
+        (axes.get_title("left"), line.get_label()): line for axes in panels for line in axes.lines
+    }
+    assert lines["one", "a"].get_xydata().tolist() == [[0.0, 3.0], [10.0, 1.0]]
+    assert lines["one", "b"].get_color() == lines["two", "b"].get_color()
 
 
 def test_table_three_is_on_the_page_once_it_is_measured(
@@ -187,8 +161,6 @@ def test_networks_are_trained_with_each_codec_and_fp32(
         "LSTM",
         "--json",
         str(path),
-        "--picture",
-        str(tmp_path / "curves.svg"),
     ]
     log = tmp_path / "log"
     assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, (
@@ -213,4 +185,3 @@ def test_networks_are_trained_with_each_codec_and_fp32(
         "all begin with the same weights and batch"
     )
     assert losses["qsgd2"] != losses["fp32"] != losses["duo2"], "and codecs leave their mark"
-    ElementTree.fromstring((tmp_path / "curves.svg").read_text())
