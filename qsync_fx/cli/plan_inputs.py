@@ -111,7 +111,7 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
         model_args.optimizer(arguments.optimizer, inputs.trained.module)
     if inputs.cluster is not None:
         _check_names(arguments, inputs.cluster)
-    if arguments.pareto is not None:
+    if arguments.pareto:
         from qsync_fx.allocator.analysis import check_points
 
         check_points(arguments.points)

@@ -9,8 +9,6 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from qsync_fx.formatting import round_step
-
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 COLORS = (
@@ -104,3 +102,9 @@ def ticks(values: Sequence[float]) -> list[float]:
     step = round_step((high - low) / TICKS or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]
+
+
+def round_step(least: float) -> float:
+    """Return a tick distance: the smallest of 1, 2 or 5 times a power of ten from `least` > 0."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))

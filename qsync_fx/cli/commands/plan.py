@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output, plan_inputs
@@ -44,7 +43,7 @@ examples:
   qsync plan --profile cpu.json --set 'encoder.*=fp32'            effect of another format
   qsync plan bert:small -o plan.json                              measure, plan, run the plan
   qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
-  qsync plan --profile cpu.json --pareto front.svg                time against variance"""
+  qsync plan --profile cpu.json --pareto                          time against variance"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,11 +113,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --set OP=FORMAT...  evaluate the plan with another format for an operator or pattern;
                             repeatable
         --device NAME       class of devices for --explain and --set, if there are several
-        --pareto [FILE]     Pareto front of step time and variance; FILE.svg or FILE.html gets a
-                            plot
+        --pareto            Pareto front of step time and variance; qsync report draws it
         --points N          number of points of --pareto; %(default)s by default
         """,
-        {"pareto": _picture, "points": int},
+        {"points": int},
         points=9,
     )
     saved = parser.add_argument_group("output")
@@ -130,15 +128,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         """,
         {"output": output.to_write},
     )
-
-
-def _picture(path: str) -> Path | str:
-    if not path:
-        return path  # without a path: only a table
-    from qsync_fx.allocator.pareto_svg import check_picture
-
-    check_picture(path)
-    return output.to_write(path)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -198,17 +187,12 @@ class PlanReport:
             changed = what_if(answer, self.changes, device)
         if arguments.compare or arguments.hessian is not None:
             compared = self._compared()
-        if arguments.pareto is not None:
+        if arguments.pareto:
             front = self._front()
         if arguments.json:
             output.as_json(as_json(answer, steps, changed, compared, front))
         else:
             self._tables(steps, changed, compared, front)
-        if front is not None and arguments.pareto:
-            from qsync_fx.allocator.pareto_svg import save_front
-
-            save_front(front, arguments.pareto)
-            output.wrote(arguments.pareto)
         if arguments.output is not None:
             (changed or answer).save(arguments.output)
             output.wrote(arguments.output)
