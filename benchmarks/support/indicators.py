@@ -1,16 +1,18 @@
-"""Baseline indicators for comparisons: the sensitivity methods "depth", "fisher" and "random".
+"""Baseline indicators: the sensitivity methods "depth", "fisher", "hessian" and "random".
 
 Importing this module registers them. A step of the first two is one forward and one backward pass.
-"random" is a baseline of QSync: an operator's value is drawn once for its narrowest precision, and
-halved for each next one.
+The numbers of "hessian", HAWQ's indicator, only rank operators. "random" is a baseline of QSync: an
+operator's value is drawn once for its narrowest precision, and halved for each next one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from qsync_fx.formats import FORMATS
 from qsync_fx.ops.spec import Place
@@ -25,7 +27,7 @@ from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, Metho
 from qsync_fx.profiler.sensitivity.second_order import factored
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Taps, tapped
 
 
 def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
@@ -73,6 +75,58 @@ def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tenso
 
 
 @dataclass(frozen=True)
+class HessianIndicator:
+    """HAWQ's indicator: largest eigenvalue of a weight's Hessian / weight size * squared error.
+
+    Operators without a weight contribute 0. The power iteration continues from step to step.
+    """
+
+    iterations: int = 4
+    _vectors: dict[str, Tensor] = field(default_factory=dict)
+
+    def look(self, step: GradientStep) -> dict[Key, float]:
+        weights: dict[str, Place] = {}
+        for operator in step.captured.operators:
+            if operator.row is not None and operator.row.scaled:
+                weights[str(operator.id)] = operator.row.scaled[1]
+        taps = Taps({name: {place} for name, place in weights.items()})
+        step.again(0)
+        with step.captured.running(tapped(taps.tap)):
+            loss = step.loss()
+        tensors = [call.tensors[weights[call.operator]] for call in taps.seen]
+        edges = [tensor.edge for tensor in tensors]
+        slopes: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss, edges, create_graph=True, allow_unused=True
+        )
+        sums: dict[Key, float] = defaultdict(float)
+        for call, tensor, slope in zip(taps.seen, tensors, slopes, strict=True):
+            largest = 0.0
+            if slope is not None and slope.requires_grad:
+                largest = self._largest(call.operator, tensor.edge, slope, step)
+            for name, site in step.changes[call.operator].items():
+                errors = [e for e in erring(call, site, {}) if e.place == weights[call.operator]]
+                square = sum(float(error.square.sum()) for error in errors)
+                sums[call.operator, name] += largest / tensor.value.numel() * square
+        return dict(sums)
+
+    def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
+        vector = self._vectors.get(name)
+        if vector is None or vector.shape != slope.shape:
+            vector = torch.randn(slope.shape, generator=step.generator).to(slope)
+        value = 0.0
+        for _ in range(self.iterations):
+            vector = vector / vector.norm().clamp(min=torch.finfo(vector.dtype).tiny)
+            result: tuple[Tensor | None, ...] = torch.autograd.grad(
+                slope, [edge], vector, retain_graph=True, allow_unused=True
+            )
+            if result[0] is None:
+                return 0.0
+            value, vector = float(result[0].norm()), result[0]
+        self._vectors[name] = vector
+        return value
+
+
+@dataclass(frozen=True)
 class RandomIndicator:
     _drawn: dict[str, float] = field(default_factory=dict)
 
@@ -98,6 +152,12 @@ register(
         "fisher",
         lambda: Formulas(by_fisher),
         lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "hessian",
+        HessianIndicator,
+        lambda operators, precisions: 2 + 8 * operators,
+        twice=True,
     ),
     MethodSpec(
         "random",

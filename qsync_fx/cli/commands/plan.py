@@ -107,7 +107,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         analyses,
         """
         --compare           compare all allocators and baselines
-        --hessian [FILE]    also compare with HAWQ's order, computed here or read from a file
         --explain OP...     explain the format of an operator, or of each operator that a pattern
                             selects
         --set OP=FORMAT...  evaluate the plan with another format for an operator or pattern;
@@ -139,7 +138,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        allocator=_allocator(arguments, inputs),
+        allocator=arguments.allocator,
         sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
         **plan_inputs.request(arguments, inputs),
@@ -157,12 +156,6 @@ def _changes(arguments: argparse.Namespace) -> dict[str, str]:
             raise OptionError(message, where="--set", do="write OP=FORMAT")
         result[operator] = fmt
     return result
-
-
-def _allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator | str:
-    if arguments.allocator == "hessian":
-        return _hessian(arguments.hessian or "", available)
-    return str(arguments.allocator)
 
 
 @dataclass(frozen=True)
@@ -185,7 +178,7 @@ class PlanReport:
         compared: list[AllocatorComparison] = []
         if self.changes:
             changed = what_if(answer, self.changes, device)
-        if arguments.compare or arguments.hessian is not None:
+        if arguments.compare:
             compared = self._compared()
         if arguments.pareto:
             front = self._front()
@@ -228,8 +221,6 @@ class PlanReport:
             more.append(DynamicBatches(plan_inputs.resizer(self.inputs, problem)))
         except QSyncError as error:
             output.note(f"the comparison omits dynamic batches: {error.what}")
-        if self.arguments.hessian is not None:
-            more.append(_hessian(self.arguments.hessian, self.inputs))
         allocators = side_by_side(problem, more)
         with progress("allocators", len(allocators)) as done:
             return compare(problem, allocators, done)
@@ -239,17 +230,8 @@ class PlanReport:
         from qsync_fx.allocator.api import get_allocator
 
         with progress("points", self.arguments.points) as done:
-            selected = get_allocator(_allocator(self.arguments, self.inputs))
+            selected = get_allocator(self.arguments.allocator)
             return pareto(self.answer.problem, selected, self.arguments.points, self.answer, done)
-
-
-def _hessian(path: str, available: PlanInputs) -> Allocator:
-    from qsync_fx.allocator.baselines import HessianGreedy
-    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-
-    if path:
-        return HessianGreedy(Sensitivity.load(path))
-    return HessianGreedy(plan_inputs.sensitivities(available, "hessian", anew=True))
 
 
 def as_json(
