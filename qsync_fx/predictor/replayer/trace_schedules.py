@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import gzip
 import io
-import json
 import math
 import statistics
 import zlib
@@ -40,29 +39,21 @@ def _no_trace(message: str, where: str) -> ProfileError:
 
 def read(path: Path, noun: str) -> Mapping[str, Any]:
     """Return the JSON object in a file."""
-    where = shown(str(path))
-    # Only the file access of `Schema` is used: trace events are no dataclasses.
-    data = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST).read(path)
+    # Trace events are no dataclasses, so the file is parsed without a reader of its content.
+    schema = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST, smaller=_CUT)
+    data = schema.read(path)
     try:
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as file:
                 data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise ProfileError(f"the {noun} is larger than {_LARGEST} bytes", where=where, do=_CUT)
-        tree = json.loads(data)
+        tree = schema.parsed(data).tree
     except (EOFError, OSError, zlib.error) as error:
         message = f"the {noun} is cut off or damaged: {error}"
-        raise ProfileError(message, where=where, do=_CUT) from None
-    except json.JSONDecodeError as error:
-        message = f"is no JSON: {error.msg}"
-        if error.pos >= len(data.rstrip()) - 1 or error.msg.startswith("Unterminated"):
-            message = "ends in the middle"
-        where += f", line {error.lineno}, column {error.colno}"
-        raise ProfileError(f"the {noun} {message}", where=where, do=_CUT) from None
-    except (RecursionError, ValueError) as error:
-        raise ProfileError(f"the {noun} is no JSON: {error}", where=where, do=_CUT) from None
+        raise ProfileError(message, where=shown(str(path)), do=_CUT) from None
+    except ProfileError as error:
+        raise schema.within(path, error) from None
     if not isinstance(tree, dict):
-        raise ProfileError(f"the {noun} is no JSON object", where=where, do=_CUT)
+        raise ProfileError(f"the {noun} is no JSON object", where=shown(str(path)), do=_CUT)
     return tree
 
 
