@@ -16,18 +16,76 @@ from torch.autograd.graph import GradientEdge
 
 from qsync_fx.formats import FORMATS
 from qsync_fx.ops.spec import Place
-from qsync_fx.predictor.indicator.formulas import omega
-from qsync_fx.predictor.indicator.rounding_variance import (
-    input_gradient_noise,
-    product_noise,
-    weight_gradient_noise,
-)
+from qsync_fx.predictor.indicator.rounding_variance import Product, product_noise
 from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, Looked
 from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec, register
 from qsync_fx.profiler.sensitivity.second_order import factored
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Taps, tapped
+
+
+def omega(
+    gamma: float,
+    depth: int,
+    deepest: int,
+    forward: float,
+    weight_gradient: float,
+    input_gradient: float,
+) -> float:
+    """Return the variance that an operator at depth d of L adds to the gradients.
+
+    An error of its forward result affects the gradients of the L - d + 1 operators from there on,
+    and an error of its input gradient the gradients of the d - 1 operators before it:
+
+        omega = gamma**2 (L - d + 1) forward + weight_gradient + (d - 1) input_gradient
+
+    QSync, Eq. (3), has the two weights exchanged: it counts the noise that an operator receives,
+    not the noise that it causes.
+
+    The variances are sums over all elements, gamma is 1/N for the mean loss over N samples.
+    """
+    behind = gamma**2 * (deepest - depth + 1) * forward
+    return behind + weight_gradient + (depth - 1) * input_gradient
+
+
+def gradient_products(product: Product, a: Tensor, b: Tensor) -> tuple[Product, Product]:
+    """Return the two backward products of a layer, both linear in each factor.
+
+    The first maps (gradient, b) to the gradient of `a`, the second (gradient, a) to that for `b`.
+    """
+
+    def backward(forward: Product, like: Tensor) -> Product:
+        def gradient_of(gradient: Tensor, other: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = torch.zeros_like(like, dtype=other.dtype).requires_grad_()
+                result = forward(leaf, other)
+                return torch.autograd.grad(result, leaf, gradient.to(other.dtype))[0]
+
+        return gradient_of
+
+    return backward(product, a), backward(lambda leaf, other: product(other, leaf), b)
+
+
+def weight_gradient_noise(
+    product: Product, x: Tensor, weight: Tensor, gradient: Tensor, of_x: Tensor, of_gradient: Tensor
+) -> Tensor:
+    """Return the variance of each element of a weight's gradient."""
+    _, of_weight = gradient_products(product, x, weight)
+    return product_noise(of_weight, gradient, x, of_gradient, of_x)
+
+
+def input_gradient_noise(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    of_weight: Tensor,
+    of_gradient: Tensor,
+) -> Tensor:
+    """Return the variance of each element of an input's gradient, which QSync, Eq. (5), omits."""
+    of_x, _ = gradient_products(product, x, weight)
+    return product_noise(of_x, gradient, weight, of_gradient, of_weight)
 
 
 def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
