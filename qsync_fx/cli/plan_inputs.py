@@ -126,14 +126,6 @@ def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
                 )
 
 
-def _without_model() -> OptionError:
-    return OptionError(
-        "sensitivities are missing, and their computation requires the model",
-        where="MODULE:CALLABLE",
-        do="add MODULE:CALLABLE, or a file of sensitivities",
-    )
-
-
 def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
     """Raise `PlanError` if no plan fits into memory, before sensitivities are computed.
 
@@ -177,7 +169,11 @@ def sensitivities(available: PlanInputs, method: str) -> Sensitivity | dict[str,
 
     trained = available.trained
     if trained is None:
-        raise _without_model()
+        raise OptionError(
+            "sensitivities are missing, and their computation requires the model",
+            where="MODULE:CALLABLE",
+            do="add MODULE:CALLABLE, or a file of sensitivities",
+        )
     result: dict[str, Sensitivity] = {}
     for name, profile in available.profiles.items():
         if profile.sensitivity is not None:
