@@ -111,7 +111,6 @@ def kineto(path: Path) -> Kineto:
     if not events:
         do = f"{_HOW_TO_EXPORT}; an unfinished cycle of its schedule is empty"
         raise ProfileError("the trace has no event that lasts", where=where, do=do)
-    _forwards(entries, where)
     group = _of_type(tree.get("distributedInfo"), dict)
     rank, ranks = number(group.get("rank", 0)), number(group.get("world_size", 1))
     if rank is None or ranks is None or not 0 <= rank < ranks:
@@ -142,21 +141,6 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
         raise _no_trace(f"the event {shown(name)} has {wrong} {text}, which is no time", where)
     track = (str(entry.get("pid")), str(entry.get("tid")))
     return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
-
-
-def _forwards(entries: Sequence[Any], where: str) -> None:
-    """Raise `ProfileError` if backward work precedes the forward work that it belongs to."""
-    begun: dict[object, float] = {}
-    arrows = [item for item in entries if isinstance(item, dict) and item.get("cat") == "fwdbwd"]
-    for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
-        time, name = number(entry.get("ts")), str(entry.get("id"))
-        if time is None:
-            raise _no_trace(f"the arrow {shown(name)} has no time", where)
-        if entry.get("ph") == "s":
-            begun[name] = time
-        elif time < begun.get(name, time):
-            message = f"the trace runs in a circle: backward work {shown(name)} is before forward"
-            raise _no_trace(f"{message} work", where)
 
 
 def execution_sizes(path: Path) -> Mapping[int, Sequence[tuple[int, int]]]:
