@@ -60,9 +60,3 @@ def roughly(seconds: float) -> str:
     if seconds < 3570:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 3600:.1f} hours"
-
-
-def round_step(least: float) -> float:
-    """Return a tick distance: the smallest of 1, 2 or 5 times a power of ten from `least` > 0."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from qsync_fx.communication.codec_benchmarks import HALF, PLAIN, Reduction, reductions
 from qsync_fx.communication.codecs import NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.reductions import HALF, PLAIN, Reduction, reductions
 from benchmarks.support.harness import Row, arguments, by_size, finish
 
 SIZE = 26e6

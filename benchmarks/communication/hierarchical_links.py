@@ -21,7 +21,6 @@ from torch import distributed
 from qsync_fx import Cluster
 from qsync_fx.communication import codec_benchmarks
 from qsync_fx.communication.allreduce import NodeGroups
-from qsync_fx.communication.codec_benchmarks import Reduction, reductions
 from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.distributed import node_topology
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
 from benchmarks.communication.ranks import found_by, told
+from benchmarks.communication.reductions import Reduction, reductions
 from benchmarks.support.harness import Row, arguments, by_size, finish
 
 RATES = ("1gbit", "100mbit")

@@ -1,7 +1,8 @@
 """Command that runs once per rank, over rate-limited links between network namespaces.
 
     python benchmarks/communication/links.py --rate 1gbit --ranks 2 -- python script.py
-    python benchmarks/communication/links.py --rate 100mbit --ranks 4 -- qsync comm bench
+    python benchmarks/communication/links.py --rate 100mbit --ranks 4 -- \
+        python benchmarks/communication/reductions.py
 
 Each rank has its own network namespace on one virtual switch. RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT are set as by torchrun, for `torch.distributed.init_process_group("gloo")`. As a module:

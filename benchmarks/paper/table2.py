@@ -15,7 +15,6 @@ from collections import Counter
 from pathlib import Path
 
 from qsync_fx.allocator import PlanResult
-from qsync_fx.allocator.baselines import HessianGreedy, RandomGreedy
 from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.recovery import PrecisionRecovery
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.support.devices import SLOW, Looked, capped, problem
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
+from benchmarks.support.baselines import HessianGreedy, RandomGreedy
 from benchmarks.support.harness import arguments, show
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync_fx.allocator import PlanResult, Problem
-from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
+from qsync_fx.allocator.baselines import DynamicBatches
 from qsync_fx.allocator.evaluator import resized
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.paper.support.devices import SLOW, Looked, capped, problem, within
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.plans.fleets import narrow
+from benchmarks.support.baselines import FullPrecision
 from benchmarks.support.harness import Row, arguments, show
 
 Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.api import get_allocator
-from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
+from qsync_fx.allocator.baselines import DynamicBatches, Uniform
 from qsync_fx.allocator.evaluator import resized
 from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.devices import get
@@ -44,6 +44,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import benchmarks.support.indicators  # noqa: F401 - registers "depth"
+from benchmarks.support.baselines import FullPrecision
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 from benchmarks.support.models import vgg_layers
 

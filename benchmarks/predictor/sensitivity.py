@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.predictor.indicator import formulas as paper
 from qsync_fx.predictor.indicator.rounding_variance import (
-    gradient_products,
     noise,
     product_noise,
     scale,
@@ -37,8 +36,8 @@ from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import benchmarks.support.indicators  # noqa: F401 - registers further methods
 from benchmarks.support.harness import Row, arguments, by_size, show, write_json
+from benchmarks.support.indicators import gradient_products  # also registers further methods
 
 Batch = tuple[Tensor, Tensor]
 DRAWN = ("second_order", "injected", "paper", "monte_carlo")

@@ -138,20 +138,13 @@ def _not_faster(answer: PlanResult, evaluator: PlanEvaluator, name: str) -> Iter
             yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, requested), numbers)
 
 
-_CONSTRUCTED: Final = {
-    "hessian": 'HessianGreedy(qsync_fx.sensitivity(..., method="hessian"))',
-    "dynamic-batches": "DynamicBatches(resized)",
-}
-"""Constructor of each allocator with arguments, by name."""
-
-
 def get_allocator(selected: str | Allocator) -> Allocator:
     """Return an allocator by name, or as given; raise `OptionError` for unknown names."""
     if not isinstance(selected, str):
         return selected
-    if selected in _CONSTRUCTED:
+    if selected == "dynamic-batches":
         message = f"the allocator {selected!r} requires arguments"
-        do = f"give baselines.{_CONSTRUCTED[selected]}, or use qsync plan --compare"
+        do = "give baselines.DynamicBatches(resized), or use qsync plan --compare"
         raise OptionError(message, where="allocator", do=do)
     available = allocators()
     if selected not in available:

@@ -1,4 +1,4 @@
-"""Baseline allocators: uniform and full precision, greedy orders, dynamic batch sizes.
+"""Baseline allocators: uniform plans and dynamic batch sizes.
 
 If no plan meets the limits, a baseline returns a plan that exceeds them, and a note on the limits.
 """
@@ -6,22 +6,18 @@ If no plan meets the limits, a baseline returns a plan that exceeds them, and a 
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond
 from qsync_fx.allocator.feasibility import excess
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, uniforms
-from qsync_fx.allocator.recovery import Indicator, PrecisionRecovery
 from qsync_fx.errors import PlanError, nearest, shown
-from qsync_fx.formats import FORMATS, FP32
-from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-__all__ = ["DynamicBatches", "FullPrecision", "HessianGreedy", "RandomGreedy", "Uniform"]
+__all__ = ["DynamicBatches", "Uniform"]
 
 
 @dataclass(frozen=True)
@@ -43,19 +39,6 @@ class Uniform:
             message = f"not all devices support plans with {self.fmt!r}"
             raise PlanError(message, do=nearest(self.fmt, available))
         return _best(problem, [available[self.fmt]], self.name)
-
-
-@dataclass(frozen=True)
-class FullPrecision:
-    """Widest format of each class."""
-
-    @property
-    def name(self) -> str:
-        return "full-precision"
-
-    def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan, which may exceed limits."""
-        return _best(problem, [full(problem)], self.name)
 
 
 def full(problem: Problem) -> Plans:
@@ -84,71 +67,6 @@ def exceeded(problem: Problem, evaluation: Evaluation) -> tuple[PlanNote, ...]:
     if over := evaluation.exceeds(problem):
         return (PlanNote(PlanNoteKind.UNFIT, numbers=over),)
     return ()
-
-
-@dataclass(frozen=True)
-class RandomGreedy:
-    """Precision recovery in random order (QSync, Table II)."""
-
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return "random"
-
-    def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan; it exceeds limits only if recovery finds no plan within them."""
-
-        def drawn(name: str, operator: str) -> float:
-            return random.Random(f"{self.seed} {operator}").random()
-
-        return _ordered(problem, _halved(problem, drawn), self.name)
-
-
-@dataclass(frozen=True)
-class HessianGreedy:
-    """Precision recovery ordered by the Hessian indicator of HAWQ (QSync, Table II).
-
-    Attributes:
-        sensitivity: result of `qsync_fx.sensitivity(method="hessian")`, of the model or per class.
-    """
-
-    sensitivity: Sensitivity | Mapping[str, Sensitivity] = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        return "hessian"
-
-    def allocate(self, problem: Problem) -> PlanResult:
-        """Return the plan; it exceeds limits only if recovery finds no plan within them."""
-
-        def available(name: str, operator: str) -> float:
-            part, result = problem.classes[name], self.sensitivity
-            if not isinstance(result, Sensitivity):
-                result = result[name]
-            return result.of(operator, part.runs(operator, part.choices[operator][0]))
-
-        return _ordered(problem, _halved(problem, available), self.name)
-
-
-def _halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
-    """Return an indicator: a number for the narrowest format, halved for each next one; FP32: 0."""
-
-    def indicator(name: str, operator: str, fmt: str) -> float:
-        part = problem.classes[name]
-        if FORMATS[part.runs(operator, fmt)].bits >= FP32.bits:
-            return 0.0
-        return float(narrowest(name, operator) * 0.5 ** part.choices[operator].index(fmt))
-
-    return indicator
-
-
-def _ordered(problem: Problem, indicator: Indicator, name: str) -> PlanResult:
-    """Return the plan of precision recovery in another order; without one, a uniform plan."""
-    try:
-        return PrecisionRecovery(indicator, name).allocate(problem)
-    except PlanError:
-        return _best(problem, uniforms(problem).values(), name)
 
 
 Resized = Callable[[str, int], DeviceClass]
@@ -183,10 +101,10 @@ class DynamicBatches:
         sized = _Sized(problem, self.resized)
         after = _within_memory(sized, before)
         result = sized.problem(after)
-        answer = FullPrecision().allocate(result)
+        answer = _best(result, [full(result)], self.name)
         notes = (*answer.notes, *_notes(problem, before, after))
         took = time.perf_counter() - began
-        return replace(answer, allocator=self.name, took=took, notes=notes)
+        return replace(answer, took=took, notes=notes)
 
 
 class _Sized:
@@ -320,4 +238,4 @@ def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]
     return result
 
 
-ALLOCATORS: Final = (Uniform(), FullPrecision(), RandomGreedy())
+ALLOCATORS: Final = (Uniform(),)

@@ -17,6 +17,7 @@ from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.plan_result import AGREES, Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.formatting import duration
 from qsync_fx.profiler.profile import Profile
 from qsync_fx.timeline.device_profiles import DeviceInputs
 
@@ -133,15 +134,10 @@ def excess(problem: Problem, evaluation: Evaluation) -> float:
 def _with_unit(subject: str, number: float) -> str:
     """Return a number with the unit of a limit, by the key in `Evaluation.exceeds`."""
     if subject == "seconds":
-        return f"{milliseconds(number)} a step"
+        return f"{duration(number)} a step"
     if subject == "variance":
         return f"a variance of {number:.4g}"
     return f"{megabytes(number)} on {subject.removeprefix('memory ')}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds for error messages."""
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def megabytes(size: float) -> str:

@@ -7,13 +7,12 @@ the user's own code is printed with its traceback.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING
 
 from qsync_fx import environment
 from qsync_fx.errors import QSyncError
@@ -36,93 +35,33 @@ def status_of(run: Callable[[], None]) -> int:
     """Run a command and return the exit status of the process.
 
     Returns:
-        0 on success; 2 after a `QSyncError` or if standard output cannot be written; 130 after
-            Ctrl-C; 141 if the reader of standard output has closed the pipe.
+        0 on success; 2 after a `QSyncError`; 130 after Ctrl-C; 141 if the reader of standard output
+            has closed the pipe.
     """
-    _open_standard_streams()
-    if sys.stdout is None:
-        note(
-            "standard output is closed, so results cannot be printed: "
-            "redirect it to a file or to /dev/null"
-        )
-        return 2
     for stream in (sys.stdout, sys.stderr):
         # Module names and source lines may have characters that the terminal's encoding lacks.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    output = _CheckedOutput(sys.stdout)
-    status, exit_request = 0, None
-    with contextlib.redirect_stdout(cast(TextIO, output)):
+    try:
         try:
             run()
-        except QSyncError as error:
-            note(error)
-            status = 2
-        except SystemExit as error:
-            exit_request = error
-        except KeyboardInterrupt:
-            status = 130
-        except OSError:
-            if output.error is None:
-                raise
-        with contextlib.suppress(OSError):
-            output.flush()
-    if output.error is not None:
-        return _report_unwritable(sys.stdout, output.error)
-    if exit_request is not None:
-        raise exit_request
-    return status
-
-
-class _CheckedOutput:
-    """Standard output that records the first failed write, because argparse ignores such errors."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.error: OSError | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._stream, name)
-        if name not in ("write", "writelines", "flush"):
-            return value
-
-        def recording(*arguments: object) -> object:
-            try:
-                return value(*arguments)
-            except OSError as error:
-                self.error = self.error or error
-                raise
-
-        return recording
-
-
-def _report_unwritable(stream: TextIO, error: OSError) -> int:
-    with contextlib.suppress(OSError):
+        finally:
+            sys.stdout.flush()
+    except QSyncError as error:
+        note(error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
         # Python flushes the stream at exit, and would report the same error again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if isinstance(error, BrokenPipeError):
-        return 141  # the reader (head, less) needs no more
-    note(f"standard output cannot be written: {error.strerror or error}")
-    return 2
-
-
-def _open_standard_streams() -> None:
-    """Open /dev/null for each closed descriptor of 0 to 2.
-
-    Otherwise the next file that is opened would get the descriptor, and messages that C++ code
-    writes to standard error would end up in that file.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
 
 
 def note(description: object) -> None:
     """Print a message that is no result to standard error: a written file, a failure."""
-    with contextlib.suppress(OSError):  # there is no other stream to report to
-        print(f"qsync: {description}", file=sys.stderr)
+    print(f"qsync: {description}", file=sys.stderr)
 
 
 def to_write(path: str) -> Path:

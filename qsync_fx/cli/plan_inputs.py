@@ -88,7 +88,6 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     from qsync_fx.allocator.measure_and_replan import check_max_replans
     from qsync_fx.allocator.problem_builder import PlanRequest
     from qsync_fx.formats import precision
-    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
     PlanRequest(**request(arguments, inputs)).check()
     for change in arguments.set:
@@ -101,17 +100,12 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
                 where="MODULE:CALLABLE",
                 do="add MODULE:CALLABLE, or remove --max-replans",
             )
-    if arguments.allocator != "hessian":
-        get_allocator(arguments.allocator)
-    if arguments.hessian:
-        Sensitivity.load(arguments.hessian)
-    elif (arguments.hessian == "" or arguments.allocator == "hessian") and inputs.trained is None:
-        raise _without_model()
+    get_allocator(arguments.allocator)
     if inputs.trained is not None:
         model_args.optimizer(arguments.optimizer, inputs.trained.module)
     if inputs.cluster is not None:
         _check_names(arguments, inputs.cluster)
-    if arguments.pareto is not None:
+    if arguments.pareto:
         from qsync_fx.allocator.analysis import check_points
 
         check_points(arguments.points)
@@ -130,14 +124,6 @@ def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
                 raise OptionError(
                     f"the cluster has no class of devices {shown(name)}", where=option, do=do
                 )
-
-
-def _without_model() -> OptionError:
-    return OptionError(
-        "sensitivities are missing, and their computation requires the model",
-        where="MODULE:CALLABLE",
-        do="add MODULE:CALLABLE, or a file of sensitivities",
-    )
 
 
 def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
@@ -176,22 +162,21 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
             raise
 
 
-def sensitivities(
-    available: PlanInputs, method: str, anew: bool = False
-) -> Sensitivity | dict[str, Sensitivity]:
-    """Return sensitivities of the narrow formats of each profile, computed by `method`.
-
-    Sensitivities in profiles are reused by default.
-    """
+def sensitivities(available: PlanInputs, method: str) -> Sensitivity | dict[str, Sensitivity]:
+    """Return sensitivities of each profile's narrow formats, computed by `method` if missing."""
     from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.sensitivity.estimate import sensitivity
 
     trained = available.trained
     if trained is None:
-        raise _without_model()
+        raise OptionError(
+            "sensitivities are missing, and their computation requires the model",
+            where="MODULE:CALLABLE",
+            do="add MODULE:CALLABLE, or a file of sensitivities",
+        )
     result: dict[str, Sensitivity] = {}
     for name, profile in available.profiles.items():
-        if not anew and profile.sensitivity is not None:
+        if profile.sensitivity is not None:
             result[name] = profile.sensitivity
             continue
         narrow = [fmt for fmt in profile.precisions if FORMATS[fmt].bits < 32]

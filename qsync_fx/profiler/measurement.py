@@ -238,7 +238,7 @@ class ProfilingSession:
             options=dict(self._options),
             partial=self._sensitivity_path,
             within=SETTLED,
-            shown=self._progress,
+            progress=self._progress,
         )
         return result
 

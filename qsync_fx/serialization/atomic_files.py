@@ -1,8 +1,8 @@
 """Atomic replacement of files, and the folder of the caches.
 
 Invariant: after any failure the file has its old content or its new content. Replacing a file does
-not change its owner, group and permissions; the umask gives the permissions of a new file. A
-symbolic link stays, and the file that it points to is replaced.
+not change its permissions; the umask gives the permissions of a new file. A symbolic link stays,
+and the file that it points to is replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace the content of the file at `path`, or of the file that a link points to, by `text`.
 
     Raises:
-        QSyncError: the file cannot be written, or cannot keep its owner. The old file is unchanged.
+        QSyncError: the file cannot be written. The old file is unchanged.
     """
     with _temporary_file(path) as (file, target):
         file.write(text)
@@ -72,7 +72,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
 def _temporary_file(path: str | os.PathLike[str]) -> Iterator[tuple[TextIO, Path]]:
     """Yield a file next to the target of `path`, and the target; remove the file on exit.
 
-    If the target exists, the file gets its owner, group and permissions.
+    If the target exists, the file gets its permissions.
     """
     try:
         target = target_of(path)
@@ -85,7 +85,7 @@ def _temporary_file(path: str | os.PathLike[str]) -> Iterator[tuple[TextIO, Path
             opener = functools.partial(os.open, mode=mode)
             file = stack.enter_context(open(temporary, "x", encoding="utf-8", opener=opener))
             if exists:
-                _copy_owner(file.fileno(), target)
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
             yield file, target
     except OSError as error:
         raise QSyncError(
@@ -93,20 +93,3 @@ def _temporary_file(path: str | os.PathLike[str]) -> Iterator[tuple[TextIO, Path
             where=str(path),
             do="check that the folder exists, is writable and has space",
         ) from error
-
-
-def _copy_owner(descriptor: int, target: Path) -> None:
-    """Give an open file the owner, group and permissions of another file."""
-    replaced, created = os.stat(target), os.fstat(descriptor)
-    if (created.st_uid, created.st_gid) != (replaced.st_uid, replaced.st_gid):
-        try:
-            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
-        except OSError as error:
-            raise QSyncError(
-                f"the owner of the file cannot be preserved, user {replaced.st_uid} and group "
-                f"{replaced.st_gid}: {error.strerror or error}",
-                where=str(target),
-                do="use another path, or remove the file first",
-            ) from error
-    # After the owner, since a change of the owner clears the set-user-ID and set-group-ID bits.
-    os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))

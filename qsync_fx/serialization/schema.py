@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import pathlib
 import stat
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -38,7 +38,6 @@ from qsync_fx.errors import QSyncError, nearest, shown
 from qsync_fx.serialization.atomic_files import check_writable, write_text
 from qsync_fx.serialization.strict_json import (
     Malformed,
-    Number,
     Parsed,
     check_repeated_keys,
     decoded,
@@ -49,14 +48,13 @@ from qsync_fx.serialization.strict_json import (
 
 Check = Callable[[Any], str | None]
 _Reader = Callable[[Any], Any]
-_LONGEST_NUMBER: Final = 40
 _WORDS: Final = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
 def reader(expected: Any, checks: Mapping[Any, Check] | None = None) -> _Reader:
     """Return a function from a parsed tree to a value of type `expected`; it raises `Malformed`.
 
-    Numbers in the tree may be `Number` or plain ones. `checks` are by the class of a value.
+    `checks` are by the class of a value.
     """
     read = _reader(expected, checks or {})
 
@@ -94,18 +92,11 @@ def _reader(expected: Any, checks: Mapping[Any, Check]) -> _Reader:
 
 
 def _leaf(expected: type, value: object) -> Any:
-    result, number = value, ""
-    if isinstance(value, Number) and len(value.text) <= _LONGEST_NUMBER:
-        number = value.text
-    if expected is int and number.lstrip("-").isdecimal():
-        return int(number)
-    if expected is float:
-        if number:
-            result = float(number)
-        if type(result) in (int, float) and math.isfinite(result):  # type: ignore[arg-type]
-            return float(result)  # type: ignore[arg-type]
-    elif type(result) is expected:
-        return result
+    if expected is float and isinstance(value, int | float) and type(value) is not bool:
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+    elif type(value) is expected:
+        return value
     raise _not(value, _WORDS[expected])
 
 
@@ -408,9 +399,7 @@ class Schema(Generic[T]):
             raise Malformed(message, "format", f"{head}; {self.remedy}")
         key = list(self._head)[-1]
         version = tree.get(key)
-        number = 0
-        if isinstance(version, Number) and version.text.isdecimal() and len(version.text) < 10:
-            number = int(version.text)
+        number = version if type(version) is int else 0
         actual = kind(version) if key in tree else "missing"
         message, do = f"the {self.noun}'s {key} is {actual}", f'write "{key}": {self.version}'
         if number > self.version:
@@ -436,7 +425,7 @@ def parse_toml(text: str | bytes) -> object:
     text = decoded(text)
     try:
         # Windows ends lines with two characters, which tomllib accepts in files but not in text.
-        return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
+        return tomllib.loads(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as error:
         subject, _, where = str(error).rpartition(" (at ")
         raise Malformed(
@@ -448,18 +437,3 @@ def parse_toml(text: str | bytes) -> object:
         raise Malformed(f" is not valid TOML: {error}") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
-
-
-def _numbers(tree: Any) -> Any:
-    """Return the tree with numbers as `Number`, like a JSON tree."""
-    match tree:
-        case bool():
-            return tree
-        case int():
-            return Number(str(tree))
-        case dict():
-            return {key: _numbers(part) for key, part in tree.items()}
-        case list():
-            return [_numbers(part) for part in tree]
-        case _:
-            return tree

@@ -1,18 +1,16 @@
 """Strict parser for untrusted JSON text.
 
 Invariant: for any bytes, parsing ends within bounded memory and time with a tree of objects, lists,
-text, numbers, true, false and null, or with a `Malformed` that names the position. Numbers are not
-converted, so 10**9999 is inexpensive, and an object records a repeated key.
+text, numbers, true, false and null, or with a `Malformed` that names the position. An object
+records a repeated key.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from qsync_fx.errors import shown
 
@@ -35,20 +33,14 @@ class Malformed(ValueError):
         return f"{self.where}: {self.what.strip()}" if self.where else self.what.strip()
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """Number as written, including NaN and Infinity."""
-
-    text: str
-
-
 class Object(dict[str, object]):
     """JSON object that records a repeated key."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
-        counts = Counter(key for key, _ in pairs)
-        self.twice = next((key for key, count in counts.items() if count > 1), None)
+        self.twice: str | None = None
+        if len(self) < len(pairs):
+            ((self.twice, _),) = Counter(key for key, _ in pairs).most_common(1)
 
 
 @dataclass(frozen=True)
@@ -58,10 +50,6 @@ class Parsed:
     tree: object
 
 
-# Equal numbers share one object, so that "1,1,1" needs no more memory than its list.
-_number: Final = functools.lru_cache(maxsize=4096)(Number)
-
-
 def kind(value: object) -> str:
     """Return a description of a value for error messages, in the terms of JSON."""
     match value:
@@ -69,10 +57,8 @@ def kind(value: object) -> str:
             return "null"
         case bool():
             return str(value).lower()
-        case Number(text) if len(text) > 40:
-            return f"a number of {len(text)} digits"
-        case Number(text):
-            return f"the number {text}"
+        case int() | float():
+            return f"the number {str(value)[:40]}"
         case str():
             return "text"
         case Mapping():
@@ -91,13 +77,7 @@ def parse(text: str | bytes) -> object:
     """Return the tree of a text; raise `Malformed` if it is not JSON."""
     text = decoded(text)
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=Object,
-            parse_int=_number,
-            parse_float=_number,
-            parse_constant=_number,
-        )
+        return json.loads(text, object_pairs_hook=Object)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
         do = "get a complete copy of the file"
@@ -106,6 +86,8 @@ def parse(text: str | bytes) -> object:
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
             raise Malformed(" is truncated", where, do) from None
         raise Malformed("not valid JSON", where, "correct the syntax at this position") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise Malformed(f" is not valid JSON: {error}") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 

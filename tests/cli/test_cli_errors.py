@@ -198,7 +198,6 @@ def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
         ["measure", "json:loads", "--output"],
         ["sensitivity", "json:loads", "--output"],
         ["plan", "json:loads", "-o"],
-        ["plan", "json:loads", "--pareto"],
         ["replay", "missing.json", "--perfetto"],
         ["inspect", "json:loads", "--plan-out"],
         ["inspect", "json:loads", "--dot"],

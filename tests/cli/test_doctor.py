@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from qsync_fx import _C
 from qsync_fx.cli import doctor_report as home
-from qsync_fx.cli.doctor_report import render
 from qsync_fx.devices import support
-from qsync_fx.errors import ToolchainError
+from qsync_fx.devices.cpu_features import cpu
 from qsync_fx.formats import FORMATS
 
 XEON = """
@@ -29,41 +29,41 @@ flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_b
 """
 
 
-def shown(report: home.Report, width: int = 140) -> str:
+def shown(table: Table, width: int = 400) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(render(report))
+    Console(file=out, width=width).print(table)
     return out.getvalue()
 
 
+def machine_row(name: str) -> str:
+    """Returns the row of a tool, without its name."""
+    lines = shown(home.machine_table()).splitlines()
+    return next(line for line in lines if line.startswith(f"{name} ")).removeprefix(name).strip()
+
+
 def test_every_format_on_every_device() -> None:
-    report = home.look()
     devices = [
         torch.device("cpu"),
         *(torch.device("cuda", index) for index in range(torch.cuda.device_count())),
     ]
-    assert [(row.device, row.precision) for row in report.formats] == [
-        (d, f) for d in devices for f in FORMATS.values()
-    ]
-    assert all(row.support == support(row.device, row.precision) for row in report.formats)
-    assert report.quantizer.path == _C.isa()
-    assert report.torch == torch.__version__
-    text = shown(report)
-    assert f"of bfloat16 by {_C.gemm_instructions()['bfloat16']}" in shown(report, width=400)
-    for row in report.formats:
-        assert any(
-            row.precision.name in line and row.support.how in line for line in text.splitlines()
-        )
+    lines = shown(home.formats_table()).splitlines()[1:]
+    for device, (name, fmt) in itertools.product(devices, FORMATS.items()):
+        result = support(device, fmt)
+        words = [name, str(device), result.how, result.runs_as.name]
+        assert any(line.split()[:4] == words and result.reason in line for line in lines), words
+    assert len(lines) == len(devices) * len(FORMATS)
+    text = shown(home.machine_table())
+    assert f"of bfloat16 by {_C.gemm_instructions()['bfloat16']}" in text
+    assert torch.__version__ in text and machine_row("quantizer").startswith(f"{_C.isa()} (of ")
 
 
 def test_reads_the_processor() -> None:
     # Two cores with two threads each.
-    cpu = home.cpu("\n".join(XEON.format(thread, thread % 2) for thread in range(4)))
-    assert cpu.model == "Intel(R) Xeon(R) Platinum 8488C"
-    assert cpu.features == ("avx2", "avx512", "vnni", "bf16", "amx")
-    assert cpu.cores == 2
-    assert home.cpu(
-        XEON.format(0, 0).replace("avx512bw", "").replace("512_vnni", "_vnni")
-    ).features == (
+    local = cpu("\n".join(XEON.format(thread, thread % 2) for thread in range(4)))
+    assert local.model == "Intel(R) Xeon(R) Platinum 8488C"
+    assert local.features == ("avx2", "avx512", "vnni", "bf16", "amx")
+    assert local.cores == 2
+    assert cpu(XEON.format(0, 0).replace("avx512bw", "").replace("512_vnni", "_vnni")).features == (
         "avx2",
         "vnni",
         "bf16",
@@ -76,10 +76,10 @@ def test_reads_the_processor() -> None:
     ["", "\n\n\n", "no colon here", "flags", "flags: ", "core id: 3", "model name:\x00\ufffd"],
 )
 def test_an_odd_cpuinfo_is_no_error(text: str) -> None:
-    cpu = home.cpu(text)
-    assert cpu.features == ()
-    assert cpu.cores is None
-    assert cpu.threads >= 1
+    local = cpu(text)
+    assert local.features == ()
+    assert local.cores is None
+    assert local.threads >= 1
 
 
 @pytest.mark.skipif(
@@ -87,8 +87,8 @@ def test_an_odd_cpuinfo_is_no_error(text: str) -> None:
     reason="torch's answer is compared with Linux's /proc/cpuinfo",
 )
 def test_agrees_with_torch_and_the_kernels() -> None:
-    assert ("avx2" in home.cpu().features) == ("avx2" in _C.available_isas())
-    assert ("avx512" in home.cpu().features) == ("avx512" in _C.available_isas())
+    assert ("avx2" in cpu().features) == ("avx2" in _C.available_isas())
+    assert ("avx512" in cpu().features) == ("avx512" in _C.available_isas())
 
 
 def executable(path: Path, text: str) -> None:
@@ -102,17 +102,13 @@ def test_nvcc_is_located_as_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyP
         tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'"
     )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda home"))
-    found = home.look().nvcc
-    assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
+    assert machine_row("nvcc") == f"12.9.86 in {tmp_path}/cuda home/bin/nvcc"
 
 
 def test_broken_nvcc_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "nvcc", "exit 3")
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "nvcc"))
-    report = home.look()
-    assert isinstance(report.nvcc, ToolchainError)
-    assert isinstance(report.host, ToolchainError)
-    text = shown(report, width=400)
+    text = shown(home.machine_table())
     assert f"QSYNC_NVCC={tmp_path}/nvcc" in text
     assert "host compiler" not in text, "which one would do depends on nvcc"
 
@@ -125,27 +121,22 @@ def test_cutlass_headers_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
     )
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(tmp_path))
-    assert home.look().cutlass == home.Tool("4.2.0", include)
+    assert machine_row("CUTLASS") == f"4.2.0 in {include}"
 
 
 def test_counts_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
-    assert home.look().kernels == (home.Kernels(tmp_path / "kernels", 0),)
+    assert machine_row("CUDA kernels") == f"0 compiled in {tmp_path}/kernels"
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(tmp_path / "missing"))
-    assert "does not exist" in shown(home.look(), width=400)
+    assert "does not exist" in shown(home.machine_table())
 
 
-def test_report_escapes_markup() -> None:
-    report = home.look()
-    gpu = home.Gpu(torch.device("cuda", 0), "[bold]Card[/] [/nothing]", (9, 0), 80 * 2**30)
-    nvcc = home.Tool("13.0.88", Path("/opt/[red]/nvcc"))
-    missing = ToolchainError("the headers are [bold]missing[/]")
-    odd = dataclasses.replace(report, gpus=(gpu,), nvcc=nvcc, cutlass=missing, cuda="13.0")
-    text = shown(odd)
-    assert "[bold]Card[/] [/nothing], compute capability 9.0, 80.0 GiB" in text
-    assert "13.0.88 in /opt/[red]/nvcc" in text
-    assert "the headers are [bold]missing[/]" in text
+def test_report_escapes_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "[red]" / "[bold]nvcc[/]"
+    executable(nvcc, "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    monkeypatch.setenv("QSYNC_NVCC", str(nvcc))
+    assert machine_row("nvcc") == f"13.0.88 in {nvcc}"
 
 
 def test_invalid_cpu_isa_is_reported_last_and_sets_the_exit_status() -> None:

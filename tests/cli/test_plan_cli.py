@@ -104,7 +104,7 @@ def test_a_plan_for_a_cluster(
 def test_plan_command_runs_the_requested_analyses(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, picture = tmp_path / "plan.json", tmp_path / "front.svg"
+    out = tmp_path / "plan.json"
     asked = [
         "--compare",
         "--explain",
@@ -114,22 +114,18 @@ def test_plan_command_runs_the_requested_analyses(
         "--set",
         "2/linear=fp32",
         "--pareto",
-        str(picture),
     ]
     assert main(planned(files, *asked, "--points", "3", "-o", str(out))) == 0
     printed = capsys.readouterr()
     for part in (
         "paper",
         "uniform-fp16",
-        "full-precision",
-        "random",
         "why not",
         "before",
         "uniform fp32",
     ):
         assert part in printed.out, part
     assert "the comparison omits dynamic batches" in printed.err
-    assert picture.read_text().startswith("<svg")
     assert formats(ClusterPlan.load(out).classes["b"]) == {"fp32"}
     assert main(planned(files, "--pareto", "--points", "2")) == 0
     assert "uniform fp32" in capsys.readouterr().out
@@ -141,12 +137,11 @@ def test_plan_command_runs_the_requested_analyses(
         "milp",
         "paper",
         "uniform-fp16",
-        "random",
     }
     assert len(found["pareto"]["points"]) >= 2
 
 
-@pytest.mark.parametrize("name", ["paper", "uniform", "random"])
+@pytest.mark.parametrize("name", ["paper", "uniform"])
 def test_other_allocators(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(planned(files, "--allocator", name, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
@@ -290,7 +285,7 @@ def loud():
     ("arguments", "what"),
     [
         ("--allocator exakt", "no allocator"),
-        ("--allocator hessian --hessian missing.json", "cannot be read"),
+        ("--allocator dynamic-batches", "requires arguments"),
         ("--max-replans -1", "cannot be run in -1 rounds"),
         ("--codecs qsgd5", "no codec 'qsgd5'"),
         ("--margin 2", "no plan leaves a margin of 2"),
@@ -370,7 +365,6 @@ def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--allocator", "exakt"], "no allocator"),
         (["--objective", "hybird"], "no objective"),
         (["--explain", "0/linaer"], "did you mean"),
-        (["--hessian"], "their computation requires the model"),
     ):
         assert main(planned(files, *more)) == 2
         assert what in capsys.readouterr().err
@@ -390,7 +384,6 @@ def test_a_model_on_devices_of_the_catalog(
                 "--cluster",
                 "fleet.toml",
                 "--compare",
-                "--hessian",
                 "--json",
             ]
         )
@@ -404,10 +397,8 @@ def test_a_model_on_devices_of_the_catalog(
         "milp",
         "paper",
         "dynamic-batches",
-        "hessian",
         "uniform-fp16",
-        "full-precision",
     } <= compared.keys()
-    assert compared["dynamic-batches"]["seconds"] < compared["full-precision"]["seconds"]
+    assert compared["dynamic-batches"]["seconds"] < compared["uniform-fp32"]["seconds"]
     assert compared["milp"]["variance"] <= compared["paper"]["variance"] * 1.0001
     assert compared["milp"]["fits"] and compared["paper"]["fits"]

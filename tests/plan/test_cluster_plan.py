@@ -125,7 +125,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
     assert not old.codecs
     for codecs, what, where in (
         ({"a": "qsgd5"}, "'qsgd5' is not a gradient codec", "codecs.a"),
-        ({"a": 8}, "a value of type int is not a gradient codec", "codecs.a"),
+        ({"a": 8}, "the number 8 is not a gradient codec", "codecs.a"),
         (["qsgd8"], "codecs must be a mapping, not a list", "codecs"),
         ({"": "qsgd8"}, "a parameter name must be a printable string", "codecs"),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -97,36 +96,6 @@ def test_a_new_file_has_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "plan.json").stat().st_mode) == 0o666 & ~mask
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
-def test_replaced_file_preserves_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("old")
-    os.chown(path, 65534, 65533)
-    path.chmod(0o4640)
-    write_text(path, "text")
-    state = path.stat()
-    assert (state.st_uid, state.st_gid, stat.S_IMODE(state.st_mode)) == (65534, 65533, 0o4640)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
-def test_a_file_that_cannot_keep_its_owner_is_not_replaced() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # in a folder that other users may enter
-        path = Path(folder) / "plan.json"
-        path.write_text("old")
-        os.chmod(folder, 0o777)
-        os.seteuid(65534)
-        try:
-            for attempt in (lambda: check_writable(path), lambda: write_text(path, "text")):
-                with pytest.raises(
-                    QSyncError, match="cannot be preserved, user 0 and group 0"
-                ) as caught:
-                    attempt()
-                assert caught.value.where == str(path)
-        finally:
-            os.seteuid(0)
-        assert path.read_text() == "old" and os.listdir(folder) == ["plan.json"]
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:

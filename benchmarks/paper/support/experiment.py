@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+import benchmarks.support.indicators  # noqa: F401 - registers "hessian"
 from benchmarks.paper.support.devices import Looked, looked, trained
 from benchmarks.paper.support.images import (
     NETWORKS,

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from qsync_fx.allocator.evaluator import beyond, with_peaks
-from qsync_fx.allocator.feasibility import megabytes, milliseconds
+from qsync_fx.allocator.feasibility import megabytes
 from qsync_fx.allocator.milp.build_and_solve import Constraints
 from qsync_fx.allocator.milp.search import MilpSearch
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.errors import PlanError, shown
+from qsync_fx.formatting import duration
 
 GAP: Final = 1e-4
 ROUNDS: Final = 6
@@ -86,16 +87,16 @@ def infeasible(search: MilpSearch) -> PlanError:
     limits += ["variance"] if problem.variance is not None else []
     if (limit := problem.seconds) is not None:
         seconds = search.evaluate_best(Constraints(), "seconds").seconds
-        where = f"seconds of a step, {milliseconds(limit)}"
+        where = f"seconds of a step, {duration(limit)}"
         if beyond(seconds, limit):
-            message = f"a step takes {milliseconds(seconds)} at least"
-            message += f", {milliseconds(seconds - limit)} more than allowed"
-            return PlanError(message, where=where, do=f"allow {milliseconds(seconds)} a step")
+            message = f"a step takes {duration(seconds)} at least"
+            message += f", {duration(seconds - limit)} more than allowed"
+            return PlanError(message, where=where, do=f"allow {duration(seconds)} a step")
         limits.insert(0, where)
     do = "allow more of one of them"
     if problem.seconds is not None:
         others = replace(search.state.limits, seconds=None)
         seconds = search.evaluate_best(others, "seconds").seconds
-        do = f"allow {milliseconds(seconds)} a step, or more of another limit"
+        do = f"allow {duration(seconds)} a step, or more of another limit"
     message = "no plan was found that meets all limits together; each limit alone can be met"
     return PlanError(message, where=" and ".join(limits), do=do)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from qsync_fx import environment
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import OptionError, nearest, shown
@@ -340,18 +338,12 @@ Measures the speed of gradient codecs on this processor.
 
 Runs of each codec are interleaved with a copy of the same memory; a ratio of 1
 means as fast as memcpy. GB/s count FP32 values, not encoded bytes. "decode and add"
-adds to the output, as the sum over ranks does; "decode" overwrites it.
-
-Several ranks (torchrun, benchmarks/communication/links.py) average gradients over
-their process group with each codec, interleaved with torch's all-reduce and its
-FP16 hook. The time is that of the slowest rank."""
+adds to the output, as the sum over ranks does; "decode" overwrites it."""
 
 _EXAMPLES = """\
 examples:
   qsync comm bench                          all codecs on one core
-  qsync comm bench --codec qsgd8 --codec '1bit*' --threads 2 --json
-  torchrun --standalone --nproc-per-node 2 -m qsync_fx.cli comm bench
-  python benchmarks/communication/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
+  qsync comm bench --codec qsgd8 --codec '1bit*' --threads 2 --json"""
 
 
 _WITHOUT_MODEL: Final = {
@@ -400,9 +392,6 @@ def _bench(arguments: argparse.Namespace) -> None:
             raise OptionError(message, where="--codec", do=do)
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
-    if (environment.launcher_number("WORLD_SIZE") or 1) > 1:
-        _between_ranks([codec.name for codec in codecs], values, arguments)
-        return
     result = measured(codecs, values, arguments.repeats)
     if arguments.json:
         output.as_json([dataclasses.asdict(speed) for speed in result])
@@ -425,40 +414,6 @@ def _bench(arguments: argparse.Namespace) -> None:
         print("\n" + "\n".join(notes))
 
 
-def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Namespace) -> None:
-    import dataclasses
-
-    from torch import distributed
-
-    from qsync_fx.communication.codec_benchmarks import reductions
-
-    distributed.init_process_group("gloo")
-    result, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
-    world = distributed.get_world_size()
-    distributed.barrier()
-    distributed.destroy_process_group()
-    if rank != 0:
-        return
-    if arguments.json:
-        output.as_json([dataclasses.asdict(item) for item in result])
-        return
-    rows = (
-        (
-            item.way,
-            f"{1e3 * item.seconds:.2f}",
-            f"{item.to_plain:.2f}",
-            f"{item.to_half:.2f}",
-            "" if item.coding is None else f"{1e3 * item.coding:.2f}",
-            "" if item.wire is None else f"{item.wire / 1e6:.3f}",
-        )
-        for item in result
-    )
-    print(f"{_setup(values, arguments)}; {world} ranks, time of the slowest\n")
-    ratios = ("time / torch fp32", "time / torch fp16")
-    columns = ("reduction", "ms", *ratios, "coding ms", "MB sent by a rank")
-    output.show(output.table(columns, rows, right=columns[1:]))
-
-
 def _setup(values: int, arguments: argparse.Namespace) -> str:
     from qsync_fx import _C
     from qsync_fx.formatting import many
@@ -474,7 +429,7 @@ COMMAND = Command(
     about="Measures the speed of gradient codecs, and predicts where compression pays.",
     actions={
         "bench": Command(
-            "measure codecs relative to memcpy on this processor, or between ranks",
+            "measure codecs relative to memcpy on this processor",
             _bench,
             _arguments,
             _ABOUT,

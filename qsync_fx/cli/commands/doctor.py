@@ -13,13 +13,15 @@ precision runs on it."""
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from qsync_fx.cli import doctor_report
+    from rich.console import Group
 
-    report = doctor_report.look()
-    output.show(doctor_report.render(report))
+    from qsync_fx.cli.doctor_report import formats_table, machine_table
+    from qsync_fx.devices.cpu_features import wrong_path
+
+    output.show(Group(machine_table(), "", formats_table()))
     # The rest of the report helps to find the mistake, so it is shown first.
-    if report.quantizer.wrong is not None:
-        raise report.quantizer.wrong
+    if (wrong := wrong_path()) is not None:
+        raise wrong
 
 
 COMMAND = Command("show hardware, tools and formats of this machine", _doctor, about=_ABOUT)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output, plan_inputs
@@ -20,6 +18,7 @@ from qsync_fx.progress import progress
 if TYPE_CHECKING:
     from qsync_fx.allocator.analysis import AllocatorComparison, ParetoFront, SingleChange
     from qsync_fx.allocator.plan_result import Allocator, PlanResult
+    from qsync_fx.allocator.problem import Problem
     from qsync_fx.cli.plan_inputs import PlanInputs
 
 _ABOUT = f"""\
@@ -44,7 +43,7 @@ examples:
   qsync plan --profile cpu.json --set 'encoder.*=fp32'            effect of another format
   qsync plan bert:small -o plan.json                              measure, plan, run the plan
   qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
-  qsync plan --profile cpu.json --pareto front.svg                time against variance"""
+  qsync plan --profile cpu.json --pareto                          time against variance"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,17 +107,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         analyses,
         """
         --compare           compare all allocators and baselines
-        --hessian [FILE]    also compare with HAWQ's order, computed here or read from a file
         --explain OP...     explain the format of an operator, or of each operator that a pattern
                             selects
         --set OP=FORMAT...  evaluate the plan with another format for an operator or pattern;
                             repeatable
         --device NAME       class of devices for --explain and --set, if there are several
-        --pareto [FILE]     Pareto front of step time and variance; FILE.svg or FILE.html gets a
-                            plot
+        --pareto            Pareto front of step time and variance; qsync report draws it
         --points N          number of points of --pareto; %(default)s by default
         """,
-        {"pareto": _picture, "points": int},
+        {"points": int},
         points=9,
     )
     saved = parser.add_argument_group("output")
@@ -132,15 +129,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _picture(path: str) -> Path | str:
-    if not path:
-        return path  # without a path: only a table
-    from qsync_fx.allocator.pareto_svg import check_picture
-
-    check_picture(path)
-    return output.to_write(path)
-
-
 def _plan(arguments: argparse.Namespace) -> None:
     changes = _changes(arguments)
 
@@ -150,13 +138,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        allocator=_allocator(arguments, inputs),
+        allocator=arguments.allocator,
         sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
         **plan_inputs.request(arguments, inputs),
         **plan_inputs.run_arguments(arguments, inputs),
     )
-    PlanReport(arguments, inputs, answer, changes).show()
+    _report(arguments, inputs, answer, changes)
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, str]:
@@ -170,113 +158,73 @@ def _changes(arguments: argparse.Namespace) -> dict[str, str]:
     return result
 
 
-def _allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator | str:
-    if arguments.allocator == "hessian":
-        return _hessian(arguments.hessian or "", available)
-    return str(arguments.allocator)
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Plan with the analyses of a command line; `changes` has formats to try, by operator."""
-
-    arguments: argparse.Namespace
-    inputs: PlanInputs
-    answer: PlanResult
-    changes: Mapping[str, str]
-
-    def show(self) -> None:
-        from qsync_fx.allocator.analysis import selected, single_change, what_if
-
-        answer, arguments = self.answer, self.arguments
-        device = arguments.device
-        explained = [op for item in arguments.explain for op in selected(answer, item, device)]
-        steps = [single_change(answer, op, device) for op in dict.fromkeys(explained)]
-        changed, front = None, None
-        compared: list[AllocatorComparison] = []
-        if self.changes:
-            changed = what_if(answer, self.changes, device)
-        if arguments.compare or arguments.hessian is not None:
-            compared = self._compared()
-        if arguments.pareto is not None:
-            front = self._front()
-        if arguments.json:
-            output.as_json(as_json(answer, steps, changed, compared, front))
-        else:
-            self._tables(steps, changed, compared, front)
-        if front is not None and arguments.pareto:
-            from qsync_fx.allocator.pareto_svg import save_front
-
-            save_front(front, arguments.pareto)
-            output.wrote(arguments.pareto)
-        if arguments.output is not None:
-            (changed or answer).save(arguments.output)
-            output.wrote(arguments.output)
-
-    def _tables(
-        self,
-        steps: Sequence[Sequence[SingleChange]],
-        changed: PlanResult | None,
-        compared: Sequence[AllocatorComparison],
-        front: ParetoFront | None,
-    ) -> None:
-        from qsync_fx.allocator import analysis
-        from qsync_fx.allocator.plan_result import answer_table
-
-        output.show(answer_table(self.answer))
-        for item in steps:
-            output.show(analysis.steps_table(item))
-        if changed is not None:
-            output.show(analysis.changes_table(self.answer, changed))
-        if compared:
-            output.show(analysis.comparison_table(compared))
-        if front is not None:
-            output.show(analysis.front_table(front))
-
-    def _compared(self) -> list[AllocatorComparison]:
-        from qsync_fx.allocator.analysis import compare, side_by_side
-
-        problem = self.answer.problem
-        more: list[Allocator] = []
-        try:
-            from qsync_fx.allocator.baselines import DynamicBatches
-
-            more.append(DynamicBatches(plan_inputs.resizer(self.inputs, problem)))
-        except QSyncError as error:
-            output.note(f"the comparison omits dynamic batches: {error.what}")
-        if self.arguments.hessian is not None:
-            more.append(_hessian(self.arguments.hessian, self.inputs))
-        allocators = side_by_side(problem, more)
-        with progress("allocators", len(allocators)) as done:
-            return compare(problem, allocators, done)
-
-    def _front(self) -> ParetoFront:
-        from qsync_fx.allocator.analysis import pareto
-        from qsync_fx.allocator.api import get_allocator
-
-        with progress("points", self.arguments.points) as done:
-            selected = get_allocator(_allocator(self.arguments, self.inputs))
-            return pareto(self.answer.problem, selected, self.arguments.points, self.answer, done)
-
-
-def _hessian(path: str, available: PlanInputs) -> Allocator:
-    from qsync_fx.allocator.baselines import HessianGreedy
-    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-
-    if path:
-        return HessianGreedy(Sensitivity.load(path))
-    return HessianGreedy(plan_inputs.sensitivities(available, "hessian", anew=True))
-
-
-def as_json(
+def _report(
+    arguments: argparse.Namespace,
+    inputs: PlanInputs,
     answer: PlanResult,
-    steps: Sequence[Sequence[SingleChange]] = (),
-    changed: PlanResult | None = None,
-    compared: Sequence[AllocatorComparison] = (),
-    front: ParetoFront | None = None,
-) -> dict[str, Any]:
-    """Return a JSON-compatible description of the report, with more details than the tables."""
-    result: dict[str, Any] = _answer(answer) | {
+    changes: Mapping[str, str],
+) -> None:
+    """Print the plan and its analyses, and write the plan with the `changes` of --set."""
+    from qsync_fx.allocator import analysis
+    from qsync_fx.allocator.plan_result import answer_table
+
+    device, result = arguments.device, answer
+    document, tables = plan_as_json(answer), [answer_table(answer)]
+    explained = [op for item in arguments.explain for op in analysis.selected(answer, item, device)]
+    if explained:
+        steps = [analysis.single_change(answer, op, device) for op in dict.fromkeys(explained)]
+        document["explain"] = [[_step(step) for step in item] for item in steps]
+        tables += map(analysis.steps_table, steps)
+    if changes:
+        result = analysis.what_if(answer, changes, device)
+        document["changed"] = _answer(result)
+        tables.append(analysis.changes_table(answer, result))
+    if arguments.compare:
+        compared = _compare(inputs, answer.problem)
+        document["compared"] = [_compared(item) for item in compared]
+        tables.append(analysis.comparison_table(compared))
+    if arguments.pareto:
+        front = _front(answer, arguments)
+        uniform = {fmt: _answer(item) for fmt, item in front.uniform.items()}
+        points = [_answer(item) for item in front.points]
+        document["pareto"] = {"points": points, "uniform": uniform}
+        tables.append(analysis.front_table(front))
+    if arguments.json:
+        output.as_json(document)
+    else:
+        for table in tables:
+            output.show(table)
+    if arguments.output is not None:
+        result.save(arguments.output)
+        output.wrote(arguments.output)
+
+
+def _compare(inputs: PlanInputs, problem: Problem) -> list[AllocatorComparison]:
+    from qsync_fx.allocator.analysis import compare, side_by_side
+    from qsync_fx.allocator.baselines import DynamicBatches
+
+    more: list[Allocator] = []
+    try:
+        more.append(DynamicBatches(plan_inputs.resizer(inputs, problem)))
+    except QSyncError as error:
+        output.note(f"the comparison omits dynamic batches: {error.what}")
+    allocators = side_by_side(problem, more)
+    with progress("allocators", len(allocators)) as done:
+        return compare(problem, allocators, done)
+
+
+def _front(answer: PlanResult, arguments: argparse.Namespace) -> ParetoFront:
+    from qsync_fx.allocator.analysis import pareto
+    from qsync_fx.allocator.api import get_allocator
+
+    with progress("points", arguments.points) as done:
+        chosen = get_allocator(arguments.allocator)
+        return pareto(answer.problem, chosen, arguments.points, answer, done)
+
+
+def plan_as_json(answer: PlanResult) -> dict[str, Any]:
+    """Return a JSON-compatible description of a plan, with more details than the table."""
+    return _answer(answer) | {
         "plans": {name: dict(plan) for name, plan in answer.plans.items()},
         "notes": [
             {
@@ -289,16 +237,6 @@ def as_json(
             for note in answer.notes
         ],
     }
-    if steps:
-        result["explain"] = [[_step(step) for step in item] for item in steps]
-    if changed is not None:
-        result["changed"] = _answer(changed)
-    if compared:
-        result["compared"] = [_compared(item) for item in compared]
-    if front is not None:
-        uniform = {fmt: _answer(item) for fmt, item in front.uniform.items()}
-        result["pareto"] = {"points": [_answer(item) for item in front.points], "uniform": uniform}
-    return result
 
 
 def _answer(answer: PlanResult) -> dict[str, Any]:

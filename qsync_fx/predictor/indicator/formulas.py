@@ -1,8 +1,8 @@
-"""Closed forms of QSync's indicator: Eq. (3) to (5), literally, and a corrected weighting by depth.
+"""Closed forms of QSync's indicator, Eq. (3) to (5), literally.
 
-The literal forms serve for comparison, not for plans. For a float tensor they use one exponent, of
-the largest element, and one mantissa bit less than the format has. Their variance of a product is
-an upper bound, too large by a factor of the reduced dimension. `omega` is the corrected weighting.
+They serve for comparison, not for plans. For a float tensor they use one exponent, of the largest
+element, and one mantissa bit less than the format has. Their variance of a product is an upper
+bound, too large by a factor of the reduced dimension.
 """
 
 from __future__ import annotations
@@ -29,30 +29,6 @@ def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> di
     for node, before in inputs.items():
         result[node] = max((result.get(item, 0) for item in before), default=0) + (node in owned)
     return result
-
-
-def omega(
-    gamma: float,
-    depth: int,
-    deepest: int,
-    forward: float,
-    weight_gradient: float,
-    input_gradient: float,
-) -> float:
-    """Return the variance that an operator at depth d of L adds to the gradients.
-
-    An error of its forward result affects the gradients of the L - d + 1 operators from there on,
-    and an error of its input gradient the gradients of the d - 1 operators before it:
-
-        omega = gamma**2 (L - d + 1) forward + weight_gradient + (d - 1) input_gradient
-
-    QSync, Eq. (3), has the two weights exchanged: it counts the noise that an operator receives,
-    not the noise that it causes.
-
-    The variances are sums over all elements, gamma is 1/N for the mean loss over N samples.
-    """
-    behind = gamma**2 * (deepest - depth + 1) * forward
-    return behind + weight_gradient + (depth - 1) * input_gradient
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Final, Protocol
 import numpy as np
 
 from qsync_fx.devices.roofline import interpolated, share
-from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replayer.device_timeline import Array
 
 _PHASES: Final = 2
@@ -114,12 +113,6 @@ def ddp_buckets(
     count = len(numels)
     widths = [dtype_bytes] * count if isinstance(dtype_bytes, int) else list(dtype_bytes)
     order = list(range(count)[::-1] if arrival is None else arrival)
-    if min((0, *numels)) < 0 or min((1, *widths)) < 1 or min(limits, default=0) < 1:
-        do = "give whole numbers: elements from 0, bytes per element and limits from 1"
-        raise ProfileError("a size of the buckets is invalid", where="ddp_buckets", do=do)
-    if len(widths) != count or len({*order} & {*range(count)}) != len(order):
-        do = f"name each of the {count} parameters at most once"
-        raise ProfileError("the parameters do not match", where="ddp_buckets", do=do)
     filling: dict[int, list[int]] = {}
     sizes, done = Counter[int](), Counter[int]()
     full: list[list[int]] = []

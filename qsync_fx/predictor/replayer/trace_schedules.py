@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import gzip
 import io
-import json
 import math
 import statistics
 import zlib
@@ -40,29 +39,21 @@ def _no_trace(message: str, where: str) -> ProfileError:
 
 def read(path: Path, noun: str) -> Mapping[str, Any]:
     """Return the JSON object in a file."""
-    where = shown(str(path))
-    # Only the file access of `Schema` is used: trace events are no dataclasses.
-    data = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST).read(path)
+    # Trace events are no dataclasses, so the file is parsed without a reader of its content.
+    schema = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST, smaller=_CUT)
+    data = schema.read(path)
     try:
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as file:
                 data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise ProfileError(f"the {noun} is larger than {_LARGEST} bytes", where=where, do=_CUT)
-        tree = json.loads(data)
+        tree = schema.parsed(data).tree
     except (EOFError, OSError, zlib.error) as error:
         message = f"the {noun} is cut off or damaged: {error}"
-        raise ProfileError(message, where=where, do=_CUT) from None
-    except json.JSONDecodeError as error:
-        message = f"is no JSON: {error.msg}"
-        if error.pos >= len(data.rstrip()) - 1 or error.msg.startswith("Unterminated"):
-            message = "ends in the middle"
-        where += f", line {error.lineno}, column {error.colno}"
-        raise ProfileError(f"the {noun} {message}", where=where, do=_CUT) from None
-    except (RecursionError, ValueError) as error:
-        raise ProfileError(f"the {noun} is no JSON: {error}", where=where, do=_CUT) from None
+        raise ProfileError(message, where=shown(str(path)), do=_CUT) from None
+    except ProfileError as error:
+        raise schema.within(path, error) from None
     if not isinstance(tree, dict):
-        raise ProfileError(f"the {noun} is no JSON object", where=where, do=_CUT)
+        raise ProfileError(f"the {noun} is no JSON object", where=shown(str(path)), do=_CUT)
     return tree
 
 
@@ -120,7 +111,6 @@ def kineto(path: Path) -> Kineto:
     if not events:
         do = f"{_HOW_TO_EXPORT}; an unfinished cycle of its schedule is empty"
         raise ProfileError("the trace has no event that lasts", where=where, do=do)
-    _forwards(entries, where)
     group = _of_type(tree.get("distributedInfo"), dict)
     rank, ranks = number(group.get("rank", 0)), number(group.get("world_size", 1))
     if rank is None or ranks is None or not 0 <= rank < ranks:
@@ -151,21 +141,6 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
         raise _no_trace(f"the event {shown(name)} has {wrong} {text}, which is no time", where)
     track = (str(entry.get("pid")), str(entry.get("tid")))
     return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
-
-
-def _forwards(entries: Sequence[Any], where: str) -> None:
-    """Raise `ProfileError` if backward work precedes the forward work that it belongs to."""
-    begun: dict[object, float] = {}
-    arrows = [item for item in entries if isinstance(item, dict) and item.get("cat") == "fwdbwd"]
-    for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
-        time, name = number(entry.get("ts")), str(entry.get("id"))
-        if time is None:
-            raise _no_trace(f"the arrow {shown(name)} has no time", where)
-        if entry.get("ph") == "s":
-            begun[name] = time
-        elif time < begun.get(name, time):
-            message = f"the trace runs in a circle: backward work {shown(name)} is before forward"
-            raise _no_trace(f"{message} work", where)
 
 
 def execution_sizes(path: Path) -> Mapping[int, Sequence[tuple[int, int]]]:

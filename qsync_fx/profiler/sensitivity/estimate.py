@@ -42,11 +42,10 @@ from qsync_fx.profiler.sensitivity.gradient_step import (
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite, changes
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, checking
-from qsync_fx.progress import progress
+from qsync_fx.progress import progress as shown_progress
 from qsync_fx.rounding import rounding_stream
 from qsync_fx.serialization.schema import Path
 
-Say = Callable[[str], None]
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 STEPS, FRACTION = 50, 0.5
@@ -68,8 +67,8 @@ def sensitivity(
     optimizer: Optimizer | None = None,
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
-    say: Say | None = None,
     path: Path | None = None,
+    progress: bool = True,
 ) -> Sensitivity:
     """Estimate each operator's contribution to the gradient variance in each precision.
 
@@ -83,9 +82,9 @@ def sensitivity(
         optimizer: makes the optimizer that trains the model between the steps, such as `lambda p:
             torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters.
         options: options of the backend, for rounding and scaling.
-        say: callback for cost and progress messages; by default they go to standard error.
         path: output file. Intermediate results are stored after each step in a file next to it that
             ends in ".partial"; a call with the same weights and batches resumes from it.
+        progress: whether to show progress on standard error.
 
     Raises:
         ProfileError: the loss depends on no parameter, Dynamo compiles no part of the model, there
@@ -95,8 +94,8 @@ def sensitivity(
     if path is not None:
         SENSITIVITY.check_writable(path)
         partial = pathlib.Path(f"{path}.partial")
-    settings = (precisions, steps, fraction, optimizer, options, seed, say, partial)
-    (result,) = several(model, step, batches, [method], *settings)
+    settings = (precisions, steps, fraction, optimizer, options, seed, partial)
+    (result,) = several(model, step, batches, [method], *settings, progress=progress)
     if path is not None and partial is not None:
         result.save(path)
         partial.unlink(missing_ok=True)
@@ -114,17 +113,16 @@ def several(
     optimizer: Optimizer | None = None,
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
-    say: Say | None = None,
     partial: Path | None = None,
     within: float = 0.0,
-    shown: bool = True,
+    progress: bool = True,
 ) -> list[Sensitivity]:
     """Estimate the sensitivity by several methods on the same steps; see `sensitivity`.
 
     Args:
         partial: file of intermediate results.
         within: tolerance at which to stop early, once all methods have `settled`; 0 for all steps.
-        shown: whether to show progress on standard error if `say` is None.
+        progress: whether to show progress on standard error.
     """
     check_batches(batches)
     specs = {name: method_called(name) for name in methods}
@@ -140,14 +138,13 @@ def several(
         about += ", trained between"
     made = {method: spec.make() for method, spec in specs.items()}
     checkpoint = SensitivityCheckpoint(partial, made, about, root)
-    tell: Say = say or functools.partial(_on_a_terminal, shown)
     with contextlib.ExitStack() as stack:
         if any(spec.twice for spec in specs.values()):
             # From the first pass, as Dynamo would capture the model again for another kernel.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(restored(root))
         stack.enter_context(torch.enable_grad())
-        bar = progress(f"sensitivity of {name}", steps, shown and say is None)
+        bar = shown_progress(f"sensitivity of {name}", steps, progress)
         advance = stack.enter_context(bar)
         run = _SensitivityRun(captured, step, names, seed)
         trainer = optimizer and optimizer(list(trained(root).values()))
@@ -159,7 +156,7 @@ def several(
             if within and is_new and all(settled(trace, within) for trace in traces):
                 break
             with run.at(index, batch) as now:
-                if index == 0:
+                if index == 0 and progress and sys.stderr.isatty():
                     operators = len({operator for operator, _ in now().keys})
                     most = f"{steps - checkpoint.steps} steps"
                     if within:
@@ -167,7 +164,8 @@ def several(
                     scope = f"{operators} operators in {', '.join(names)}"
                     for method, spec in specs.items():
                         passes = spec.passes(operators, len(names))
-                        tell(f"{method}: {most} of about {passes} passes, {scope}")
+                        text = f"{method}: {most} of about {passes} passes, {scope}"
+                        print(text, file=sys.stderr)
                 if is_new:
                     for method in methods:
                         begin = time.perf_counter()
@@ -178,19 +176,11 @@ def several(
                     run.through(now)
                 if trainer is not None:
                     _train(trainer, now())
-            left = checkpoint.seconds_left(steps, index + 1)
-            advance(f"step {index + 1}", left)
-            if say is not None:
-                say(f"step {index + 1} of {steps}, about {left:.0f} s left")
+            advance(f"step {index + 1}", checkpoint.seconds_left(steps, index + 1))
     return [
         run.result(method, checkpoint.traces[method], checkpoint.seconds[method])
         for method in methods
     ]
-
-
-def _on_a_terminal(shown: bool, text: str) -> None:
-    if shown and sys.stderr.isatty():
-        print(text, file=sys.stderr)
 
 
 class _SensitivityRun:

@@ -1,7 +1,7 @@
 """Interface of the sensitivity methods: their registry, and their input, a repeatable step.
 
-All methods estimate the variance that is added to the gradients of all parameters, except
-"hessian", whose numbers only rank operators. docs/howto-indicator.md adds a method.
+All methods estimate the variance that is added to the gradients of all parameters.
+docs/howto-indicator.md adds a method.
 """
 
 from __future__ import annotations

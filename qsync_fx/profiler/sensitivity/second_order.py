@@ -1,4 +1,4 @@
-"""Methods "second_order", from second derivatives, and "hessian", HAWQ's indicator.
+"""Method "second_order", from second derivatives.
 
 An error e of a tensor changes the gradients of all parameters by H e, and `probed` estimates
 |H e|**2. Random errors are uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding
@@ -34,58 +34,6 @@ from qsync_fx.profiler.tensor_capture.gradient_probes import (
 from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, flip_error
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, put, tapped
-
-
-@dataclass(frozen=True)
-class HessianIndicator:
-    """HAWQ's indicator: largest eigenvalue of a weight's Hessian / weight size * squared error.
-
-    Operators without a weight contribute 0. The power iteration continues from step to step.
-    """
-
-    iterations: int = 4
-    _vectors: dict[str, Tensor] = field(default_factory=dict)
-
-    def look(self, step: GradientStep) -> dict[Key, float]:
-        weights: dict[str, Place] = {}
-        for operator in step.captured.operators:
-            if operator.row is not None and operator.row.scaled:
-                weights[str(operator.id)] = operator.row.scaled[1]
-        taps = Taps({name: {place} for name, place in weights.items()})
-        step.again(0)
-        with step.captured.running(tapped(taps.tap)):
-            loss = step.loss()
-        tensors = [call.tensors[weights[call.operator]] for call in taps.seen]
-        edges = [tensor.edge for tensor in tensors]
-        slopes: tuple[Tensor | None, ...] = torch.autograd.grad(
-            loss, edges, create_graph=True, allow_unused=True
-        )
-        sums: dict[Key, float] = defaultdict(float)
-        for call, tensor, slope in zip(taps.seen, tensors, slopes, strict=True):
-            largest = 0.0
-            if slope is not None and slope.requires_grad:
-                largest = self._largest(call.operator, tensor.edge, slope, step)
-            for name, site in step.changes[call.operator].items():
-                errors = [e for e in erring(call, site, {}) if e.place == weights[call.operator]]
-                square = sum(float(error.square.sum()) for error in errors)
-                sums[call.operator, name] += largest / tensor.value.numel() * square
-        return dict(sums)
-
-    def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
-        vector = self._vectors.get(name)
-        if vector is None or vector.shape != slope.shape:
-            vector = torch.randn(slope.shape, generator=step.generator).to(slope)
-        value = 0.0
-        for _ in range(self.iterations):
-            vector = vector / vector.norm().clamp(min=torch.finfo(vector.dtype).tiny)
-            result: tuple[Tensor | None, ...] = torch.autograd.grad(
-                slope, [edge], vector, retain_graph=True, allow_unused=True
-            )
-            if result[0] is None:
-                return 0.0
-            value, vector = float(result[0].norm()), result[0]
-        self._vectors[name] = vector
-        return value
 
 
 @dataclass
@@ -387,5 +335,4 @@ def _wide(value: Tensor) -> Tensor:
 
 METHODS: Final = (
     MethodSpec("second_order", SecondOrder, lambda operators, formats: 20, twice=True),
-    MethodSpec("hessian", HessianIndicator, lambda operators, formats: 2 + 8 * operators, True),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from qsync_fx import PlanError, ProfileError
 from qsync_fx.allocator import DeviceClass, PlanNoteKind, PlanResult, Problem, evaluate_plan
-from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
+from qsync_fx.allocator.baselines import DynamicBatches, Uniform
 from qsync_fx.allocator.evaluator import Scaled, resized
 from qsync_fx.predictor.memory import LossMemory
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
@@ -49,7 +49,7 @@ def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
     assert found["v100"] > 1024
     computing = [figures.computing for figures in answer.evaluation.classes.values()]
     assert max(computing) < min(computing) * 1.05
-    assert answer.evaluation.seconds < FullPrecision().allocate(problem).evaluation.seconds
+    assert answer.evaluation.seconds < Uniform("fp32").allocate(problem).evaluation.seconds
     assert answer.evaluation.variance == 0
     assert answer.evaluation == evaluate_plan(answer.problem, answer.plans)
     assert {note.kind for note in answer.notes} == {PlanNoteKind.BATCH}

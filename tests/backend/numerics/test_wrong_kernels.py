@@ -45,7 +45,7 @@ product = cpu_kernels.gemm(GemmProduct(q, q.t(), None, None, None))
 assert torch.equal(product, (q.int() @ q.t().int()).float())
 print("path", _C.isa(), "refused", *_C.refused_isas())
 from qsync_fx.cli import doctor_report
-print(doctor_report._quantizer_text(doctor_report.look().quantizer))
+print(doctor_report.quantizer_text())
 """
 
 

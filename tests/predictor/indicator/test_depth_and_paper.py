@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.support.indicators import omega
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.indicator import formulas
-from qsync_fx.predictor.indicator.formulas import depths, omega
+from qsync_fx.predictor.indicator.formulas import depths
 from qsync_fx.predictor.indicator.rounding_variance import noise
 
 

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsync_fx.formats import FORMATS
-from qsync_fx.predictor.indicator.rounding_variance import (
+from benchmarks.support.indicators import (
     gradient_products,
     input_gradient_noise,
-    noise,
-    product_noise,
-    scale,
     weight_gradient_noise,
 )
+from qsync_fx.formats import FORMATS
+from qsync_fx.predictor.indicator.rounding_variance import noise, product_noise, scale
 from tests.support import tiers
 
 INT8, E4M3 = FORMATS["int8"], FORMATS["fp8"]

@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
 from tests.support import tiers
 
@@ -178,20 +177,3 @@ def test_sizes_that_others_published() -> None:
         assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[
             name
         ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"numels": [3, -1]}, "a size of the buckets is invalid"),
-        ({"numels": [3, 1], "dtype_bytes": [4]}, "the parameters do not match"),
-        ({"numels": [3, 1], "dtype_bytes": 0}, "a size of the buckets is invalid"),
-        ({"numels": [3, 1], "arrival": [0, 0]}, "the parameters do not match"),
-        ({"numels": [3, 1], "arrival": [2]}, "the parameters do not match"),
-        ({"numels": [3, 1], "limits": []}, "a size of the buckets is invalid"),
-    ],
-)
-def test_invalid_buckets_are_reported(arguments: dict[str, object], says: str) -> None:
-    with pytest.raises(ProfileError, match=says) as caught:
-        ddp_buckets(**arguments)  # type: ignore[arg-type]
-    assert caught.value.where and caught.value.do

@@ -68,7 +68,6 @@ def test_interrupted_sensitivity_resumes(tmp_path: Path, train: bool) -> None:
 
 
 def test_methods_restore_their_state(tmp_path: Path) -> None:
-    """But for the eigenvectors of "hessian", which are too large to keep."""
     partial, names = tmp_path / "partial", ["second_order", "paper"]
     wanted = several(model(), step, batches(), names, ["int8"], steps=3)
     whole = Counted()

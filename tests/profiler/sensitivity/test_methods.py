@@ -48,6 +48,8 @@ def test_gradients_of_one_layer_equal_the_closed_form() -> None:
 
 @tiers.ALL
 def test_hessian_gives_the_largest_eigenvalue() -> None:
+    import benchmarks.support.indicators  # noqa: F401 - registers "hessian"
+
     layer = nn.Linear(6, 1, bias=False)
     x = torch.randn(50, 6)
     (found,) = several(layer, half_square, [x], ["hessian"], ["int8"], steps=12, fraction=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,23 +83,21 @@ def test_model_without_second_derivatives_names_other_methods() -> None:
     assert all(by["int8"] > 0 for by in found.variance.values())
 
 
-def test_cost_and_progress_are_logged() -> None:
-    said: list[str] = []
-    qsync_fx.sensitivity(
-        wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append
-    )
-    assert (
-        said[0].startswith("second_order: 2 steps of about ") and "5 operators in int8" in said[0]
-    )
-    assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
-
-
-def test_progress_callback_replaces_the_log(
+def test_progress_is_shown_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(qsync_fx.progress, "_EVERY", 0.0)
     how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
-    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), say=lambda _: None, **how)
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), progress=False, **how)
     assert capsys.readouterr().err == ""
     qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), **how)
     assert capsys.readouterr().err.startswith("qsync: sensitivity of Sequential: 1 of 1 after ")
+
+
+def test_cost_is_printed_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2)
+    text = capsys.readouterr().err
+    assert "second_order: 2 steps of about " in text and "5 operators in int8" in text

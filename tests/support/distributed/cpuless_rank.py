@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication.codec_benchmarks import reductions
+from benchmarks.communication.reductions import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
 from qsync_fx.profiler.links.collective_times import (
     all_reduce_seconds,

@@ -28,15 +28,6 @@ def no_backward(trace: dict[str, Any]) -> None:
     ]
 
 
-def backwards(trace: dict[str, Any]) -> None:
-    arrow = next(
-        event
-        for event in trace["traceEvents"]
-        if event.get("cat") == "fwdbwd" and event["ph"] == "f"
-    )
-    arrow["ts"] -= 1e9
-
-
 @pytest.mark.parametrize(
     ("edit", "what", "where"),
     [
@@ -64,7 +55,6 @@ def backwards(trace: dict[str, Any]) -> None:
             "distributedInfo",
         ),
         (no_backward, "contains no training step", ""),
-        (backwards, "runs in a circle", ""),
     ],
 )
 def test_damaged_traces(edit: Edit, what: str, where: str, folder: Path, tmp_path: Path) -> None:
@@ -115,12 +105,12 @@ def test_files_that_are_cut_off(folder: Path, tmp_path: Path) -> None:
     cut, packed = tmp_path / "cut.json", tmp_path / "cut.json.gz"
     cut.write_bytes(whole[: len(whole) // 2])
     packed.write_bytes(gzip.compress(whole)[: -len(whole) // 100])
-    with pytest.raises(ProfileError, match="ends in the middle") as caught:
+    with pytest.raises(ProfileError, match="the trace is truncated") as caught:
         kineto(cut)
     assert "line" in str(caught.value.where) and caught.value.do
     with pytest.raises(ProfileError, match="is cut off or damaged"):
         kineto(packed)
-    with pytest.raises(ProfileError, match="the execution trace ends in the middle"):
+    with pytest.raises(ProfileError, match="the execution trace is truncated"):
         execution_sizes(cut)
     with pytest.raises(ProfileError, match="cannot be read"):
         kineto(tmp_path / "none.json")

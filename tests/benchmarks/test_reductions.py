@@ -1,29 +1,27 @@
-"""`qsync comm bench` where several ranks run it: reductions over their process group, told by one
-of them.
-"""
+"""Reductions over the process group of several ranks, printed by one of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from pathlib import Path
 
 from tests.support import tiers
 from tests.support.processes import forks, ranks
 
+SCRIPT = Path(__file__).parents[2] / "benchmarks/communication/reductions.py"
+
 
 @tiers.ALL
-def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
-    bench = (
-        "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb "
-        "--codec aqgb16"
-    )
+def test_several_ranks_average_gradients_over_their_group() -> None:
+    options = "--megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb --codec aqgb16"
     environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
     torchrun = [
         environment["PYTHON_EXEC"],
         *"-m torch.distributed.run --standalone --nproc-per-node 3".split(),
     ]
-    command = [*torchrun, *bench.split()]
+    command = [*torchrun, str(SCRIPT), *options.split()]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=200
     )
