@@ -25,7 +25,7 @@ from torch import fx
 
 from qsync_fx.coverage.findings import Uncovered, findings
 from qsync_fx.devices.format_support import TARGETS, support
-from qsync_fx.diagnostics.dot import dot
+from qsync_fx.diagnostics.graph_export import dot, model_explorer
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formats import Precision
 from qsync_fx.formatting import many, short
@@ -301,6 +301,10 @@ class Explanation(HtmlView):
     def save_dot(self, path: str | Path) -> None:
         """Write the operators and the tensors between them as a Graphviz file."""
         write_text(Path(path), dot(self.lowered_graphs))
+
+    def save_model_explorer(self, path: str | Path) -> None:
+        """Write the operators as JSON that Model Explorer opens, with modules as its layers."""
+        write_text(Path(path), model_explorer(self.lowered_graphs, Path(path).stem))
 
     def there(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which device queries refer to the option "target", if set."""
