@@ -230,6 +230,10 @@ class PlanResult(HtmlView):
         """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""
         self.as_plan().save(path)
 
+    def __deepcopy__(self, memo: object) -> PlanResult:
+        """Return itself, as it is immutable; Accelerate copies the options of a compilation."""
+        return self
+
     def text(self, width: int | None = None) -> str:
         """Return the text of `print`, optionally fitted to a width in columns."""
         return plain(answer_table(self), width)
