@@ -39,7 +39,7 @@ from qsync_fx.passes.annotate_cost import costed
 from qsync_fx.passes.pass_base import GraphPass, Pass
 from qsync_fx.passes.pass_manager import pipeline, run
 from qsync_fx.passes.printer import Snapshots, Timing
-from qsync_fx.plan.cluster_plan import CHOSEN_BY
+from qsync_fx.plan.cluster_plan import CHOSEN_BY, DevicePlan, device_plans
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.plan import DEVICE_CLASS, Plan, check_plan
 from qsync_fx.serialization.atomic_files import write_text
@@ -258,7 +258,7 @@ class Explanation(HtmlView):
         """Return a plan with every adjustable operator's planned precision, as a base for edits."""
         return Plan(operators={op.id: _plannable(op) for op in self.adjustable})
 
-    def replanned(self, plan: Plan) -> Explanation:
+    def replanned(self, plan: DevicePlan) -> Explanation:
         """Return the explanation under another plan, in milliseconds, without another trace.
 
         Graphs after passes (`graph`, `diff`, `graph_module`) are computed lazily.
@@ -266,6 +266,7 @@ class Explanation(HtmlView):
         Raises:
             PlanError: the plan does not fit the model.
         """
+        (plan,) = device_plans(plan)
         with self.there():
             graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
         return dataclasses.replace(self, graphs=graphs).compared(plan, check=True)
