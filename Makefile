@@ -2,6 +2,7 @@
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+DEMO_STAMP := $(VENV)/.qsync-demo-installed
 STAMP := $(VENV)/.qsync-installed
 LAYOUT := build/layout
 WORKERS ?= 2
@@ -16,8 +17,16 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
 # Of thousands of modules that packages bring a few hundred are imported: Python compiles those as they are.
 LAZILY := --no-compile
-NEEDED := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*project["dependencies"], *project["optional-dependencies"]["dev"])
+PROJECT := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"];
+RUNTIME := $(PROJECT) print(*project["dependencies"], *extras["demo"])
+DEVELOPMENT := $(PROJECT) print(*extras["dev"])
+NEEDED := $(PROJECT) print(*project["dependencies"], *extras["dev"])
+# On a terminal pip shows its progress; a log gets a line per download from 5 MB, and the number of packages.
+SHOWN_PIP := $(PYTHON) -m pip --disable-pip-version-check
+LOGGED := awk '/ Downloading .* \([0-9.]+ [MG]B\)/ && ($$NF ~ /^GB/ || substr($$(NF - 1), 2) >= 5) { print "setup:   " $$2, $$(NF - 1), $$NF } \
+  /^Successfully installed/ { print "setup:   " NF - 2 " packages installed" } { fflush() }'
+INSTALLED = if [ -t 1 ]; then $(SHOWN_PIP) install $(LAZILY) -c constraints.txt $(1); \
+  else $(SHOWN_PIP) install $(LAZILY) -c constraints.txt --progress-bar off $(1) | $(LOGGED); fi
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -60,7 +69,9 @@ $(LAYOUT): FORCE
 	@mkdir -p $(@D)
 	@find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort | cmp -s - $@ || find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort > $@
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
+$(DEMO_STAMP) $(STAMP): SHELL := /bin/bash
+$(DEMO_STAMP) $(STAMP): .SHELLFLAGS := -o pipefail -c
+$(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2>/dev/null; then \
 	  for python in python3.11 python3.12 python3.13 python3 ''; do \
 	    if [ -z "$$python" ]; then echo "setup: qsync_fx needs Python 3.11, 3.12 or 3.13; install one of them" >&2; exit 1; fi; \
@@ -74,19 +85,27 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp
 	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "setup: no C++17 compiler found; on Debian: apt-get install g++" >&2; exit 1; }
 	@echo "setup: build tools"
-	@$(PIP) install $(LAZILY) -c constraints.txt 'scikit-build-core>=0.10' 'pybind11>=2.13' ninja \
-	  $$(command -v cmake >/dev/null && cmake --version | awk '{ split($$3, v, "."); exit !(v[1] > 3 || v[2] >= 18) }' || echo cmake)
-	@echo "setup: the native module, and dependencies beside it (torch is large: minutes the first time)"
-	@PATH="$$PWD/$(VENV)/bin:$$PATH" $(PIP) install --no-build-isolation --no-deps -e . & native=$$!; \
-	  $(PIP) install $(LAZILY) -c constraints.txt $$($(PYTHON) -c '$(NEEDED)') || { kill $$native 2>/dev/null; exit 1; }; \
-	  $(PIP) install $(LAZILY) --no-deps -c constraints.txt $(CUDA_PACKAGES) || \
-	    echo "setup: without $(CUDA_PACKAGES), CUDA kernels are neither compiled nor looked at here" >&2; \
-	  wait $$native
+	@$(call INSTALLED,'scikit-build-core>=0.10' 'pybind11>=2.13' ninja \
+	  $$(command -v cmake >/dev/null && cmake --version | awk '{ split($$3, v, "."); exit !(v[1] > 3 || v[2] >= 18) }' || echo cmake))
+	@packages=$$($(PYTHON) -c '$(RUNTIME)'); \
+	  echo "setup: compile the native module, and download torch, $$(echo $$packages | wc -w | awk '{ print $$1 - 1 }') other packages and their dependencies"; \
+	  PATH="$$PWD/$(VENV)/bin:$$PATH" $(PIP) install --no-build-isolation --no-deps -e . & native=$$!; \
+	  $(call INSTALLED,$$packages) || { kill $$native 2>/dev/null; exit 1; }; \
+	  echo "setup: wait for the compiler"; wait $$native
 	@$(PYTHON) -c 'import torch, qsync_fx; from qsync_fx import _C; print(f"setup: done, torch {torch.__version__}, {_C.isa()} kernels")'
 	@touch $@
 
+# The extra "dev" comes on top: `make demo` does not need it.
+$(STAMP): $(DEMO_STAMP)
+	@packages=$$($(PYTHON) -c '$(DEVELOPMENT)'); \
+	  echo "setup: $$(echo $$packages | wc -w) packages for tests and documentation, with their dependencies"; \
+	  $(call INSTALLED,$$packages)
+	@$(PIP) install $(LAZILY) --no-deps -c constraints.txt $(CUDA_PACKAGES) || \
+	  echo "setup: without $(CUDA_PACKAGES), no CUDA kernel is compiled or checked here" >&2
+	@touch $@
+
 # The demo falls back to smaller data that scikit-learn ships, so a machine without the package is fine.
-demo: setup ## two unequal ranks measure themselves, find a plan and train a ResNet under it, in five minutes the first time
+demo: $(DEMO_STAMP) ## two unequal ranks measure themselves, find a plan and train a ResNet under it, in five minutes the first time
 	@if [ ! -d /usr/share/datasets/fashion-mnist ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "demo: fetching Fashion-MNIST"; \
 	  install="timeout 120 apt-get install -y -q -o DPkg::Lock::Timeout=30 dataset-fashion-mnist"; \

@@ -160,11 +160,12 @@ def precision(name: str | torch.dtype | Precision) -> Precision:
     raise PrecisionError(f"{name!r} is not a precision", do=do)
 
 
-def precisions(names: Iterable[str | torch.dtype | Precision]) -> list[Precision]:
-    """Return the formats with these names, without duplicates."""
-    if isinstance(names, str):
-        message = f"precisions must be a list of names, not the string {names!r}"
-        raise PrecisionError(message, do=f"write precisions=[{names!r}]")
+def precisions(
+    names: Iterable[str | torch.dtype | Precision] | str | torch.dtype | Precision,
+) -> list[Precision]:
+    """Return the formats with these names, or with one name, without duplicates."""
+    if isinstance(names, str | torch.dtype | Precision):
+        names = [names]
     return list(dict.fromkeys(precision(name) for name in names))
 
 

@@ -20,7 +20,7 @@ from qsync_fx.devices.format_support import TARGETS, default_precision
 from qsync_fx.errors import OptionError, PrecisionError, nearest
 from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.option_help import DOCUMENTED as DOCUMENTED, RECIPE_HELP, RECIPES
-from qsync_fx.plan.cluster_plan import ClusterPlan, HoldsPlan, part_of_this_process, read_plan
+from qsync_fx.plan.cluster_plan import ClusterPlan, given_plan, part_of_this_process, read_plan
 from qsync_fx.plan.plan import Plan
 from qsync_fx.rounding import ROUNDINGS, Rounding
 from qsync_fx.serialization.strict_json import kind, shown_value
@@ -224,11 +224,8 @@ def _converted(name: str, value: object) -> Any:
     match name, value:
         case "plan", str() | os.PathLike():
             return read_plan(value)
-        case "plan", HoldsPlan():
-            return value.as_plan()
-        case "plan", dict():
-            patterns = {key: fmt for key, fmt in value.items() if key != "default"}
-            return Plan(value.get("default"), list(patterns.items()))
+        case "plan", _:
+            return given_plan(value)
         case "precision", Precision() | torch.dtype() | str():
             # An unknown name stays, for the error about the option.
             with contextlib.suppress(PrecisionError):

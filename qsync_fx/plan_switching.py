@@ -26,14 +26,13 @@ from qsync_fx.coverage.first_step_check import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, part_of_this_process, read_plan
-from qsync_fx.serialization import Path
+from qsync_fx.plan.cluster_plan import DevicePlan, given_plan, part_of_this_process, read_plan
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 _switches = 0
 
 
-def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
+def switch_plan(model: Model, plan: DevicePlan | ClusterPlan | None) -> Model:
     """Activate another plan for a compiled model, and return the same model object.
 
     The next call compiles once, or not at all if an equal plan was active before. Parameters,

@@ -11,7 +11,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch
 from torch import nn
@@ -40,7 +40,12 @@ from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.measurement import GivenOptimizer
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
-from qsync_fx.timeline.device_profiles import DeviceInputs, Given, load_device_profiles
+from qsync_fx.timeline.device_profiles import (
+    DeviceInputs,
+    Given,
+    load_device_profiles,
+    model_instead_of_profile,
+)
 
 if TYPE_CHECKING:
     from qsync_fx.profiler.profile import Profile
@@ -162,7 +167,7 @@ def allocators() -> Mapping[str, Allocator]:
 def find_plan(
     profile: Given | Mapping[str, Given],
     cluster: Cluster | Path | None = None,
-    *,
+    *others: Never,
     objective: str = "hybrid",
     budget: str | float | None = None,
     memory: Mapping[str, Memory] | Memory | None = None,
@@ -226,6 +231,8 @@ def find_plan(
         ProfileError: a profile is missing or lacks required data, or `model` is given and no
             profile is of this machine and model.
     """
+    if callable(profile) or others:
+        raise model_instead_of_profile(profile)
     fleet, available = load_device_profiles(profile, cluster)
     wishes = PlanRequest(
         objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin

@@ -15,7 +15,7 @@ from rich.text import Text
 from qsync_fx.allocator.evaluator import DeviceMetrics, Evaluation
 from qsync_fx.allocator.problem import Plans, Problem, width as width_of
 from qsync_fx.errors import PlanError, nearest
-from qsync_fx.formatting import duration, short
+from qsync_fx.formatting import duration, many, short
 from qsync_fx.html_view import HtmlView
 from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes
 from qsync_fx.plan.plan import Plan
@@ -76,7 +76,7 @@ class PlanNoteKind(StrEnum):
     BINDS = "a higher limit may allow a better plan"
     RECKONED = "the optimality gap is not proved; bound of the last program, for similar plans only"
     KEEPS = "this class is the fastest, and trains in its widest format"
-    WAITS = "the device waits for gradients; try gradient codecs (the argument codecs)"
+    WAITS = "the device waits for gradients"
     LEAVES = "the plan leaves a margin, in case this device is slower than predicted"
     NOT_SENT = "codecs have no effect: a single device sends no gradients"
     ONE_NODE = "codecs have no effect: all ranks share one node, in which gradients are FP32"
@@ -230,6 +230,10 @@ class PlanResult(HtmlView):
         """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""
         self.as_plan().save(path)
 
+    def __deepcopy__(self, memo: object) -> PlanResult:
+        """Return itself, as it is immutable; Accelerate copies the options of a compilation."""
+        return self
+
     def text(self, width: int | None = None) -> str:
         """Return the text of `print`, optionally fitted to a width in columns."""
         return plain(answer_table(self), width)
@@ -266,30 +270,72 @@ def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
     ]
 
 
-_SHOWN: Final = 5
-"""Maximum number of details of a note that are shown."""
+_EXAMPLES: Final = 2
+"""Maximum number of operators that a note names."""
 
 
 def answer_table(answer: PlanResult) -> RenderableType:
     """Return a result for a rich console."""
     conditions = {name: part.conditions for name, part in answer.problem.classes.items()}
     measured = [f"{name}: measured with {text}" for name, text in conditions.items() if text]
-    lines = (*_coding(answer), *_trials(answer), *measured, *note_lines(answer))
+    lines = [*limit_lines(answer), *_coding(answer), *_trials(answer), *measured]
+    lines += [*note_lines(answer), _bound(answer)]
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
-def _head(answer: PlanResult) -> list[str]:
+def _head(answer: PlanResult) -> Iterator[str]:
     evaluation, problem = answer.evaluation, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
+    yield f"{duration(evaluation.seconds)} a step{limit}"
+    text = f"variance {evaluation.variance:.4g} added to the mean gradient"
+    if share := variance_share(answer):
+        text += f", {share}"
+    yield text
+
+
+def variance_share(answer: PlanResult) -> str:
+    """Return the variance relative to uniform plans in the narrowest formats; "" if that is 0."""
+    problem = answer.problem
+    narrowest = problem.variance_of(problem.uniform())
+    if not narrowest:
+        return ""
+    names = "/".join(dict.fromkeys(problem.classes[name].lowest for name in problem.open))
+    return f"{answer.evaluation.variance / narrowest:.2g} of uniform {names}'s"
+
+
+def limit_lines(answer: PlanResult) -> Iterator[str]:
+    """Yield sentences on the limits that the plan reaches or exceeds."""
+    problem, reached = answer.problem, False
+    for note in answer.notes:
+        if note.kind is not PlanNoteKind.BINDS:
+            continue
+        reached = True
+        subject, value = next(iter(note.numbers.items()))
+        limit = note.numbers["limit"]
+        match subject:
+            case "memory":
+                subject = f"memory of {note.device}"
+                values = f"{short(value, 'B')} of {short(limit, 'B')}"
+            case "seconds":
+                subject, values = "step time", f"{duration(value)} of {duration(limit)}"
+            case _:
+                values = f"{value:.4g} of {limit:.4g}"
+        yield f"the {subject} limits the plan: {values} allowed"
+    for subject, excess in answer.evaluation.exceeds(problem).items():
+        reached = True
+        yield f"the plan exceeds the limit of the {subject} by {excess:.4g}"
+    if not reached:
+        goal = "variance" if problem.least == "variance" else "step time"
+        yield f"no limit is reached: the plan has the least {goal} that was found"
+
+
+def _bound(answer: PlanResult) -> str:
     bound = "no bound is known"
-    if answer.bound is not None and problem.least == "variance":
+    if answer.bound is not None and answer.problem.least == "variance":
         bound = f"no plan has a variance below {answer.bound:.4g}, gap {answer.gap:.2%}"
     elif answer.bound is not None:
         bound = f"no plan has a step below {duration(answer.bound)}, gap {answer.gap:.2%}"
-    return [
-        f"{duration(evaluation.seconds)} a step{limit}, variance {evaluation.variance:.4g}",
-        f"{answer.allocator}: {bound}; {answer.took:.2f} s",
-    ]
+    return f"allocator {answer.allocator}, {answer.took:.2f} s: {bound}"
 
 
 def _classes(answer: PlanResult) -> RenderableType:
@@ -304,13 +350,14 @@ def _classes(answer: PlanResult) -> RenderableType:
         if limit is not None:
             peak += f" of {short(limit, 'B')}"
         counts = Counter(answer.plans[name].values())
+        shares = [f"{counts[fmt]} ({counts[fmt] / counts.total():.0%})" for fmt in formats]
         table.add_row(
             Text(name),
             str(answer.problem.cluster.devices[name].count),
             *map(duration, (figures.computing, figures.waiting, figures.sending)),
             peak,
             f"{figures.variance:.4g}",
-            *(str(counts[fmt] or "-") for fmt in formats),
+            *(share if counts[fmt] else "-" for fmt, share in zip(formats, shares, strict=True)),
         )
     return Fitted(table)
 
@@ -343,28 +390,43 @@ def _trials(answer: PlanResult) -> Iterator[str]:
 
 
 def note_lines(answer: PlanResult) -> Iterator[str]:
-    """Yield a line per kind of note and device."""
-    by_kind: dict[tuple[str, str], list[str]] = {}
+    """Yield a line per kind of note and device; `limit_lines` covers the limits."""
+    by_kind: dict[tuple[PlanNoteKind, str], list[str]] = {}
     for note in answer.notes:
-        details = by_kind.setdefault((note.kind, note.device), [])
-        details += filter(None, [_detail(note)])
+        if note.kind is not PlanNoteKind.BINDS:
+            details = by_kind.setdefault((note.kind, note.device), [])
+            details += filter(None, [_detail(note)])
     for (kind, device), details in by_kind.items():
-        text = f"{device}: {kind}" if device else kind
+        text = f"{device}: {kind}" if device else str(kind)
+        if kind is PlanNoteKind.NOT_FASTER:
+            text = f"{text} for {many(len(details), 'operator')}"
         if details:
-            text += f": {'; '.join(details[:_SHOWN])}"
-        if len(details) > _SHOWN:
-            text += f" and {len(details) - _SHOWN} more"
+            text += f": {'; '.join(details[:_EXAMPLES])}"
+        if len(details) > _EXAMPLES:
+            text += "; ..."
         yield text
 
 
 def _detail(note: PlanNote) -> str:
+    match note.kind, dict(note.numbers):
+        case PlanNoteKind.JOINS | PlanNoteKind.DOES_NOT_HELP, {
+            "samples a second": rate,
+            "without it": without,
+        }:
+            return f"{_rounded(rate)} samples a second, {_rounded(without)} without it"
+        case PlanNoteKind.WAITS, {"seconds": waiting, "of a step of": step}:
+            advice = 'gradient codecs, such as codecs=["qsgd8"], send fewer bytes'
+            return f"{duration(waiting)} of a step of {duration(step)}; {advice}"
+        case PlanNoteKind.NOT_FASTER, {"seconds more": more}:
+            narrow, wide = note.formats
+            return f"{note.operator} takes {duration(more)} more in {narrow} than in {wide}"
     numbers = ", ".join(_note_number(note, name, value) for name, value in note.numbers.items())
     return " ".join(part for part in (note.operator, "/".join(note.formats), numbers) if part)
 
 
 def _note_number(note: PlanNote, name: str, value: float) -> str:
     """Return a number of a note with name and unit; a limit has the unit of the limited value."""
-    meant = next(iter(note.numbers)) if name in ("limit", "of a step of") else name
+    meant = next(iter(note.numbers)) if name == "limit" else name
     if name.startswith("seconds"):
         return f"{duration(value)}{name.removeprefix('seconds')}"
     if meant.startswith("seconds"):
@@ -373,4 +435,8 @@ def _note_number(note: PlanNote, name: str, value: float) -> str:
         return f"{name} {short(value, 'B')}"
     if meant == "share":
         return f"{value:.1%}"
-    return f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"
+    return f"{name} {_rounded(value)}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

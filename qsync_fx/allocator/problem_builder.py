@@ -14,7 +14,7 @@ from qsync_fx.allocator.objectives import objective_named
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
 from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
-from qsync_fx.formats import FORMATS, precision
+from qsync_fx.formats import FORMATS, precision, precisions as named
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -45,8 +45,7 @@ class PlanRequest:
         for limit in (self.budget, self.target):
             if isinstance(limit, str):
                 precision(limit)
-        for fmt in self.precisions or ():
-            precision(fmt)
+        named(self.precisions or ())
         codec_names(self.codecs)
         check_margin(self.margin)
         _check_memory(self.memory)
@@ -184,7 +183,7 @@ def _asked(
     owned = _formats(profile, graph)
     if precisions is None:
         return owned, []
-    requested = [precision(fmt).name for fmt in precisions]
+    requested = [fmt.name for fmt in named(precisions)]
     # A profile's graph can support more formats than were measured.
     available = owned
     if not isinstance(profile, DeviceTimes):
@@ -202,7 +201,7 @@ def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence
         set(_asked(name, profile, graph_of(name, profile), precisions)[1])
         for name, profile in available.items()
     ]
-    for fmt in (precision(item).name for item in precisions):
+    for fmt in (item.name for item in named(precisions)):
         if all(fmt in item for item in lacking):
             owned = [_formats(item, graph_of(name, item)) for name, item in available.items()]
             have = dict.fromkeys(name for formats in owned for name in formats)

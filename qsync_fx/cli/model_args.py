@@ -206,6 +206,14 @@ _METAVARS = {
 }
 
 
+EVERY_FORMAT = OptionError(
+    "a measurement runs operators in every format to find the faster ones",
+    where="--skip-unprofitable",
+    do="remove it; plans made from the profile avoid formats that do not pay",
+)
+"""Refusal of --skip-unprofitable by commands that measure."""
+
+
 def add(
     parser: argparse.ArgumentParser,
     name: str = "model",
@@ -271,6 +279,12 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options and the recipe that a command line sets, by name."""
     values = {name: getattr(arguments, name, None) for name in _arguments(inspection=True)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options for measurements of several plans, each of which is of one device."""
+    options = given(arguments) | {"skip_unprofitable": False}  # which a recipe may set
+    return {name: value for name, value in options.items() if name not in ("plan", "device_class")}
 
 
 def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:

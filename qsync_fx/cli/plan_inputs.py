@@ -281,7 +281,7 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
         trained.precisions,
         optimizer=model_args.optimizer(arguments.optimizer, trained.module),
         sensitivity="second_order" if sensitivity else None,
-        options=model_args.given(arguments),
+        options=model_args.measured(arguments),
     )
 
 
@@ -304,7 +304,7 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
         "step": trained.step,
         "batches": trained.batches,
         "optimizer": model_args.optimizer(arguments.optimizer, trained.module),
-        "options": model_args.given(arguments),
+        "options": model_args.measured(arguments),
         "max_replans": MAX_REPLANS if limit is None else limit,
     }
 

@@ -25,7 +25,7 @@ from torch import fx
 
 from qsync_fx.coverage.findings import Uncovered, findings
 from qsync_fx.devices.format_support import TARGETS, support
-from qsync_fx.diagnostics.dot import dot
+from qsync_fx.diagnostics.graph_export import dot, model_explorer
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formats import Precision
 from qsync_fx.formatting import many, short
@@ -39,7 +39,7 @@ from qsync_fx.passes.annotate_cost import costed
 from qsync_fx.passes.pass_base import GraphPass, Pass
 from qsync_fx.passes.pass_manager import pipeline, run
 from qsync_fx.passes.printer import Snapshots, Timing
-from qsync_fx.plan.cluster_plan import CHOSEN_BY
+from qsync_fx.plan.cluster_plan import CHOSEN_BY, DevicePlan, device_plans
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.plan import DEVICE_CLASS, Plan, check_plan
 from qsync_fx.serialization.atomic_files import write_text
@@ -258,7 +258,7 @@ class Explanation(HtmlView):
         """Return a plan with every adjustable operator's planned precision, as a base for edits."""
         return Plan(operators={op.id: _plannable(op) for op in self.adjustable})
 
-    def replanned(self, plan: Plan) -> Explanation:
+    def replanned(self, plan: DevicePlan) -> Explanation:
         """Return the explanation under another plan, in milliseconds, without another trace.
 
         Graphs after passes (`graph`, `diff`, `graph_module`) are computed lazily.
@@ -266,6 +266,7 @@ class Explanation(HtmlView):
         Raises:
             PlanError: the plan does not fit the model.
         """
+        (plan,) = device_plans(plan)
         with self.there():
             graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
         return dataclasses.replace(self, graphs=graphs).compared(plan, check=True)
@@ -301,6 +302,10 @@ class Explanation(HtmlView):
     def save_dot(self, path: str | Path) -> None:
         """Write the operators and the tensors between them as a Graphviz file."""
         write_text(Path(path), dot(self.lowered_graphs))
+
+    def save_model_explorer(self, path: str | Path) -> None:
+        """Write the operators as JSON that Model Explorer opens, with modules as its layers."""
+        write_text(Path(path), model_explorer(self.lowered_graphs, Path(path).stem))
 
     def there(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which device queries refer to the option "target", if set."""

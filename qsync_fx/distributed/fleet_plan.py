@@ -36,7 +36,7 @@ from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Profile
 from qsync_fx.profiler.sensitivity.gradient_step import method
-from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
+from qsync_fx.profiler.timing.step_timers import StepFunction, check_model, first_batch
 from qsync_fx.serialization.schema import Path
 
 CODECS: Final = "codecs"  # key of the plan note that lists the codecs that the solver may choose
@@ -144,8 +144,8 @@ def _seconds(profile: Profile) -> float:
 
 def measure_and_plan(
     model: nn.Module,
-    step: StepFunction,
-    batches: Iterable[Any],
+    step: StepFunction | None = None,
+    batches: Iterable[Any] = (),
     *,
     optimizer: GivenOptimizer | None = None,
     device_class: str | None = None,
@@ -189,6 +189,10 @@ def measure_and_plan(
         measuring: further arguments of `qsync_fx.measure`. With `path="profile.json"` rank 1 writes
             "profile.1.json".
     """
+    check_model(model)
+    if step is None:
+        do = "give step(model, batch), which returns the loss"
+        raise OptionError("there is no step to measure", where="step", do=do)
     called = cluster_plan.this_process().device
     mine = device_class or cluster_plan.named_class() or _class_of(called)
     wishes: dict[str, Any] = {"objective": objective, "budget": budget, "memory": memory}

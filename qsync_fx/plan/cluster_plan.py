@@ -7,6 +7,7 @@ parameters of a bucket share a codec, except small ones, which are sent in FP32.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import textwrap
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import distributed
 
 from qsync_fx import environment
 from qsync_fx.errors import PlanError, nearest, shown
-from qsync_fx.formats import FORMATS, FP32
+from qsync_fx.formats import FORMATS, FP32, Precision
 from qsync_fx.html_view import HtmlView
 from qsync_fx.plan.plan import (
     CLUSTER_PLAN,
@@ -292,20 +293,27 @@ class HoldsPlan(Protocol):
         """Return the plan."""
 
 
+PlanFields = dict[str, str | torch.dtype | Precision]
+"""Plan as a dictionary from patterns to formats; "default" is the format of other operators."""
+DevicePlan = Plan | HoldsPlan | PlanFields | Path
+
+
 def given_plan(value: object) -> object:
     """Return the plan of a value that contains one, and any other value unchanged."""
     if isinstance(value, HoldsPlan):
         return value.as_plan()
-    return value
+    return Plan(value) if isinstance(value, dict) else value
 
 
-def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
+def device_plans(value: DevicePlan | Sequence[DevicePlan]) -> list[Plan]:
     """Return one or several plans of a device as a list; raise `PlanError` for any other value."""
-    several = [value] if isinstance(value, Plan | ClusterPlan | HoldsPlan) else value
+    several = value if isinstance(value, list | tuple) else [value]
     return [_device_plan(given_plan(item)) for item in several]
 
 
 def _device_plan(value: object) -> Plan:
+    if isinstance(value, str | os.PathLike):
+        value = read_plan(value)
     if isinstance(value, Plan):
         return value
     message = f"a value of type {type(value).__name__} is not a plan for one device"

@@ -17,11 +17,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from qsync_fx.errors import PlanError, PrecisionError, nearest, shown
 from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.formatting import many
 from qsync_fx.html_view import HtmlView
+from qsync_fx.module_paths import unwrapped
 from qsync_fx.plan.operator_id import OpId, alternatives, escaped, module_regex, pattern_regex
 from qsync_fx.serialization import Parsed, Path, Schema, kind
 
@@ -146,7 +148,8 @@ class Plan(HtmlView):
         operators: precisions of single operators, with priority over patterns.
         notes: origin of the plan, free text by name; ignored by comparisons.
 
-    Precisions are names or `Precision`, operators are texts or `OpId`.
+    Precisions are names, dtypes or `Precision`, operators are texts or `OpId`, and patterns may be
+    a dictionary. `Plan({"default": "int8", "head": "fp32"})` is short for a default and patterns.
 
     Raises:
         PlanError: a wrong type, an unknown precision, or a malformed pattern or id.
@@ -159,12 +162,17 @@ class Plan(HtmlView):
 
     def __init__(
         self,
-        default: Precision | str | None = None,
-        patterns: Sequence[tuple[str, Precision | str]] = (),
+        default: Precision | str | torch.dtype | Mapping[str, Any] | None = None,
+        patterns: Sequence[tuple[str, Precision | str]] | Mapping[str, Any] = (),
         operators: _Operators = MappingProxyType({}),
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         set_field = object.__setattr__
+        if isinstance(patterns, Mapping):
+            patterns = list(patterns.items())
+        if isinstance(default, Mapping):
+            entries = [entry for entry in default.items() if entry[0] != "default"]
+            default, patterns = default.get("default"), [*entries, *patterns]
         if default is not None:
             default = _precision(default, "default")
         set_field(self, "default", default)
@@ -210,13 +218,20 @@ class Plan(HtmlView):
             return f"plan of {self.notes[DEVICE_CLASS]}"
         return "plan"
 
-    def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
-        """Raise `PlanError` if the plan was made for another model.
+    def check(self, model: nn.Module | Sequence[OpId], complete: bool = True) -> None:
+        """Raise `PlanError`, with the nearest names, if the plan was made for another model.
 
-        `complete`: `op_ids` are all operators of the model. Only then are unused operators and
-        patterns of the plan errors.
+        Args:
+            model: the model, or the ids of its adjustable operators. A model has no ids before it
+                is compiled: then entries are errors if they name none of its modules.
+            complete: whether the ids are all operators of the model. Only then are unused operators
+                and patterns of the plan errors.
         """
-        check_plan(self, op_ids, complete)
+        if isinstance(model, nn.Module):
+            modules = [name for name, _ in unwrapped(model).named_modules(remove_duplicate=False)]
+            check_plan(self, (), complete=False, modules=modules)
+        else:
+            check_plan(self, model, complete)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, identical for equal plans with equal notes."""
@@ -240,8 +255,10 @@ class Plan(HtmlView):
         result = PLAN.decode(text)
         return cls(result.default, result.patterns, result.operators, result.notes)
 
-    def save(self, path: Path) -> None:
-        """Write the plan to `path` atomically; raise `PlanError` on failure."""
+    def save(self, path: Path, model: nn.Module | None = None) -> None:
+        """Write the plan to `path` atomically, after `check` of the model if it is given."""
+        if model is not None:
+            self.check(model)
         PLAN.write(path, self.to_json())
 
     @classmethod
@@ -379,7 +396,14 @@ def _near(text: str, texts: list[str]) -> tuple[str, ...]:
         while path and path not in modules:
             modules[path] = None
             path = path.rpartition(".")[0]
-    return tuple(_close(text, modules))
+    return _near_modules(text, modules)
+
+
+def _near_modules(path: str, modules: Collection[str]) -> tuple[str, ...]:
+    """Return up to three similar paths, or else similar last names, as of `**.query`."""
+    last = path.rpartition(".")[2]
+    names = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+    return tuple(_close(path, modules) or _close(last, names))
 
 
 def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
@@ -415,7 +439,7 @@ def check_plan(
         if complete or (modules is not None and (op_id.module or op_id.after) not in modules)
     ]
     if result.missing or extra:
-        raise _another_model(plan, result, extra, op_ids)
+        raise _another_model(plan, result, extra, op_ids, modules or ())
     idle = {entry: near for entry, _, near in result.unused if isinstance(entry, str)}
     for position, (pattern, _) in enumerate(plan.patterns):
         for part in filter(idle.__contains__, (pattern, *alternatives(pattern))):
@@ -427,12 +451,16 @@ def check_plan(
                 raise _selects_nothing(part, where, message, idle[part])
             if modules is None:
                 continue
-            if not any(map(module_regex(part).match, map(escaped, modules))):
-                near = idle[part] or tuple(_close(part.partition("/")[0], modules))
-                raise _selects_nothing(part, where, f"none of the {len(modules)} modules", near)
+            for name in alternatives(part) or (part,):
+                if not any(map(module_regex(name).match, map(escaped, modules))):
+                    near = idle[part] or _near_modules(name.partition("/")[0], modules)
+                    message = f"none of the {len(modules)} modules"
+                    raise _selects_nothing(name, where, message, near)
 
 
-def _another_model(plan: Plan, result: Misfit, extra: list[OpId], ids: Sequence[OpId]) -> PlanError:
+def _another_model(
+    plan: Plan, result: Misfit, extra: list[OpId], ids: Sequence[OpId], modules: Collection[str]
+) -> PlanError:
     subject, where, advice = [], [], "use the plan of this model"
     if result.missing:
         subject.append(f"has no precision for {len(result.missing)} of the {len(ids)} operators")
@@ -443,7 +471,7 @@ def _another_model(plan: Plan, result: Misfit, extra: list[OpId], ids: Sequence[
         where.append(_list("in the plan, not in this model", extra))
     elif result.operators:
         where.append(_list("in the plan, not in this part of the model", result.operators))
-    pairs = (result.missing, plan.operators, "plan"), (result.operators, ids, "model")
+    pairs = (result.missing, plan.operators, "plan"), (result.operators, ids or modules, "model")
     for strangers, available, owner in pairs:
         texts = list(map(str, available))
         near = {text: close for text in map(str, strangers[:3]) if (close := _close(text, texts))}

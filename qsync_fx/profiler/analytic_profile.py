@@ -33,7 +33,7 @@ from qsync_fx.profiler.observed_step import observed, profile_plans
 from qsync_fx.profiler.profile import Collective, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 from qsync_fx.profiler.timing.measured_memory import known_memory
-from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, clock_for
+from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, check_model, clock_for
 
 _SIZES = tuple(2**power for power in range(16, 31))
 
@@ -61,6 +61,7 @@ def catalog_profile(
         DeviceError: there is no such device.
         OptionError: an argument is invalid.
     """
+    check_model(model)
     if not isinstance(device, Device):
         device = get(device)
     if precisions is None:

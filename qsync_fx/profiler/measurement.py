@@ -28,7 +28,7 @@ from qsync_fx.formats import FORMATS, Precision, encoding, precision, precisions
 from qsync_fx.formatting import many, roughly
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
-from qsync_fx.plan.cluster_plan import HoldsPlan, device_plans
+from qsync_fx.plan.cluster_plan import DevicePlan, device_plans
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_file import stored
@@ -49,6 +49,7 @@ from qsync_fx.profiler.timing.step_timers import (
     GpuTimer,
     StepFunction,
     TrainingStep,
+    check_model,
     clock_for,
     clock_of,
     compiling,
@@ -74,7 +75,7 @@ def measure(
     precisions: Sequence[str | Precision] | None = None,
     *,
     optimizer: GivenOptimizer | None = None,
-    plan: Plan | HoldsPlan | Sequence[Plan | HoldsPlan] = (),
+    plan: DevicePlan | Sequence[DevicePlan] = (),
     profile: Profile | Path | None = None,
     repeats: int = REPEATS,
     sensitivity: str | None = "second_order",
@@ -369,10 +370,7 @@ def _formats_of(plan: Plan) -> Iterable[str]:
 
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
     """Return the module to measure, without its wrappers; raise for invalid arguments."""
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"measure requires a module, not {type(model).__name__}", do="pass the model to train"
-        )
+    check_model(model)
     if rounds < 1:
         message = f"a plan cannot be measured {rounds} times"
         raise OptionError(message, where="repeats", do="give 1 or more")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from qsync_fx.allocator.analysis import ParetoFront
-from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, evaluate_plan
-from qsync_fx.allocator.plan_result import PlanNoteKind, PlanResult, note_lines
+from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator
+from qsync_fx.allocator.plan_result import PlanResult, limit_lines, note_lines, variance_share
 from qsync_fx.allocator.problem import Problem, width
-from qsync_fx.formatting import duration, many, short
+from qsync_fx.formatting import duration, many
 from qsync_fx.predictor.memory.peak_memory import StepMemory
 from qsync_fx.report.timeline_tab import add_timeline
 
@@ -57,12 +57,7 @@ def _add_summary(tabs: Any, answer: PlanResult, before: Evaluation) -> None:
             "note": f"{saved:.2f} times as fast as in the widest formats",
         }
     )
-    narrowest = evaluate_plan(problem, problem.uniform())
-    note = ""
-    if narrowest.variance:
-        share = evaluation.variance / narrowest.variance
-        note = f"{share:.1%} of the variance in the narrowest formats"
-    label = "variance added to the gradients"
+    label, note = "variance added to the gradients", variance_share(answer)
     facts.append({"label": label, "number": evaluation.variance, "note": note})
     for name, metrics in evaluation.classes.items():
         part = problem.classes[name]
@@ -85,33 +80,12 @@ def _add_summary(tabs: Any, answer: PlanResult, before: Evaluation) -> None:
     peaks = [item.peak_bytes for item in evaluation.classes.values() if item.peak_bytes]
     if peaks:
         facts.append({"label": "highest peak memory", "bytes": max(peaks), "note": "of a device"})
-    summary["sentences"] += [*_limits(answer), *_pace(answer), *_bound(answer)]
+    summary["sentences"] += [*map(_sentence, limit_lines(answer)), *_pace(answer), *_bound(answer)]
     summary["details"] += list(note_lines(answer))
 
 
-def _limits(answer: PlanResult) -> list[str]:
-    """Return sentences on what limits the plan."""
-    result = []
-    for note in answer.notes:
-        if note.kind is not PlanNoteKind.BINDS:
-            continue
-        subject, value = next(iter(note.numbers.items()))
-        limit = note.numbers["limit"]
-        if subject == "memory":
-            sizes = f"{short(value, 'B')} of {short(limit, 'B')}"
-            result.append(f"The memory of {note.device} limits the plan: it takes {sizes}.")
-        elif subject == "seconds":
-            times = f"{duration(value)} of {duration(limit)}"
-            result.append(f"The step time limits the plan: it takes {times} allowed.")
-        else:
-            text = f"{value:.4g} of {limit:.4g}"
-            result.append(f"The variance limits the plan: it adds {text} allowed.")
-    for subject, excess in answer.evaluation.exceeds(answer.problem).items():
-        result.append(f"The plan exceeds the limit of the {subject} by {excess:.4g}.")
-    if not result:
-        goal = "variance" if answer.problem.least == "variance" else "step time"
-        result.append(f"No limit is reached: the plan has the least {goal} that was found.")
-    return result
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _pace(answer: PlanResult) -> list[str]:

@@ -134,6 +134,8 @@ def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
 def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     """Return the model of a profile; raise `ProfileError` for other objects."""
     graph = getattr(profile, "graph", None)
+    if callable(profile):
+        raise model_instead_of_profile(profile)
     if graph is None:
         raise ProfileError(
             f"the value for {shown(name)} is of type {type(profile).__name__}, not a profile",
@@ -148,6 +150,17 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
             do="measure the model again with this version of qsync_fx",
         )
     return graph
+
+
+def model_instead_of_profile(value: object) -> ProfileError:
+    """Return the error about a model, or a function, as the profile of `find_plan`."""
+    return ProfileError(
+        f"find_plan requires profiles, not a model of type {type(value).__name__}",
+        where="profiles",
+        do="measure it first: qsync_fx.measure(model, step, batches) returns the profile of this "
+        "machine; on the ranks of a running job, qsync_fx.distributed.measure_and_plan(model, "
+        "step, batches) measures and plans",
+    )
 
 
 def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:

@@ -72,7 +72,7 @@ class Timeline(HtmlView):
     Attributes:
         played: replayed step.
         peak_bytes: peak memory by device class, predicted from model and plan alone, without
-            measured corrections (docs/memory.md has the accuracy); empty if unknown.
+            measured corrections (`qsync docs memory` has the accuracy); empty if unknown.
         conditions: by device class, non-default conditions of the profile's measurement, in words:
             backend options, and modules in evaluation mode. Times are valid under these conditions.
     """

@@ -269,12 +269,10 @@ def test_notes_have_units() -> None:
     answer = qsync_fx.find_plan(known, target="fp16")
     (bound,) = kinds(answer)[PlanNoteKind.BINDS]
     step, limit = (duration(bound.numbers[name]) for name in ("seconds", "limit"))
-    assert f"{PlanNoteKind.BINDS}: {step}, limit {limit}" in str(answer)
+    assert f"the step time limits the plan: {step} of {limit} allowed" in str(answer)
     note = kinds(answer)[PlanNoteKind.NOT_FASTER][0]
-    assert (
-        f"{note.operator} {'/'.join(note.formats)} {duration(note.numbers['seconds more'])} more"
-        in str(answer)
-    )
+    more, (narrow, wide) = duration(note.numbers["seconds more"]), note.formats
+    assert f"{note.operator} takes {more} more in {narrow} than in {wide}" in str(answer)
 
 
 @tiers.ALL

@@ -17,8 +17,14 @@ def an_answer() -> PlanResult:
     problem = replace(fleet("mlp"), seconds=1.0)
     plans = problem.uniform()
     notes = (
-        PlanNote(PlanNoteKind.NOT_FASTER, "slow", "0/linear", ("int8", "bf16"), {"seconds": 0.25}),
+        PlanNote(
+            PlanNoteKind.NOT_FASTER, "slow", "0/linear", ("int8", "bf16"), {"seconds more": 0.25}
+        ),
         PlanNote(PlanNoteKind.NOT_FASTER, "slow", "2/linear", ("int8", "fp32")),
+        PlanNote(PlanNoteKind.NOT_FASTER, "slow", "4/linear", ("int8", "fp32")),
+        PlanNote(PlanNoteKind.JOINS, "slow", numbers={"samples a second": 2e5, "without it": 9.5}),
+        PlanNote(PlanNoteKind.WAITS, "fast", numbers={"seconds": 0.25, "of a step of": 1.0}),
+        PlanNote(PlanNoteKind.BINDS, "slow", numbers={"memory": 1.98e9, "limit": 2e9}),
     )
     found = evaluate_plan(problem, plans)
     return PlanResult(
@@ -68,12 +74,39 @@ def test_printed_result() -> None:
         "1 s allowed",
         "uniform",
         "gap 50.00%",
-        "0/linear int8/bf16 250 ms",
-        "2/linear",
+        "the memory of slow limits the plan: 1.98GB of 2GB allowed",
+        "slow: a narrower format is not faster for 3 operators: "
+        "0/linear takes 250 ms more in int8 than in bf16; 2/linear int8/fp32; ...",
+        "slow: the device makes the run faster: 200,000 samples a second, 9.5 without it",
+        "fast: the device waits for gradients: 250 ms of a step of 1 s; gradient codecs",
     ):
         assert part in text, part
+    assert text.count("limits the plan") == 1
     assert f"{answer.evaluation.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))
+
+
+def test_variance_and_formats_are_printed_as_shares() -> None:
+    answer = an_answer()
+    uniform = f"variance {answer.evaluation.variance:.4g} added to the mean gradient"
+    assert f"{uniform}, 1 of uniform int8's\n" in str(answer)
+    assert "no limit is reached: the plan has the least variance" in str(replace(answer, notes=()))
+
+    first, *others = answer.plans["slow"]
+    plans = dict(answer.plans, slow={**answer.plans["slow"], first: "fp32"})
+    problem = answer.problem
+    mixed = replace(answer, plans=plans, evaluation=evaluate_plan(problem, plans))
+    rest = sum(problem.omega("slow", operator, "int8") for operator in others)
+    share = rest / (rest + problem.omega("slow", first, "int8"))
+    assert f"{share:.2g} of uniform int8's" in str(mixed)
+    count = len(others) + 1
+    assert f"{count - 1} ({1 - 1 / count:.0%})" in str(mixed)
+    # Without a variance in the narrowest formats there is no ratio.
+    wide = problem.completed({"slow": problem.classes["slow"].uniform("fp32")})
+    narrow = replace(problem.classes["slow"], formats=("fp32",))
+    only = replace(problem, classes=dict(problem.classes, slow=narrow))
+    text = str(PlanResult(only, wide, evaluate_plan(only, wide), "uniform"))
+    assert "variance 0 added to the mean gradient\n" in text
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])

@@ -133,10 +133,11 @@ def test_graph_after_a_pass_and_diff(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("--dot", "graph.dot", "--plan-out", "plan.json")
+    names = "--dot graph.dot --model-explorer graph.json --plan-out plan.json".split()
     assert run("inspect", "models_of_test:small", "--precision", "int8", *names) == 0
-    assert capsys.readouterr().err == "qsync: wrote graph.dot\nqsync: wrote plan.json\n"
+    assert capsys.readouterr().err == "".join(f"qsync: wrote {name}\n" for name in names[1::2])
     assert (folder / "graph.dot").read_text().startswith("digraph")
+    assert json.loads((folder / "graph.json").read_text())["label"] == "graph"
     plan = Plan.load("plan.json")
     assert plan == Plan(operators={OpId("body", "linear"): "int8", OpId("head", "linear"): "int8"})
 

@@ -5,6 +5,7 @@ together.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -350,14 +351,38 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(
 
 @pytest.mark.parametrize(
     ("verb", "refused"),
-    [("plan", "plan"), ("plan", "precision"), ("measure", "precision"), ("sensitivity", "plan")],
+    [
+        ("plan", "plan"),
+        ("plan", "precision"),
+        ("plan", "skip-unprofitable"),
+        ("measure", "precision"),
+        ("measure", "skip-unprofitable"),
+        ("sensitivity", "plan"),
+    ],
 )
 def test_help_lists_no_refused_option(
     verb: str, refused: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([verb, "--help"])
-    assert f"--{refused} " not in capsys.readouterr().out
+    assert not re.search(rf"--{refused}[\s\]]", capsys.readouterr().out)
+    assert main([verb, f"--{refused}"]) == 2
+    assert f"--{refused}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    "measure sensitivity plan tune report inspect replay comm doctor docs kernels|list "
+    "kernels|build".split(),
+)
+def test_help_texts_are_for_the_command_line(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not for Python, and not for a clone: an installed package has no docs folder."""
+    with pytest.raises(SystemExit):
+        main([*words.split("|"), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert not re.search(r"(True|False): |docs/|\.md\b|README", text)
 
 
 def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
+from qsync_fx.integrations import enable_accelerate
 
 
 class Network(nn.Module):
@@ -49,19 +50,102 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate_knows_no_backend_of_ours(accelerate: Any) -> None:
-    """When this fails, the page can say that its switch does."""
+def test_the_name_is_unknown_to_accelerate_before_the_call(accelerate: Any) -> None:
+    """When this fails, the page can do without `enable_accelerate`."""
     with pytest.raises(ValueError, match="QSYNC"):
         accelerate.Accelerator(cpu=True, dynamo_backend="qsync")
 
 
-def test_trainer_hands_the_name_to_accelerate(accelerate: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", torch_compile_backend="qsync"
+@pytest.fixture
+def enabled(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Accelerate, whose changed attributes are restored after the test."""
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    monkeypatch.setattr(DynamoBackend, "_missing_", DynamoBackend._missing_)
+    monkeypatch.setattr(TorchDynamoPlugin, "__post_init__", TorchDynamoPlugin.__post_init__)
+    return accelerate
+
+
+def covered(model: Any) -> dict[str, str]:
+    """The precision of each adjustable operator that has run, by its module."""
+    coverage = qsync_fx.plan_coverage(model)
+    assert coverage.complete
+    return {
+        ran.id.module: str(ran.precision) for ran in coverage.operators if ran.kind == "adjustable"
+    }
+
+
+@pytest.mark.parametrize("way", ["argument", "plugin", "variable"])
+def test_accelerate_compiles_with_qsync(
+    way: str, enabled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    eager = {"inner_backend": "aot_eager"}
+    enable_accelerate({"plan": {"default": "int8", "head": "fp32"}, **eager})
+    enable_accelerate({"plan": {"default": "bf16", "head": "fp32"}, **eager})
+    made: dict[str, Any] = {"dynamo_backend": "qsync"}
+    expected = {"body": "bf16", "head": "fp32"}
+    if way == "plugin":
+        options = {"plan": Plan("fp32", [("head", "int8")]), **eager}
+        made = {"dynamo_plugin": TorchDynamoPlugin(backend="qsync", options=options)}
+        expected = {"body": "fp32", "head": "int8"}
+    elif way == "variable":
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "qsync")
+        made = {}
+    accelerator = enabled.Accelerator(cpu=True, **made)
+    model = accelerator.prepare(Network())
+    accelerator.backward(model(torch.randn(2, 8)).sum())
+    assert covered(model) == expected
+    assert list(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()) == list(
+        Network().state_dict()
     )
-    with pytest.raises(ValueError, match="QSYNC"):
-        transformers.Trainer(Network(), arguments)
+
+
+def test_other_backends_of_accelerate_get_no_options_of_qsync(enabled: Any) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    enable_accelerate({"precision": "int8"})
+    assert TorchDynamoPlugin(backend="aot_eager").options is None
+    assert TorchDynamoPlugin(backend="qsync").to_kwargs()["options"] == {"precision": "int8"}
+    with pytest.raises(ValueError, match="QSYNK"):
+        TorchDynamoPlugin(backend="qsynk")
+
+
+def test_trainer_compiles_with_qsync(enabled: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    enable_accelerate(
+        {"plan": Plan("int8", [("classifier", "fp32")]), "inner_backend": "aot_eager"}
+    )
+    config = transformers.BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=3,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = [{"input_ids": torch.randint(100, (8,)), "labels": torch.tensor(1)} for _ in range(4)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        torch_compile_backend="qsync",
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    precisions = covered(trainer.model_wrapped)
+    assert precisions.pop("classifier") == "fp32"
+    assert precisions["bert.encoder.layer.0.output.dense"] == "int8"
+    # Trainer saves the model without wrappers, and it was trained.
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert loaded.state_dict().keys() == before.keys()
+    assert not torch.equal(loaded.classifier.weight, before["classifier.weight"])
 
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])

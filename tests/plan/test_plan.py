@@ -164,7 +164,8 @@ def test_layers_are_written_in_the_order_of_their_numbers() -> None:
     [
         ({"default": "int9"}, "'int9' is not a precision", "default"),
         ({"default": 8}, "a precision must be a string", "default"),
-        ({"patterns": {"a": "int8"}}, "patterns must be a list, not an object", "patterns"),
+        ({"patterns": "a"}, "patterns must be a list, not text", "patterns"),
+        ({"patterns": {"a": "int7"}}, "'int7' is not a precision", "patterns[0]"),
         ({"patterns": ["ab"]}, "a pair of pattern and precision, not text", "patterns[0]"),
         (
             {"patterns": [("a", "int8"), ("b",)]},

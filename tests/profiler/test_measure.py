@@ -129,7 +129,7 @@ def test_invalid_measurement_is_reported_before_compilation(tmp_path: Path) -> N
     with pytest.raises(ProfileError, match="No such file or directory"):
         quick(layer(), step, path=tmp_path / "missing" / "layer.json")
     assert not step.calls
-    with pytest.raises(OptionError, match="requires a module"):
+    with pytest.raises(OptionError, match="a module is required"):
         quick(torch.relu, Counted())  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="no batch"):
         measure(layer(), Counted(), [], ["fp32"])

@@ -51,10 +51,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         write,
         """
-        --dot FILE       write the operators and their data flow for Graphviz
-        --plan-out FILE  write a plan with the precision of every adjustable operator, to edit
+        --dot FILE             write the operators and their data flow for Graphviz
+        --model-explorer FILE  write them as JSON for Model Explorer, with modules as layers
+        --plan-out FILE        write a plan with the precision of every adjustable operator, to edit
         """,
-        {"dot": output.to_write, "plan_out": output.to_write},
+        dict.fromkeys(("dot", "model_explorer", "plan_out"), output.to_write),
     )
 
 
@@ -74,7 +75,11 @@ def _inspect(arguments: argparse.Namespace) -> None:
         output.as_json(_as_json(explanation, arguments.kind))
     else:
         _show(explanation, arguments.kind)
-    files = {arguments.dot: explanation.save_dot, arguments.plan_out: explanation.plan().save}
+    files = {
+        arguments.dot: explanation.save_dot,
+        arguments.model_explorer: explanation.save_model_explorer,
+        arguments.plan_out: explanation.plan().save,
+    }
     for path, save in files.items():
         if path:
             save(path)

@@ -40,6 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "measurement",
         "comma-separated formats; by default the native formats of the device",
         "a profile",
+        refused={"skip_unprofitable": model_args.EVERY_FORMAT},
     )
     model_args.add_optimizer(measured)
     add_options(
@@ -75,7 +76,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         raise OptionError(message, where="--sensitivity", do=do)
     method = arguments.sensitivity or "second_order"
     path = arguments.output or arguments.profile
-    options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
     profile = measure(
         trained.module,
         trained.step,
@@ -87,7 +87,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         repeats=REPEATS if arguments.repeats is None else arguments.repeats,
         sensitivity=None if method == "none" else method,
         path=path,
-        options=options,
+        options=model_args.measured(arguments),
     )
     if path is not None:
         output.wrote(path)

@@ -58,7 +58,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "comma-separated formats that the plan may use",
         "a plan",
         required=False,
-        refused={"plan": given_plan},
+        refused={"plan": given_plan, "skip_unprofitable": model_args.EVERY_FORMAT},
     )
     add_options(
         group,

@@ -41,7 +41,7 @@ from qsync_fx.profiler.sensitivity.gradient_step import (
 )
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite, changes
-from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, checking
+from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, check_model, checking
 from qsync_fx.progress import progress as shown_progress
 from qsync_fx.rounding import rounding_stream
 from qsync_fx.serialization.schema import Path
@@ -124,6 +124,7 @@ def several(
         within: tolerance at which to stop early, once all methods have `settled`; 0 for all steps.
         progress: whether to show progress on standard error.
     """
+    check_model(model)
     check_batches(batches)
     specs = {name: method_called(name) for name in methods}
     root = unwrapped(model)

@@ -30,6 +30,16 @@ from qsync_fx.options import Options
 StepFunction = Callable[[Any, Any], Tensor]
 
 
+def check_model(model: object) -> None:
+    """Raise `OptionError` if `model` is no module, such as a profile that find_plan requires."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"a module is required, not a value of type {type(model).__name__}",
+            where="model",
+            do="pass the model to train; with profiles call qsync_fx.find_plan(profiles, cluster)",
+        )
+
+
 def check_batches(batches: object) -> None:
     """Raise `OptionError` if `batches` is one batch: iterating over a tensor yields its rows."""
     is_batch = (
