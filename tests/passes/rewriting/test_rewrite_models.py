@@ -1,4 +1,4 @@
-"""The rewrites that docs/howto-pass.md shows, on a BERT, a BERT that recomputes its layers, and a
+"""The rewrites that docs/howto-rewrite.md shows, on a BERT, a BERT that recomputes its layers, and a
 ViT.
 """
 
@@ -21,7 +21,7 @@ from tests.support.models.zoo_torch import Inputs
 
 torch.set_num_threads(1)
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto-pass.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto-rewrite.md").read_text()
 BLOCKS = {
     block.values["rewrite"]: block.text for block in pages.blocks(PAGE) if "rewrite" in block.values
 }
