@@ -31,7 +31,7 @@ def table2() -> str:
 
 
 def table3() -> str:
-    """Return the errors of predicted step times, or a note if they were not measured at full size."""
+    """Return the errors of predicted step times, or a note if they were not measured."""
     if not (RESULTS / "table3.json").exists():
         return "Not measured at size."
 

@@ -106,7 +106,7 @@ def package(page: str) -> dict[str, str]:
 
 
 def install(page: str, site: Path) -> None:
-    """Install the package of a page into `site`: its modules, and its entry points in a .dist-info."""
+    """Install the package of a page into `site`: its modules and its entry points."""
     files = package(page)
     for path, text in files.items():
         (site / path).write_text(text)

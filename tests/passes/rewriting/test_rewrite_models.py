@@ -1,6 +1,4 @@
-"""The rewrites that docs/howto-rewrite.md shows, on a BERT, a BERT that recomputes its layers, and a
-ViT.
-"""
+"""Tests of the rewrites in docs/howto-rewrite.md on a BERT, a checkpointed BERT and a ViT."""
 
 from __future__ import annotations
 
