@@ -1,4 +1,4 @@
-# Every target does its own set-up, so that a fresh machine needs one command. `make` alone lists them.
+# Each target sets up what it needs, so one command is enough on a new machine. `make` lists the targets.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -7,15 +7,15 @@ STAMP := $(VENV)/.qsync-installed
 LAYOUT := build/layout
 WORKERS ?= 2
 PYTEST_FLAGS ?=
-# A process that dies ends the tests, and the test that it was at has failed: with another in its place they would never end.
-# Files are handed out in the order of tests/support/tiers.py, which knows more of how long they take than how many tests they have.
+# A worker that dies ends the run: a replacement would run the same test, and the run might never end.
+# The order of files is that of tests/support/tiers.py, which estimates durations better than a count of tests.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 BENCH_FLAGS ?=
-# Those on a GPU are bench-gpu's; the experiments of benchmarks/paper take hours, each by itself.
+# Folders that `make bench` runs. bench-gpu runs benchmarks/gpu. Each experiment of benchmarks/paper takes hours.
 BENCHED := steps kernels predictor plans communication published
 PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
-# Of thousands of modules that packages bring a few hundred are imported: Python compiles those as they are.
+# Packages have thousands of modules, of which a few hundred are imported. Python compiles these at import.
 LAZILY := --no-compile
 PROJECT := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"];
 RUNTIME := $(PROJECT) print(*project["dependencies"], *extras["demo"])
@@ -32,10 +32,10 @@ INSTALLED = if [ -t 1 ]; then $(SHOWN_PIP) install $(LAZILY) -c constraints.txt 
 .DELETE_ON_ERROR:
 CUDA_PACKAGES := nvidia-cutlass nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 COMPILE_FLAGS ?=
-# The one that the pinned torch generates code for.
+# Version of Triton for which the pinned torch generates code.
 TRITON ?= 3.7.1
 
-# For tests and benchmarks on a GPU: the machine's own torch is used, and what it lacks may lie in .wheels.
+# Tests and benchmarks on a GPU use the machine's torch. Missing packages are installed from .wheels if it exists.
 GPU_PYTHON ?= python3
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.qsync-installed
@@ -48,12 +48,12 @@ WHEELS := .wheels
 WHEELS_FOR := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check -q install $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
-# For tests on another torch, which may be one that pyproject.toml does not admit: that is what they find out.
+# Tests on another torch. pyproject.toml may exclude its version; the tests show whether it works.
 VERSION ?=
 TESTS ?=
 TORCH_PYTHON = $(if $(filter command,$(origin PYTHON)),$(PYTHON),python3)
 TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(notdir $(PYTHON)))
-# Its constraints take the place of those that the machine may have for pip: some hold torch back.
+# Replaces pip constraints of the machine, which may pin torch.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
 .PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheel wheels gpu lint style format bench docs docs-figures report-bundle clean distclean
@@ -61,10 +61,10 @@ TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VEN
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv, build the native module, install qsync_fx into it (editable); quick when nothing changed
+setup: $(STAMP) ## create .venv, build the native module and install qsync_fx (editable)
 	@:
 
-# An editable install knows modules by the files that they were: one that has become a package is looked for where it was.
+# Rebuild if a package was added: an editable install maps modules to files, and would not find a module that became a package.
 $(LAYOUT): FORCE
 	@mkdir -p $(@D)
 	@find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort | cmp -s - $@ || find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort > $@
@@ -104,8 +104,8 @@ $(STAMP): $(DEMO_STAMP)
 	  echo "setup: without $(CUDA_PACKAGES), no CUDA kernel is compiled or checked here" >&2
 	@touch $@
 
-# The demo falls back to smaller data that scikit-learn ships, so a machine without the package is fine.
-demo: $(DEMO_STAMP) ## two unequal ranks measure themselves, find a plan and train a ResNet under it, in five minutes the first time
+# Without the Debian package, the demo uses smaller data from scikit-learn.
+demo: $(DEMO_STAMP) ## measure two unequal ranks, find a plan and train a ResNet under it (5 minutes the first time)
 	@if [ ! -d /usr/share/datasets/fashion-mnist ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "demo: fetching Fashion-MNIST"; \
 	  install="timeout 120 apt-get install -y -q -o DPkg::Lock::Timeout=30 dataset-fashion-mnist"; \
@@ -113,31 +113,31 @@ demo: $(DEMO_STAMP) ## two unequal ranks measure themselves, find a plan and tra
 	fi
 	@$(PYTHON) examples/demo.py
 
-# Mypy begins with the tests, and what it finds is said behind them. A shell has what it starts in the background ignore Ctrl-C.
-test: setup style ## lint, types, and one test of each idea, eight minutes on two cores
-	@echo "lint: ruff finds nothing, mypy --strict runs beside the tests"; mkdir -p build; \
+# mypy runs in parallel with the tests, and its errors are printed after them. The trap stops it on Ctrl-C, which background jobs ignore.
+test: setup style ## lint, mypy and the fast tests (8 minutes on two cores)
+	@echo "lint: ruff passed, mypy --strict runs in parallel with the tests"; mkdir -p build; \
 	  $(PYTHON) -m mypy --strict >build/types.log 2>&1 & types=$$!; trap 'kill $$types 2>/dev/null' EXIT; \
 	  $(PYTHON) -m pytest $(SPREAD) $(PYTEST_FLAGS); status=$$?; \
 	  wait $$types || { echo "lint: mypy --strict" >&2; cat build/types.log >&2; exit 1; }; exit $$status
 
-# Thousands of tests, many of processes that keep time limits, on machines that others share: one that fails is told from one that is unsteady.
-# Pytest ends with 1 where all have run and some have failed; a worker that died, or an interrupt, ends the run for good.
-test-all: setup lint ## all models, formats and kinds of kernels, in 45 minutes on two cores; also on the torch of each .venv-torch-* there is
+# Many tests start processes with time limits, which a busy machine may exceed. Failed tests therefore run again, alone.
+# pytest's exit status 1 means that all tests ran and some failed. Any other failure, such as a dead worker, ends the run.
+test-all: setup lint ## all models, formats and kernels (45 minutes on two cores), and the fast tests in each .venv-torch-*
 	@for folder in $(wildcard .venv-torch-*/.qsync-installed); do \
 	  echo "test-all: $$(dirname $$folder)"; \
 	  $$(dirname $$folder)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) || exit 1; \
 	done
 	@$(PYTHON) -m pytest $(SPREAD) --tier all $(PYTEST_FLAGS) || { [ $$? = 1 ] || exit 1; \
-	  echo "test-all: what failed runs once more, alone"; \
+	  echo "test-all: failed tests run again, alone"; \
 	  $(PYTHON) -m pytest --tier all --last-failed --last-failed-no-failures none || exit 1; \
-	  echo "test-all: what failed has passed alone: unsteady tests, or faults that hide; mend them"; }
+	  echo "test-all: the failed tests passed alone: they are flaky, or hide a race; please fix them"; }
 
-test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/models/test_models.py')
-	@[ -n '$(VERSION)' ] || { echo "test-torch: say which torch, as in: make test-torch VERSION=2.14.1" >&2; exit 1; }
+test-torch: ## run tests on another torch in .venv-torch-VERSION (VERSION=2.14.1, optionally PYTHON=python3.13 and TESTS='tests/models/test_models.py')
+	@[ -n '$(VERSION)' ] || { echo "test-torch: set the version of torch: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.qsync-installed
 	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) $(TESTS)
 
-# A torch for CUDA takes 6 GB. What pyproject.toml says of torch and Python is passed over, the rest of it holds.
+# A torch with CUDA needs 6 GB. The limits of pyproject.toml for torch and Python are ignored, its other dependencies are installed.
 .venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@echo "test-torch: $(@D), torch $(VERSION) on $$($(TORCH_PYTHON) --version)"
 	@[ -x $(@D)/bin/python ] || $(TORCH_PYTHON) -m venv $(@D)
@@ -148,27 +148,27 @@ test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.
 	@$(@D)/bin/python -c 'import torch, qsync_fx; from qsync_fx import _C; print("test-torch: torch", torch.__version__)'
 	@touch $@
 
-test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
+test-cuda-compile: setup ## compile and inspect every CUDA kernel with nvcc, without a GPU (an hour on two cores; COMPILE_FLAGS='--arch sm_80' for one architecture)
 	@mkdir -p runs
 	@$(PYTHON) tests/support/cuda/compiled/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
-# Triton lies in a folder of its own: where it can be imported, torch takes other ways elsewhere, too.
-test-gpu-code: setup ## without a GPU: models through torch.compile to machine code for T4, A100 and H100; registers and spills in runs/gpu-code.json
+# Triton has its own folder, because torch chooses other code paths in all tests if it can import Triton.
+test-gpu-code: setup ## without a GPU: compile models to machine code for T4, A100 and H100; registers and spills in runs/gpu-code.json
 	@[ -d .triton/triton ] || $(PIP) install --no-deps --target .triton 'triton==$(TRITON)'
 	@rm -f runs/gpu-code.json
 	@QSYNC_GPU_CODE='$(CURDIR)/runs/gpu-code.json' PYTHONPATH='$(CURDIR)/.triton' $(PYTHON) -m pytest $(SPREAD) --tier all $(PYTEST_FLAGS) \
 	  tests/backend/cuda/test_gpu_code.py
 
-smoke-gpu: ## on an NVIDIA GPU, in ten minutes, with the python and torch of that machine: versions, kernels, training, speed, one report
+smoke-gpu: ## on an NVIDIA GPU, with the machine's python and torch: versions, kernels, training and speed in one report (10 minutes)
 	@$(GPU_PYTHON) tests/gpu/smoke.py --install --out '$(GPU_OUT)/smoke'
 
-test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compute-sanitizer (GPU_PARTS='kernels numerics' for less); see docs/kernels.md
+test-gpu: gpu ## on an NVIDIA GPU: numerics of kernels, models, compute-sanitizer (GPU_PARTS='kernels numerics' for a part); see docs/gpu-testing.md
 	@$(GPU_VENV)/bin/python tests/gpu/run.py --out '$(GPU_OUT)' --seconds $(GPU_SECONDS) $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) --parts $(GPU_PARTS)
 
-bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON to benchmarks/results (GPU_BENCHES='tune linear' for less)
+bench-gpu: gpu ## on an NVIDIA GPU: tune, then measure against other libraries, JSON in benchmarks/results (GPU_BENCHES='tune linear' for a part)
 	@$(GPU_VENV)/bin/python benchmarks/gpu/parts.py --seconds $(GPU_SECONDS) --parts $(GPU_BENCHES) -- $(BENCH_FLAGS)
 
-# Its own build folder: an editable build has functions for fault injection, and each would compile the other's files again.
+# A separate build folder, because an editable build includes fault injection: with a shared folder, each build would recompile the other's files.
 wheel: setup ## build a wheel for this Python and Linux into dist, with a manylinux tag by auditwheel
 	@echo "wheel: build"
 	@rm -rf build/wheel && mkdir -p dist
@@ -177,8 +177,8 @@ wheel: setup ## build a wheel for this Python and Linux into dist, with a manyli
 	  cat build/auditwheel.log >&2; exit 1; }
 	@echo "wheel: $$(ls -t dist/*.whl | head -n 1)"
 
-# The index is asked for what a Python 3.12 without network would lack; nvidia-cutlass is headers, and what its Python wants is left out.
-wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network
+# Packages for Python 3.12. The dependencies of nvidia-cutlass are omitted, because only its headers are used.
+wheels: setup ## download into .wheels the packages that a GPU machine without network needs
 	@mkdir -p $(WHEELS)
 	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(addprefix --platform ,$(WHEELS_FOR)) \
 	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass attrs cattrs platformdirs highspy
@@ -186,10 +186,10 @@ wheels: setup ## fetch into .wheels what the tests and benchmarks need on a mach
 
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
-	  echo "no GPU: nothing was tested or measured (GPU_PYTHON=$(GPU_PYTHON), its torch finds none)" >&2; exit 1; }
+	  echo "no GPU: nothing was tested or measured (the torch of GPU_PYTHON=$(GPU_PYTHON) finds none)" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(GPU_STAMP)
 
-# A virtual environment made by a Python that is itself in one sees the packages of the system, not those of that one: a .pth adds them.
+# If GPU_PYTHON is in a virtual environment, --system-site-packages omits the packages of that environment: a .pth file adds them.
 $(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@echo "gpu: virtual environment with the packages of $$($(GPU_PYTHON) --version)"
 	@rm -rf $(GPU_VENV) && $(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV)
@@ -210,14 +210,14 @@ $(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*
 	    assert torch.__version__ == sys.argv[1], "torch was replaced"; print("gpu: done, torch", torch.__version__)' "$$before"
 	@touch $@
 
-lint: style ## ruff and mypy --strict
+lint: style ## run ruff and mypy --strict
 	@$(PYTHON) -m mypy --strict
 
 style: setup
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --quiet --check . || { $(PYTHON) -m ruff format --check . | tail -n 5; echo "lint: make format" >&2; exit 1; }
 
-format: setup ## let ruff format and repair what it can
+format: setup ## format the code and apply ruff's automatic fixes
 	@$(PYTHON) -m ruff check --quiet --fix-only . ; $(PYTHON) -m ruff format .
 
 docs: setup ## build the documentation site into build/docs; warnings are errors
@@ -226,23 +226,23 @@ docs: setup ## build the documentation site into build/docs; warnings are errors
 docs-figures: setup ## draw the charts and write the page of benchmarks from benchmarks/results
 	@$(PYTHON) benchmarks/plots.py && $(PYTHON) benchmarks/support/benchmarks_page.py
 
-report-bundle: ## build the page of `qsync report` from qsync_fx/report/web; needs node and npm
+report-bundle: ## build the web page of `qsync report` from qsync_fx/report/web (needs node and npm)
 	@mkdir -p build && rm -rf build/report-web && cp -r qsync_fx/report/web build/report-web
 	@cd build/report-web && npm ci --no-audit --no-fund --silent && npm run --silent build
 	@cp build/report-web/dist/bundle.js build/report-web/dist/bundle.css qsync_fx/report/
 	@cd qsync_fx/report/web && echo "// sources $$(LC_ALL=C; export LC_ALL; cat package-lock.json src/* | sha256sum | cut -c1-64)" >> ../bundle.js
 	@ls -l qsync_fx/report/bundle.js qsync_fx/report/bundle.css
 
-bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
+bench: setup ## run the CPU benchmarks, JSON in benchmarks/results (BENCH_FLAGS=--quick for a short run)
 	@for file in $$(grep -l __main__ $(BENCHED:%=benchmarks/%/*.py)); do \
 	  case "$$file" in */links.py|*/against.py) continue;; esac; \
 	  name=$$(basename "$$file" .py); echo "== $$name"; \
 	  $(PYTHON) "$$file" $(BENCH_FLAGS) --json "benchmarks/results/$$name.json" || exit 1; \
 	done
 
-clean: ## remove what was built, but not .venv
+clean: ## remove build outputs, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and its kin too
+distclean: clean ## also remove all virtual environments
 	rm -rf $(VENV) $(GPU_VENV) .venv-torch-* .triton

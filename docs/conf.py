@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -51,15 +52,13 @@ def setup(app: object) -> None:
 
 
 def _plain_source_links(_app: object, _name: str, content: list[str]) -> None:
-    """Replace `[file.py](../path/file.py)` by the path, because the site has no source pages."""
-    import re
-
+    """Replace `[label](../path/file.py)` by label and path: the site has no source pages."""
     text = content[0]
     text = re.sub(r"\[([^\]]+)\]\(\.\./README\.md(#[\w-]+)?\)", r"\1", text)
     text = re.sub(
         r"\[([^\]]+)\]\(\.\./(?!benchmarks/results/)"
         r"((?:qsync_fx|passes|backend|cpp|benchmarks|tests|examples)[^)#]*)\)",
-        lambda m: f"{m[1]} (`{m[2]}`)" if "/" not in m[1] and "." not in m[1] else f"`{m[2]}`",
+        lambda m: f"`{m[2]}`" if m[2].endswith(m[1].strip("`/")) else f"{m[1]} (`{m[2]}`)",
         text,
     )
     content[0] = text

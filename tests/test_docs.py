@@ -35,7 +35,11 @@ from tests.support.cuda import cuda_tables
 from tests.support.processes import forks
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCS = ROOT / "docs"
+PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+OPTIONS = ("options", "options-performance")
+"""Pages with a section for each option."""
+MOST_LINES = 300
 NEEDS = {"integrations": ("accelerate", "lightning", "transformers")}
 FILES_TO_TOUCH = {
     "howto-format": 1,
@@ -51,14 +55,13 @@ FILES_TO_TOUCH = {
 PINNED = re.findall(
     r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE
 )[0]
+OUR_VERBS = sorted(commands.names())
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 
 
 def parameters(names: Iterable[str]) -> list[Any]:
-    """Pages take half a minute; the one that shows what each pass does compiles nothing, and runs
-    in every tier.
-    """
-    return [pytest.param(name, marks=() if name == "architecture" else tiers.ALL) for name in names]
+    """Return pages with their tier; "passes" compiles no model, so it runs in every tier."""
+    return [pytest.param(name, marks=() if name == "passes" else tiers.ALL) for name in names]
 
 
 # Pages that change the tree run in a copy of it. An editable install would import the tree itself,
@@ -248,7 +251,7 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "recipes": recipes,
             "formats": formats,
             "devices": lambda: devices(monkeypatch),
-            "cli": cli,
+            "verbs": verbs,
         } | cuda_tables.TABLES
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
@@ -272,24 +275,62 @@ def options() -> str:
             else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
         )
 
-    rows = ((f"[`{name}`](#{name})", default(name), text) for name, text in DOCUMENTED.items())
+    rows = (
+        (f"[`{name}`]({page_of_option(name)}#{name})", default(name), text)
+        for name, text in DOCUMENTED.items()
+    )
     return pages.markdown(("option", "default", "meaning"), rows)
 
 
-def cli() -> str:
-    """Return the help texts of all verbs."""
+def sections_of(page: str) -> dict[str, str]:
+    """Return the sections of a page by title."""
+    text = PAGES[page].read_text()
+    return dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+
+
+def page_of_option(name: str) -> str:
+    """Return the file that describes an option, as a link from the first page of options."""
+    (page,) = (page for page in OPTIONS if name in sections_of(page))
+    return "" if page == OPTIONS[0] else f"{page}.md"
+
+
+def verbs() -> str:
+    rows = ((f"[`qsync {name}`](cli/{name}.md)", commands.load(name).help) for name in OUR_VERBS)
+    return pages.markdown(("verb", "purpose"), rows)
+
+
+def help_of(*verb: str) -> str:
+    """Return the help text of a verb as a block of Markdown."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "qsync_fx.cli", *verb, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return "```text\n" + "\n".join(map(str.rstrip, done.stdout.splitlines())) + "\n```"
 
-    def help_of(*verb: str) -> str:
-        command = [sys.executable, "-m", "qsync_fx.cli", *verb, "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-        return "```text\n" + "\n".join(map(str.rstrip, done.stdout.splitlines())) + "\n```"
 
-    parts = []
-    for name in sorted(commands.names()):
-        verbs = [(name, action) for action in commands.load(name).actions] or [(name,)]
-        parts += [f"## qsync {' '.join(verb)}\n\n{help_of(*verb)}" for verb in verbs]
-    return "\n\n".join(parts)
+def page_of_verb(name: str) -> str:
+    command = commands.load(name)
+    if not command.actions:
+        return f"# qsync {name}\n\n{help_of(name)}\n"
+    sections = (
+        f"## qsync {name} {action}\n\n{help_of(name, action)}\n" for action in command.actions
+    )
+    return "\n".join((f"# qsync {name}\n\nThe verb can {command.help}.\n", *sections))
+
+
+@pytest.mark.parametrize("name", OUR_VERBS)
+def test_page_of_verb(name: str) -> None:
+    update_or_compare(DOCS / "cli" / f"{name}.md", page_of_verb(name))
+
+
+def test_each_page_of_a_verb_has_its_verb() -> None:
+    assert {path.stem for path in (DOCS / "cli").glob("*.md")} == set(OUR_VERBS)
+
+
+def test_pages_are_short() -> None:
+    lines = {
+        path: len(path.read_text().splitlines()) for path in [*PAGES.values(), *DOCS.glob("*/*.md")]
+    }
+    assert {path.name: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
 def recipes() -> str:
@@ -366,11 +407,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_option_has_a_section_with_an_example() -> None:
-    text = PAGES["options"].read_text()
-    sections = dict(
-        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    )
-    assert [name for name in sections if name in DOCUMENTED] == list(DOCUMENTED)
+    sections = {name: text for page in OPTIONS for name, text in sections_of(page).items()}
     for name in DOCUMENTED:
         examples = [block.text for block in pages.blocks(sections[name]) if block.runs]
         assert any(f'"{name}"' in example for example in examples), (

@@ -5,7 +5,7 @@ plans is compiled, and all pairs run interleaved. Around each run a uniform plan
 rank's step without communication, an all-reduce of one bucket on idle ranks, and a DDP step. These
 calibrate the speed of ranks and network at that time, and the slowdown of a rank that communicates.
 `qsync_fx.replay` predicts each pair from the profiles and this calibration. "way" names the
-predictor or an ablation: "apart" is the slower rank without communication, "no overlap"
+predictor or an ablation: "without communication" is the slower rank alone, "no overlap"
 communicates after the backward pass, and "floor" is the difference between odd and even rounds.
 Columns: "mean_%" and "worst_%" are absolute errors of the step time, "bias_%" is the mean signed
 error, and "each_%" lists the signed errors. All times are statistics of the faster half of the

@@ -29,12 +29,12 @@ BUCKET_MIB = 5
 REFERENCE = "bf16"
 """Uniform plan whose steps calibrate the speed of the ranks."""
 NOTHING_COPIED, NO_CORE, OF_PROFILE, PROFILE_ALONE = (
-    "replayed, nothing is copied",
-    "replayed, sending takes no core",
-    "replayed, with what sending took of a core when the profile was made",
-    "replayed from the profiles alone, as fast as everything was when they were made",
+    "replayed, without copies",
+    "replayed, without processor use of communication",
+    "replayed, processor use of communication from the profile",
+    "replayed, without calibration",
 )
-REPLAYED, NO_OVERLAP, APART = "replayed", "no overlap", "apart"
+REPLAYED, NO_OVERLAP, APART = "replayed", "no overlap", "without communication"
 WAYS = (REPLAYED, OF_PROFILE, PROFILE_ALONE, NOTHING_COPIED, NO_CORE, NO_OVERLAP, APART)
 
 

@@ -341,7 +341,7 @@ def main() -> None:
         partial = options.partial and options.partial / f"{name.split()[0].lower()}{suffix}.json"
         count, rounds = by_size(options.quick, (2, 2), (options.plans, options.rounds))
         rows += rows_of(
-            name if not suffix else f"{name}, by the clock on the wall",
+            name if not suffix else f"{name}, wall clock",
             build(),
             count,
             rounds,

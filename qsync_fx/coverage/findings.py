@@ -26,13 +26,13 @@ class Reason(Enum):
     """Kind of a cause: its text in reports, and advice."""
 
     RNN = (
-        "Dynamo leaves a function that calls an RNN to Python",
+        "Dynamo does not compile a function that calls an RNN",
         "call the RNN in a separate method with @torch.compiler.disable, so that the other layers "
         "are compiled; torch._dynamo.config.allow_rnn = True unrolls it over time, for short "
         "sequences of one length",
     )
     SPARSE = (
-        "Dynamo leaves a function that is given a sparse tensor to Python",
+        "Dynamo does not compile a function with a sparse tensor as argument",
         "store the sparse tensor as an attribute and multiply by it in a separate method with "
         "@torch.compiler.disable, so that the other layers are compiled",
     )
@@ -46,26 +46,24 @@ class Reason(Enum):
         "remove torch.compiler.disable, or compile its submodules separately",
     )
     BACKWARD_HOOK = (
-        "it has a full backward hook, which Dynamo traces under compiled autograd alone",
+        "it has a full backward hook, which Dynamo traces only under compiled autograd",
         "set torch._dynamo.config.compiled_autograd = True, or use hooks on tensors",
     )
     LIMIT = (
-        "Dynamo's limit of versions of a function is reached, so that others run as written",
-        "set torch._dynamo.config.recompile_limit higher; TORCH_LOGS=recompiles shows why each "
-        "version was made",
+        "Dynamo's recompile limit is reached, so further versions run as written",
+        "increase torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles shows the causes",
     )
     NESTED = (
         "nn.TransformerEncoder packs padded inputs into nested tensors without gradients, and "
-        "Dynamo leaves its layers to Python",
-        "make it with enable_nested_tensor=False, or with mask_check=True, its default",
+        "Dynamo does not compile its layers",
+        "create it with enable_nested_tensor=False, or with mask_check=True, its default",
     )
     INBUILT = (
-        "its class is one of torch's own, which Dynamo compiles only where code that it traces "
-        "calls them",
+        "its class is one of torch's own, which Dynamo compiles only if traced code calls them",
         "compile the module itself before it is wrapped, or call it in a forward of your own",
     )
     BREAK = ("the graph breaks at its call", "")
-    SKIPPED = ("Dynamo left the function that calls it to Python", "")
+    SKIPPED = ("Dynamo did not compile the function that calls it", "")
     NOT_GIVEN = ("torch.compile was not given it", "compile the whole model, or this module too")
     NOT_MET = (
         "Dynamo has processed no call of the model",

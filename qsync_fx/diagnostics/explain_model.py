@@ -57,8 +57,8 @@ def explain(
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
             where="; ".join(map(_short, breaks())) or "the whole model",
-            do="remove the graph break; one in a loop or a with statement leaves the whole "
-            "function to Python",
+            do="remove the graph break; in a loop or a with statement, it prevents compilation of "
+            "the whole function",
         )
     missing = tuple(module for tree in trees for module in uncovered(tree))
     explanation = Explanation(tuple(collected), tuple(breaks()), missing, _registered(trees))

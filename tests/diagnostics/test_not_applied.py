@@ -50,7 +50,7 @@ def test_rnns(rnn: Callable[..., nn.Module]) -> None:
     model = Outer(rnn(16, 4, batch_first=True))
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
     assert (
-        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python "
+        "start (Linear), end (Linear): Dynamo does not compile a function that calls an RNN "
         "(Outer.forward" in told
     )
     assert "allow_rnn" in told
@@ -116,7 +116,7 @@ def test_a_forward_that_dynamo_gives_up_on() -> None:
     model = Class()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
     assert (
-        "Dynamo left the function that calls it to Python: Invalid call to __build_class__" in told
+        "Dynamo did not compile the function that calls it: Invalid call to __build_class__" in told
     )
     assert uncovered(model) == {"first": "skipped", "second": "skipped"}
 
@@ -212,8 +212,8 @@ def test_a_sparse_tensor() -> None:
     model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
     assert (
-        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor "
-        "to Python" in told
+        "first (Linear), second (Linear): Dynamo does not compile a function with a sparse tensor "
+        "as argument" in told
     )
     assert "with @torch.compiler.disable" in told
     assert "fullgraph" not in told

@@ -162,7 +162,7 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
 @tiers.ALL
 def test_layers_with_nested_tensors_are_reported() -> None:
     model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
-    given, advice = masks(True, False, True), "make it with enable_nested_tensor=False"
+    given, advice = masks(True, False, True), "create it with enable_nested_tensor=False"
     run = compiled(model, precision="bf16")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run(x, **given).sum().backward()

@@ -1,6 +1,6 @@
-"""Tables of the pages on communication, from the results of benchmarks.
+"""Generate the tables of the pages on communication from results of benchmarks.
 
-Invariant: each number is one of the file's, rounded; what was run where stands above its table.
+Invariant: each number is rounded from the file; its machine and versions are above the table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def aqgb_fig3() -> str:
 
 
 def gpu_codecs() -> str:
-    """What codecs take on a GPU, of the larger number of values that was measured of each."""
+    """Return the time of codecs on a GPU, for the largest measured number of values of each."""
     found: dict[str, dict[str, float]] = {}
     for row in rows_of("gpu_codecs"):
         name, size = row["case"].split(", ")
@@ -55,7 +55,7 @@ def gpu_codecs() -> str:
 
 
 def gradient_codecs() -> str:
-    """How fast codecs are on the best path that was measured, AVX-512's."""
+    """Return the speed of codecs on the fastest measured path, AVX-512."""
 
     def times(way: str) -> Callable[[Row], str]:
         return lambda row: f"{row[f'{way}_to_copy']:.2f}"

@@ -1,7 +1,6 @@
-"""Tables of docs/experiments.md and docs/predictor.md, from the results of benchmarks, and how a
-table is made of results.
+"""Generate the tables of docs/experiments.md and docs/predictor.md from results of benchmarks.
 
-Invariant: each number is one of the file's, rounded; what was run where stands above its table.
+Invariant: each number is rounded from the file; its machine and versions are above the table.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ def table2() -> str:
 
 
 def table3() -> str:
-    """How far whole steps are off that are foreseen; until it was measured at size, that it was
-    not.
-    """
+    """Return the errors of predicted step times, or a note if they were not measured."""
     if not (RESULTS / "table3.json").exists():
         return "Not measured at size."
 
@@ -74,12 +71,12 @@ def fig6() -> str:
 
 
 def fleets_note() -> str:
-    """Return what the variances of the fleets come from."""
+    """Return the source of the variances of the fleets."""
     return note_of("fleets")
 
 
 def gpu_linear_missed() -> str:
-    """Return what has missed its goal among products and linear layers on a GPU."""
+    """Return the matrix products and linear layers on a GPU that missed their goal."""
     columns: dict[str, Callable[[Row], str]] = {
         "shape": lambda row: row["case"].replace("^3", " cubed"),
         "step": lambda row: row["what"],
@@ -143,8 +140,8 @@ def ddp_accuracy() -> str:
 
 
 def replay_accuracy() -> str:
-    """How far forward and backward pass of mixed plans are off, in the mean and at worst, a model a
-    row.
+    """Return mean and maximum error of predicted forward and backward passes of mixed plans, by
+    model.
     """
     by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
@@ -237,8 +234,8 @@ def _operators(row: Row) -> str:
 
 
 def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
-    """Returns what is shown of ways of training, beside uniform precision in the same cluster with
-    the same seeds.
+    """Return each training method with uniform-precision runs of the same cluster and the same
+    seeds.
     """
     uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["way"] == "uniform"}
 

@@ -1,18 +1,18 @@
-"""Pages of the documentation as programs: their code blocks, files and outputs.
+"""Run the pages of the documentation as programs.
 
-Invariant: what a page shows is what happens. The first line of a fenced block says what becomes of
-    it:
+The first line of a fenced block determines its use:
 
-    ```python run              runs; all such blocks of a page share one namespace. name=train.py is
-    its file name in reports ```bash run                runs in a shell ```text output
-    is what the block before it printed ```python file=PATH        is a whole new file of the tree
-    ```diff file=PATH          changes a file of the tree: hunks without line numbers, parted by
-    lines of "@@" ```python package=PATH     is a file of an installed package, whose pyproject.toml
-    is another such block
+    ```python run           code; all such blocks of a page share one namespace;
+                            name=train.py is the file name in reports
+    ```bash run             shell commands
+    ```text output          the output of the block before it
+    ```python file=PATH     a new file of the tree
+    ```diff file=PATH       changes to a file of the tree: hunks without line numbers, separated
+                            by lines of "@@"
+    ```python package=PATH  a file of an installed package; another block is its pyproject.toml
 
-Text between `<!-- generated: NAME -->` and `<!-- end -->` is made by the tests. This module runs
-the blocks of a page as a program of
-its own, in a new process: `python pages.py PAGE OUTPUTS.json`.
+Tests write the text between `<!-- generated: NAME -->` and `<!-- end -->`. `python pages.py PAGE
+OUTPUTS.json` runs the blocks of a page in this process and writes their outputs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ _GENERATED = re.compile(r"(<!-- generated: ([^\n]+) -->\n)(.*?)(<!-- end -->)", 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: language, flags ("run") and values ("file") of its first line, its text,
-    and where that stands in the page.
+    """Fenced block of a page.
+
+    Attributes:
+        language: first word of the first line.
+        flags: other words, such as "run".
+        values: words with a value, such as "file", by name.
+        text: the content.
+        start, end: position of the content in the page.
     """
 
     language: str
@@ -57,7 +63,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Returns the fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     found = []
     for match in _FENCE.finditer(page):
         words = match[2].split()
@@ -68,7 +74,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def apply(page: str, tree: Path) -> None:
-    """Makes the changes to a tree that a page asks for."""
+    """Apply the files and diffs of a page to a tree."""
     for block in blocks(page):
         if "file" not in block.values:
             continue
@@ -81,9 +87,7 @@ def apply(page: str, tree: Path) -> None:
 
 
 def patched(text: str, diff: str) -> str:
-    """Returns a file's text with the hunks of a diff applied, each at the one place that it
-    fits.
-    """
+    """Return a file's text with the hunks of a diff applied. Each hunk must match exactly once."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = [line or " " for line in hunk.splitlines()]
         assert all(line[0] in " +-" for line in lines), f"no diff:\n{hunk}"
@@ -95,16 +99,14 @@ def patched(text: str, diff: str) -> str:
 
 
 def package(page: str) -> dict[str, str]:
-    """Returns the files of the package that a page shows, by path; none where it shows none."""
+    """Return the files of the package on a page by path; empty if the page has no package."""
     return {
         block.values["package"]: block.text for block in blocks(page) if "package" in block.values
     }
 
 
 def install(page: str, site: Path) -> None:
-    """Puts the package that a page shows into `site`, as pip does: its modules, and its entry
-    points in a .dist-info.
-    """
+    """Install the package of a page into `site`: its modules and its entry points."""
     files = package(page)
     for path, text in files.items():
         (site / path).write_text(text)
@@ -124,9 +126,7 @@ def install(page: str, site: Path) -> None:
 
 
 def with_outputs(page: str, outputs: list[str]) -> str:
-    """Returns the page with the outputs that it should show: one for each block that runs, in
-    order.
-    """
+    """Return the page with new outputs; `outputs` has one for each block that runs, in order."""
     printed, parts, at = iter(outputs), [], 0
     last = ""
     for block in blocks(page):
@@ -142,22 +142,21 @@ def with_outputs(page: str, outputs: list[str]) -> str:
 
 
 def with_generated(page: str, make: Callable[[str], str]) -> str:
-    """Returns the page with what `make` gives for the name of each generated part."""
+    """Return the page with `make(name)` as the text of each generated part."""
     return _GENERATED.sub(lambda match: f"{match[1]}\n{make(match[2]).strip()}\n\n{match[4]}", page)
 
 
 def generated(page: str) -> list[str]:
-    """Returns the names of the generated parts of a page."""
+    """Return the names of the generated parts of a page."""
     return [match[2] for match in _GENERATED.finditer(page)]
 
 
 def run(page: Path) -> list[str]:
-    """Runs the blocks of a page in the current folder; returns what each printed.
+    """Run the blocks of a page in the current folder and return the output of each.
 
-    Raises what a block raises.
+    Exceptions of a block are not caught.
     """
-    # A module, not just a dictionary: Dynamo looks up the globals of what it compiles by module
-    # name.
+    # Dynamo looks up the globals of compiled code by module name, so a dictionary is not enough.
     module = types.ModuleType("page")
     sys.modules["page"] = module
     outputs = []
@@ -182,5 +181,5 @@ if __name__ == "__main__":
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -1,21 +1,16 @@
-"""Tiers of tests: what a newcomer runs, what continuous integration runs, and what takes hours.
+"""Tiers of tests, as a plugin of pytest (see conftest).
 
-    pytest                 fast: one of each idea; `make test` pytest --tier all      all models,
-        each in two formats, each kind of kernel on the CPU, samples of what nvcc makes, one
-        benchmark of
-                           each kind; `make test-all`
+    pytest                 fast: one test of each idea; `make test`
+    pytest --tier all      all models, each in two formats; each kind of kernel on the CPU; a sample
+                           of compiled CUDA kernels; one benchmark of each kind; `make test-all`
     pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each
-    trainer over ranks
+                           trainer on several ranks; takes hours
 
-A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter
-or with its file (`pytestmark`), where a quicker test of the same idea stays without. Of a test with
-many parameters the fast tier runs one, which is the same one each time, and another one of another
-test, so that each format and each device has its turn; of properties it draws fewer examples.
-
-Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id
-    runs whatever its tier, and a file that it names runs with all parameters.
-
-A plugin of pytest; see conftest.
+A tier includes all tests of the tiers above it. A test without a mark is in each tier. Mark a slow
+test, parameter or file `tiers.ALL` if a faster test covers the same idea. Of a test with many
+parameters, the fast tier runs one, selected by the name of the test, and it draws fewer examples
+of properties. Tests that the command line selects by id, and all parameters of files that it
+names, run in any tier.
 """
 
 from __future__ import annotations
@@ -32,15 +27,14 @@ TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
 EXAMPLES: Final = 10
-"""How many examples the fast tier draws of a property that asks for no number; Hypothesis draws a
-hundred.
+"""Number of examples of a property in the fast tier, unless it sets its own; Hypothesis draws 100.
 """
 T = TypeVar("T")
 _chosen = "fast"
 
 
 def chosen(fast: Sequence[T], everything: Sequence[T], every: Sequence[T] | None = None) -> list[T]:
-    """Returns what the tier of this run takes, for what a file prepares at once for all of its
+    """Return the values for the tier of this run, for data that a file prepares for all of its
     tests.
     """
     return list(
@@ -82,11 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items, those files first that may take longest, so that no worker is at one of
-    them when the others have ended.
+    """Return the items, with the longest files first, so that all workers end at a similar time.
 
-    What takes long has been given a time limit of its own; where none has, the number of tests says
-    it.
+    A file is long if it has a time limit of its own, and otherwise by its number of tests.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -104,10 +96,7 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items with one for each test function, in their order.
-
-    The function's name says which one.
-    """
+    """Return one item of each test function, in their order; the function's name selects it."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -1,6 +1,4 @@
-"""The rewrites that docs/howto-pass.md shows, on a BERT, a BERT that recomputes its layers, and a
-ViT.
-"""
+"""Tests of the rewrites in docs/howto-rewrite.md on a BERT, a checkpointed BERT and a ViT."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.models.zoo_torch import Inputs
 
 torch.set_num_threads(1)
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto-pass.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto-rewrite.md").read_text()
 BLOCKS = {
     block.values["rewrite"]: block.text for block in pages.blocks(PAGE) if "rewrite" in block.values
 }

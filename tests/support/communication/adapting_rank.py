@@ -1,4 +1,4 @@
-"""One rank of the tests of AQGB; run by tests/communication as a process of its own."""
+"""Rank of the tests of AQGB; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from tests.support.processes import ranks
 
 
 class Clock:
-    """Of a rank whose blocks all come `gap` seconds after one another, and whose link takes `rate`
-    bytes a second.
-    """
+    """Link for a rank whose blocks arrive every `gap` seconds, with `rate` bytes per second."""
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
         clock, sent = self, aqgb.PendingTransfers
 
         class Timed(sent):  # type: ignore[misc, valid-type]
-            """Lets the link take its time when the last message of a segment is here."""
+            """Delay the last message of a segment by the time of the link."""
 
             def __init__(self, group: Any, about: str) -> None:
                 super().__init__(group, about)
@@ -57,13 +55,13 @@ class Clock:
 
 
 def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """AQGB over real sockets by a clock of ours; each rank has another link."""
+    """AQGB over real sockets with a simulated clock; each rank has a different link."""
     codec = Adaptive(feedback=job["feedback"], segment=2**14)
     model = parallel()
     handle, optimizer = compress(model, codec, check_every=100), sgd(model)
     handle.controller.clock = Clock(gap=1.0, rate=job["rates"][rank])
     for parameter in model.parameters():
-        # So that what came before is delivered, and decisions do not depend on threads.
+        # Deliver earlier messages first, so that decisions do not depend on threads.
         parameter.register_hook(lambda gradient: handle._worker.wait())
     list(train(model, optimizer, range(6)))
     check_replicas(model)
@@ -89,9 +87,7 @@ def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is left of gradients is not lost: gradients that stay the same are summed, in levels
-    that keep little of them.
-    """
+    """Sum constant gradients over steps in coarse levels: error feedback loses nothing."""
     found = {}
     values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
     whole = torch.stack(

@@ -1,6 +1,4 @@
-"""One rank of the tests of faults while gradients are compressed; run by tests/communication as a
-process of its own.
-"""
+"""Rank of the tests of faults with compressed gradients, run by tests/communication."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from tests.support.processes import ranks
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A message that is harmed on its way to rank 0, replicas that differ, a rank that is
-    killed.
-    """
+    """Corrupt a message to rank 0, change a replica, or kill a rank."""
     model = parallel()
     handle, optimizer, how = (
         compress(model, job.get("codec", "qsgd8"), check_every=1),
@@ -39,7 +35,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             message[60:90] ^= 5
 
     class Harmed(allreduce.PendingTransfers):
-        """Harms what rank 1 sends first, and AQGB's message behind that, when it is here."""
+        """Corrupt the first message of rank 1, and then AQGB's message, on receipt."""
 
         def __init__(self, group: Any, about: str) -> None:
             super().__init__(group, about)
@@ -68,9 +64,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The last rank fails after two steps under a guard, while the others wait for its
-    gradients.
-    """
+    """Fail on the last rank after two guarded steps, while the others wait for its gradients."""
     codec, last = job["codec"], rank == world - 1
     module: Any = sharded_training if job.get("fsdp") else compressed_training
     model = module.model() if job.get("fsdp") else parallel()

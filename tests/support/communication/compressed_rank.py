@@ -1,6 +1,4 @@
-"""One rank of the tests of compressed gradients; run by tests/communication as a process of its
-own.
-"""
+"""Rank of the tests of compressed gradients; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tests.support.processes import ranks
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each codec against none, and against the hooks of torch."""
+    """Compare each codec with no codec and with the hooks of torch."""
     plain, _ = trained()
     found: dict[str, Any] = {"plain": weights(plain)}
     for name in job["codecs"]:
@@ -59,8 +57,8 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         ("bf16", default_hooks.bf16_compress_hook),
     ):
         if name in job["codecs"]:
-            # DistributedDataParallel takes torch's BF16 hook for CUDA alone, by its name; gloo sums
-            # BF16 as well.
+            # DistributedDataParallel limits torch's BF16 hook to CUDA by its name, but gloo also
+            # sums BF16.
             theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
             ours, _ = trained(name)
             found[name]["from torch's"] = distance(ours, theirs)
@@ -68,8 +66,8 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each codec by kernels, and as gradients are coded that lie on another device: by operators,
-    whose bytes are brought to the host.
+    """Compare the kernels of each codec with its operators, which encode gradients of other
+    devices.
     """
     native, found = buffers.native, {}
     for name in job["codecs"]:
@@ -97,9 +95,7 @@ def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Gradients that are the same on all devices, on that of this rank: what they are averaged to,
-    and what is left of them.
-    """
+    """Return means and error feedback of gradients that are equal on all devices."""
     device, found = job["devices"][rank], {}
     for name in job["codecs"]:
         torch.manual_seed(0)
@@ -128,7 +124,7 @@ def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A training on a device in each codec, and in none, and what became of its parameters."""
+    """Train on a device with each codec and without, and return the parameters."""
     found = {}
     plain = parallel(device=job["device"])
     list(train(plain, sgd(plain), range(6)))
@@ -150,9 +146,7 @@ def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What DistributedDataParallel makes of buckets changes nothing, and in how many stretches they
-    go neither.
-    """
+    """Vary DDP's buckets and the chunks of a bucket: neither changes the result."""
     found = {}
     for codec in ("qsgd4", "1bit*", "1bit"):
         for name, how in (
@@ -169,7 +163,7 @@ def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between."""
+    """Compare six steps with three and three steps that are separated by a checkpoint."""
     found = {}
     for codec in ("qsgd8", "1bit*", "1bit"):
         whole, _ = trained(codec)
@@ -198,7 +192,7 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Goes on among more ranks than saved, and with another codec."""
+    """Resume on more ranks than saved, and with another codec."""
     model = parallel()
     handle = compress(model, "1bit*")
     saved = torch.load(Path(job["where"]) / f"1bits-{rank % 2}.pt", weights_only=True)[2]
@@ -238,7 +232,7 @@ def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What else a training may do; replicas stay equal."""
+    """Use other features of DDP; replicas stay equal."""
     found: dict[str, Any] = {}
 
     def tries(
@@ -305,8 +299,8 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of no value, of one, and of sizes that no unit divides, all of them coded; and a
-    value on one rank that is no number.
+    """Encode tensors with zero values, one value, and sizes that are no multiple of a unit; NaN on
+    a rank.
     """
     found: dict[str, Any] = {}
     for codec in job["codecs"]:
@@ -338,7 +332,7 @@ def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Squares(nn.Module):
-    """Gradients that differ from value to value, and by as much as `x` does from rank to rank."""
+    """Return gradients that differ between values, and between ranks by `x`."""
 
     def __init__(self, parameters: nn.ParameterList) -> None:
         super().__init__()
@@ -349,10 +343,10 @@ class Squares(nn.Module):
 
 
 def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """With torch's own checks of what ranks do, at their highest level.
+    """Run torch's debug checks at the highest level.
 
-    The default group was made before: given one that is wrapped, DistributedDataParallel of torch
-    2.13 dies in its constructor, by itself.
+    The default group is created before: with a wrapped group, DistributedDataParallel of torch 2.13
+    crashes in its constructor, also without qsync_fx.
     """
     distributed.set_debug_level(distributed.DebugLevel.DETAIL)
     model = parallel()
@@ -367,7 +361,7 @@ def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def many(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Many buckets in flight, many steps."""
+    """Train many steps with many buckets in flight."""
     torch.manual_seed(0)
     layers = [nn.Linear(40, 40) for _ in range(20)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.005)

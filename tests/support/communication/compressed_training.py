@@ -1,4 +1,4 @@
-"""What ranks train in the tests of compressed gradients, and how they say what came of it."""
+"""Models and reports of the tests of compressed gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qsync_fx.distributed import check_replicas, compress
 
 
 class Network(nn.Module):
-    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks
-    leave out, and several buckets.
+    """Model with odd sizes, a convolution, tensors too small to encode, an optional layer and
+    buckets.
     """
 
     def __init__(self, width: int = 67) -> None:
@@ -68,7 +68,7 @@ def said(error: BaseException) -> dict[str, Any]:
 
 
 def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
-    """Puts the error that a call ends with, if it does, by a name into what was found."""
+    """Store the error of a call, if any, under a name in the results."""
     try:
         does()
     except qsync_fx.QSyncError as error:

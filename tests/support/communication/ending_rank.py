@@ -1,6 +1,4 @@
-"""One rank of a training whose process ends as a user's script does; run by tests/communication as
-a process of its own.
-"""
+"""Rank whose process ends like a user's script; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def main() -> None:
             raise ValueError("an error of the user's script")
         case "destroy":
             distributed.destroy_process_group()
-    # Threads that wait for the GIL get it only where the main thread releases it.
+    # Threads that wait for the GIL acquire it only if the main thread releases it.
     sys.setswitchinterval(60)
 
 

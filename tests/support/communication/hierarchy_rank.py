@@ -1,6 +1,4 @@
-"""One rank of the tests of gradients that are coded between nodes alone; run by tests/communication
-as a process of its own.
-"""
+"""Rank of the tests of codecs between nodes; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -38,13 +36,12 @@ from tests.support.communication.scaled_rank import Linear, given
 from tests.support.processes import ranks
 
 EXACT = ("fp32", "1bit*")
-"""Those that draw no random numbers and code values as they lie: their means are known to
-the bit.
+"""Codecs without random numbers that encode values in their layout: their means are known exactly.
 """
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Two steps of each codec against the rule, written for all ranks in one process."""
+    """Compare two steps of each codec with the definition, computed in one process."""
     found: dict[str, Any] = {}
     for name in job["codecs"]:
         model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
@@ -88,9 +85,7 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def mean(
     codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]
 ) -> Tensor:
-    """Returns what all ranks make of a parameter's gradients: means of nodes, part by part, and of
-    these the mean through the codec.
-    """
+    """Return the mean of a parameter's gradients: within nodes, then through the codec."""
     values, nodes = gradients[0].numel(), len(gradients) // size
     found = torch.empty(values)
     for place in range(size):
@@ -127,7 +122,7 @@ def cut(values: int, unit: int, parts: int, at: int) -> slice:
 
 
 def through(codec: Codec, values: Tensor, left: Tensor) -> Tensor:
-    """Returns what comes out of a codec that draws no random numbers."""
+    """Return the decoded values of a codec without random numbers."""
     wire, found = (
         torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8),
         torch.empty_like(values),
@@ -138,7 +133,7 @@ def through(codec: Codec, values: Tensor, left: Tensor) -> Tensor:
 
 
 def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Nodes as torchrun says them, by hosts, and what cannot be."""
+    """Return nodes from torchrun's variables and from hosts, and the errors of invalid layouts."""
     found: dict[str, Any] = {}
     says = partial(refusal, found)
     with warnings.catch_warnings(record=True) as caught:
@@ -193,7 +188,7 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(rank: int, world: int) -> dict[str, Any]:
-    """What is found of nodes to plan for, and a plan for those that torchrun says."""
+    """Return the detected nodes for planning, and a plan for the nodes of torchrun."""
     found: dict[str, Any] = {}
     for name, asked, node in (
         ("one host", None, 0),
@@ -239,7 +234,7 @@ def planned(rank: int, world: int) -> dict[str, Any]:
 
 
 def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A message inside a node that is harmed on its way to rank 2."""
+    """Corrupt a message inside a node to rank 2."""
     model = parallel()
     compress(model, "qsgd8", hierarchical=2)
     optimizer = sgd(model)

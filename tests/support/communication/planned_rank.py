@@ -1,6 +1,4 @@
-"""One rank of the tests of gradients in the codecs of a plan; run by tests/communication as a
-process of its own.
-"""
+"""Rank of the tests of codecs from a plan; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def trained(given: Any, **how: Any) -> dict[str, Any]:
 
 
 def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Plans that say something, the same from a file, those that say nothing, and one codec for
-    all.
-    """
+    """Apply plans with codecs, also from a file, plans without codecs, and one codec for all."""
     path = Path(job["where"]) / f"plan-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
     all_alike = dict.fromkeys(
@@ -78,7 +74,7 @@ def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What ranks are told whose plans differ, and what is wrong with a plan on all of them."""
+    """Return the errors of plans that differ between ranks or are invalid on all ranks."""
     found = {}
     for name, codecs in (
         ("tensor", WIDE if rank != 1 else {**WIDE, "0.bias": "qsgd8"}),
@@ -98,7 +94,7 @@ def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What one rank alone cannot take is an error on all of them at once, and none waits for it."""
+    """Return the error of all ranks for a plan that only one rank rejects; no rank waits for it."""
     path = Path(job["where"]) / f"here-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
     odd = rank == 1
@@ -126,9 +122,7 @@ def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Codecs that change in the middle of training: what they leave of gradients is sent by those
-    that come after.
-    """
+    """Change codecs during training: the next codec sends the error feedback of the last one."""
     model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
     handle = compress(model, ClusterPlan(CLASSES), check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

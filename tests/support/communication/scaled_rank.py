@@ -1,5 +1,5 @@
-"""One rank of the tests of a GradScaler over compressed gradients; run by tests/communication as a
-process of its own.
+"""Rank of the tests of a GradScaler with compressed gradients; tests/communication runs it as a
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CODECS = {"1bit*": "1bit*", "1bit": "1bit", "aqgb12": Truncated(12, feedback=Tru
 
 
 class Linear(nn.Module):
-    """The gradient of each parameter is what is given for it."""
+    """Module whose parameters have given gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def sharded() -> nn.Module:
 
 
 def hashed(model: nn.Module) -> str:
-    """Returns a hash of what this rank holds."""
+    """Return a hash of this rank's state."""
     held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in held)).hexdigest()
 
@@ -65,7 +65,7 @@ def trained(
     told: bool,
     infinite: tuple[int, ...] = (),
 ) -> tuple[str, list[int], dict[str, Tensor]]:
-    """Returns what the model comes to, which steps were taken, and what is left of gradients."""
+    """Return the parameters, the executed steps and the error feedback."""
     handle = compress(model, CODECS[codec], least=0, scaler=scaler if told else None, check_every=1)
     optimizer, taken = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -88,8 +88,8 @@ def trained(
 
 
 def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A training with a scale that changes and steps that are left out, against one without of the
-    steps that were taken.
+    """Compare a training with changing scales and skipped steps with one of the executed steps
+    only.
     """
     make: Callable[[], nn.Module] = {"parallel": parallel, "sharded": sharded}[job["how"]]
     found: dict[str, Any] = {}
@@ -113,8 +113,8 @@ def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is left goes on in the scale of the scaler of now; a scaler that is none, or of some
-    ranks alone, is an error.
+    """Rescale error feedback to the scaler; an object that is no scaler, or on some ranks only, is
+    an error.
     """
 
     def run(steps: list[int], scale: float, state: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -1,6 +1,4 @@
-"""One rank of the tests of compressed gradients under FSDP2; run by tests/communication as a
-process of its own.
-"""
+"""Rank of the tests of compressed gradients with FSDP2, run by tests/communication."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ from tests.support.processes import ranks
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of one step against those without a codec, and a training."""
+    """Compare gradients of one step, and a training, with no codec."""
     alone = model()
     plain = gradients(alone, rank)
     exact = whole(rank, world, alone)
@@ -71,9 +69,7 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def unbiased(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The mean over many steps of the same gradients is those; each is nearer than a step of the
-    codec.
-    """
+    """Average many steps with equal gradients: the mean is closer to them than any single step."""
     one = model()
     compress(one, "qsgd4", least=0)
     exact = whole(rank, world, one)
@@ -87,7 +83,7 @@ def unbiased(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between."""
+    """Compare six steps with three and three steps that are separated by a checkpoint."""
     found = {}
     for codec in ("qsgd8", "1bit*"):
         trained = model()
@@ -96,8 +92,8 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         first = model()
         handle, optimizer = compress(first, codec), adam(first)
         train(first, optimizer, range(3))
-        # Three steps from the same weights and state of the optimizer, with the handle's state and
-        # without.
+        # Three steps from equal weights and optimizer state, with and without the state of the
+        # handle.
         saved = [[p.clone() for p in shards(first)], optimizer.state_dict(), handle.state_dict()]
         path = Path(job["where"]) / f"{codec.replace('*', 's')}-{rank}.pt"
         torch.save(saved[2], path)
@@ -121,7 +117,7 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Goes on among more ranks than saved."""
+    """Resume on more ranks than saved."""
     one = model()
     handle = compress(one, "1bit*")
     saved = torch.load(Path(job["where"]) / f"1bits-{rank % 2}.pt", weights_only=True)
@@ -133,7 +129,7 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What else a training may do."""
+    """Use other features of FSDP2."""
     found: dict[str, Any] = {}
     one = model()
     compress(one, "fp32")
@@ -217,13 +213,13 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     alone("plan", lambda: compress(model(), str(path) if odd else "qsgd8"))
     alone("missing", lambda: compress(model(), "nowhere.json" if odd else "qsgd8"))
     alone("columns", lambda: compress(model(), "1bit" if odd else "1bit*"))
-    one = model()  # whose mesh all ranks make together
+    one = model()  # all ranks create its mesh together
     alone("part", lambda: compress(part if odd else one, "qsgd8"))
     return found
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A message that is harmed on its way to rank 0, or a rank that is killed."""
+    """Corrupt a message to rank 0, or kill a rank."""
     one = model()
     compress(one, "qsgd8")
     optimizer, sound, how = adam(one), fsdp_hook.exchange, job["how"]

@@ -1,4 +1,4 @@
-"""What ranks train in the tests of compressed gradients under FSDP2."""
+"""Models of the tests of compressed gradients with FSDP2."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Network(nn.Module):
-    """Odd sizes, blocks that are units of their own, a layer that may be left out, one that is
-    frozen.
-    """
+    """Model with odd sizes, blocks that are FSDP units, an optional layer and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +38,7 @@ def model(**how: Any) -> Any:
     for block in found.blocks:
         fully_shard(block, mesh=mesh, **how)
     fully_shard(found, mesh=mesh, **how)
-    # gloo sums, and does not average.
+    # gloo sums and does not average
     for module in found.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
@@ -73,7 +71,7 @@ def weights(model: nn.Module) -> str:
 
 
 def gradients(model: Any, rank: int, step: int = 0) -> list[Tensor]:
-    """Returns this rank's shards of the gradients of one step."""
+    """Return this rank's shards of the gradients of one step."""
     for p in model.parameters():
         p.grad = None
     model(batch(rank, step)).square().mean().backward()
@@ -81,8 +79,8 @@ def gradients(model: Any, rank: int, step: int = 0) -> list[Tensor]:
 
 
 def whole(rank: int, world: int, like: Any) -> list[Tensor]:
-    """Returns this rank's shards of the mean of the gradients of all ranks' batches, summed in the
-    order of ranks by one process.
+    """Return this rank's shards of the mean gradients of all batches, summed in rank order in one
+    process.
     """
     torch.manual_seed(0)
     network = Network()
@@ -102,7 +100,7 @@ def _shard(tensor: Tensor, rank: int, world: int) -> Tensor:
 
 
 def apart(ones: list[Tensor], others: list[Tensor]) -> float:
-    """Returns the largest difference over the largest value."""
+    """Return the largest difference relative to the largest value."""
     pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a.numel()]
     return max(float((a - b).abs().max()) for a, b in pairs) / max(
         float(b.abs().max()) for _, b in pairs

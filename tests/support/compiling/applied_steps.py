@@ -1,6 +1,4 @@
-"""What the tests of `qsync_fx.plan_coverage` share: models, a training step and what it
-warns of.
-"""
+"""Models and a training step for the tests of `qsync_fx.plan_coverage`."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def compiled(model: Any, **options: Any) -> Any:
 
 
 def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
-    """Trains one step and returns what it warns of."""
+    """Train one step and return its warnings."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     call().square().mean().backward()
     with warnings.catch_warnings(record=True) as told:
@@ -46,7 +44,7 @@ class Plain(nn.Module):
 
 
 class Outer(nn.Module):
-    """Calls `inner` between two layers, on what it takes and gives."""
+    """Module that calls `inner` between two layers, on its input and output."""
 
     def __init__(self, inner: nn.Module, out: int = 4) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ class Outer(nn.Module):
         return self.end(x if isinstance(x, Tensor) else x[0])
 
 
-# What is not, by reason.
+# Modules outside of graphs, by reason.
 
 
 class Mode(TorchDispatchMode):

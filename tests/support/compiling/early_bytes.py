@@ -1,4 +1,4 @@
-"""A pass of Inductor's that runs ours and remembers the graphs."""
+"""Pass of Inductor that runs ours and records the graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qsync_fx.backend.inductor import recompute_policy
 
 
 class Graphs(CustomGraphPass):
-    """Our pass, and a record of what the graphs are when it is done."""
+    """Our pass, and the graphs after it."""
 
     def __init__(self) -> None:
         self.seen: list[fx.Graph] = []
@@ -21,4 +21,4 @@ class Graphs(CustomGraphPass):
         self.seen.append(graph)
 
     def uuid(self) -> Any:
-        return None  # nothing compiled before is taken from a cache
+        return None  # disable caches, so that nothing is reused

@@ -1,4 +1,4 @@
-"""What the tests of nodes that passes put in share: a model, a pass, and a training step."""
+"""Model, pass and training step for the tests of inserted nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 def behind(
     operator: str, put: Put, after: str = "normalize", name: str = "tap"
 ) -> qsync_fx.GraphPass:
-    """A pass that puts something between the operator and its readers."""
+    """Return a pass that inserts a node between an operator and its readers."""
 
     def run(graph: PrecisionGraph) -> None:
         found = next(op for op in graph.operators() if str(op.id) == operator)

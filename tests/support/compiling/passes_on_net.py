@@ -1,4 +1,4 @@
-"""A small network and what explaining it with custom passes says."""
+"""Small network, and its explanation with custom passes."""
 
 from __future__ import annotations
 

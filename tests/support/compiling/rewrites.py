@@ -1,4 +1,4 @@
-"""What the tests of `@qsync_fx.rewrite` share: a model, patterns, and a training step."""
+"""Model, patterns and training step for the tests of `@qsync_fx.rewrite`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests of `qsync_fx.switch_plan` share: plans, how it is told that one will not be followed,
-and what counts compilations.
+"""Plans, a check of warnings, and a counter of compilations for the tests of
+`qsync_fx.switch_plan`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qsync_fx import Plan
 
 INT8, BF16, FP32 = Plan.uniform("int8"), Plan.uniform("bf16"), Plan.uniform("fp32")
 NOT_FOLLOWED = pytest.mark.filterwarnings("error:this is version")
-"""Has a test fail where a plan will not be followed, which is told in a warning."""
+"""Fail a test on the warning that a plan is not applied."""
 
 
 def compilations(run: Callable[[], Any]) -> int:

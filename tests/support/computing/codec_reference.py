@@ -1,6 +1,4 @@
-"""The codecs of gradients in numpy: what each byte on the wire means, one line a rule, whatever the
-kernels do to be fast.
-"""
+"""Reference of the gradient codecs in numpy: the meaning of each byte on the wire."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ def _units(x: Floats, unit: int) -> list[Floats]:
 
 
 def _folded(lanes: NDArray[np.floating]) -> np.floating:
-    """Sums sixteen lanes, halves onto halves."""
+    """Return the sum of sixteen lanes, halves added to halves."""
     while lanes.size > 1:
         lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
     return lanes[0]
 
 
 def _summed(x: NDArray[np.floating]) -> np.floating:
-    """Sums as sixteen lanes do, each from the first of its values to the last."""
+    """Return the sum over sixteen lanes, each summed from its first to its last value."""
     rows = np.concatenate([x, np.zeros(-x.size % _LANES, x.dtype)]).reshape(-1, _LANES)
     lanes = np.zeros(_LANES, x.dtype)
     for row in rows:
@@ -37,7 +35,7 @@ def _summed(x: NDArray[np.floating]) -> np.floating:
 def _scaling(
     scale: np.float32, levels: int
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """Returns what values are multiplied by before and after, the inverse of the step in between,
+    """Return the factors before and after rounding, which is the inverse of the step between them,
     and the step.
     """
     f = np.float32
@@ -126,7 +124,7 @@ def qsgd_decoded(wire: Bytes, n: int, bits: int, unit: int, layout: str) -> Floa
 
 @np.errstate(all="ignore")
 def onebit_encoded(x: Floats, residual: Floats, unit: int) -> tuple[Bytes, Floats]:
-    """Returns what is sent of x + residual, and what is left of it."""
+    """Return the message of x + residual and the new error feedback."""
     means, words, rest = [], [], []
     for values, old in zip(_units(x, unit), _units(residual, unit), strict=True):
         v = values + old
@@ -171,7 +169,7 @@ def truncated(x: Floats, bits: int) -> Floats:
 def truncate_encoded(
     x: Floats, residual: Floats, bits: int, partition: int
 ) -> tuple[Bytes, Floats]:
-    """Returns what is sent of x + residual, and what is left of it."""
+    """Return the message of x + residual and the new error feedback."""
     v = x + residual
     kept = truncated(v, bits)
     parts = [np.empty(0, np.uint8)]

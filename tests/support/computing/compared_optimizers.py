@@ -1,6 +1,4 @@
-"""What tests of optimizers share: pairs of ours and torch's, steps of both, and how near they must
-be.
-"""
+"""Pairs of our and torch's optimizers, their steps, and tolerances."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ EPSILON = 2.0**-24
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each call of a kernel took."""
+    """Number of tensors in each call of a kernel."""
     calls: list[int] = []
 
     def watched(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -63,9 +61,7 @@ def steps(optimizer: Optimizer, gradients: list[list[Tensor]]) -> None:
 
 
 def assert_alike(ours: Optimizer, torchs: Optimizer, steps_taken: int) -> None:
-    """Parameters and state agree: within the ulps that a step may add, of the larger of what it
-    adds up.
-    """
+    """Assert that parameters and state agree within the ulps of a step, of the larger summand."""
     for a, b in zip(ours.param_groups[0]["params"], torchs.param_groups[0]["params"], strict=True):
         assert ours.state[a].keys() == torchs.state[b].keys()
         largest = (

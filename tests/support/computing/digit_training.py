@@ -1,6 +1,4 @@
-"""A batch of small images for tests of training, and how far gradients in each format may lie from
-those in FP32.
-"""
+"""Batch of small images for training tests, with tolerances of gradients in each format."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import torch
 from torch import Tensor
 
 PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int8_grad"]
-# Relative error of all gradients together against FP32: steps of a few formats, small models, few
-# layers.
+# Relative error of all gradients against FP32: a few steps of each format with small models.
 ERRORS = {
     "fp32": 0.0,
     "tf32": 0.01,

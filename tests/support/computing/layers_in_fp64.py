@@ -1,4 +1,4 @@
-"""What layers give in the formats of their operands, by products in FP64: outputs and gradients."""
+"""Outputs and gradients of layers, computed in FP64 from rounded operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.computing.products_in_fp64 import SEED, Operand, Product
 
 
 def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Asserts that output and gradients are what FP64 gives for the operands in the format."""
+    """Assert that output and gradients equal the FP64 result for operands in the format."""
     y = layer(x, weight, bias)
     row, inputs = FORMATS[layer.fmt], [t for t in (x, weight, bias) if t is not None]
     assert y.dtype == (layer.out_dtype or OUT[layer.fmt])
@@ -37,16 +37,15 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     carrier = row.carrier.dtype
     plain = row.gradient.plain and layer.geometry is not None
     if plain:
-        # The scale is in an operand of the carrier: always the weight's, and the activation's where
-        # it varies.
+        # One operand of the emulation dtype includes its scale: the weight, and the activation if
+        # its\n# scale varies.
         b = Operand(b.value.float().to(carrier), None)
         a = (
             Operand(a.value.float().to(carrier), None)
             if a.scale is not None and a.scale.dim()
             else a
         )
-    # A scale that varies does so along the contracted dimension, and is in the rounded gradient
-    # then.
+    # A varying scale varies along the summed dimension, and is part of the rounded gradient.
     folds: dict[Any, Tensor | None] = {
         "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
         "weight": spread(a.scale, "activation") if a.scale is not None and a.scale.dim() else None,
@@ -55,7 +54,7 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     into = {role: Operand(*pair).value for role, pair in rounded.items()}
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
-    # Integers are summed as such, wherever the products of a linear layer are computed.
+    # Integers are summed exactly, on every path of a linear layer.
     narrow = (
         None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
     )
@@ -74,7 +73,7 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
-    """Whether the output's sums are exact."""
+    """Return whether the sums of the output are exact."""
     if FORMATS[layer.fmt].dtype != torch.int8:
         return False
     if layer.geometry is None:
@@ -88,7 +87,7 @@ def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
 
 
 def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
-    """Returns the three products of a layer in FP64, and how a scale is spread over the output."""
+    """Return the three products of a layer in FP64, and the shape of a scale over the output."""
     geometry = layer.geometry
     if geometry is None:
         return (

@@ -1,4 +1,4 @@
-"""Layers of the lowered operators, as tests call them."""
+"""Layers of lowered operators for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUT = {name: FORMATS[name].output.dtype for name in FORMATS_OF_PRODUCTS}
 
 @dataclass(frozen=True)
 class Geometry:
-    """The arguments of a convolution."""
+    """Arguments of a convolution."""
 
     stride: list[int]
     padding: list[int]
@@ -41,7 +41,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in a format: `geometry` is None for linear."""
+    """Layer in a format; `geometry` is None for linear."""
 
     fmt: str
     geometry: Geometry | None = None
@@ -128,7 +128,7 @@ def leaf(t: Tensor) -> Tensor:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Yields the operators that are called, by name."""
+    """Yield the names of called operators."""
     calls: list[str] = []
 
     class Recorder(TorchDispatchMode):

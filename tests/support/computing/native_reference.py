@@ -1,6 +1,4 @@
-"""The contract of the native kernels in numpy, one line a rule, and calls of the kernels on guarded
-memory.
-"""
+"""Reference of the native kernels in numpy, and calls of the kernels on guarded memory."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SEEDS = st.integers(0, 2**64 - 1)
 STREAMS = st.integers(0, 2**32 - 1)
 
-_EDGE = 3  # elements around a result that nobody may write to
+_EDGE = 3  # guard elements around a result
 _UNTOUCHED = 77
 
 
@@ -27,7 +25,7 @@ def mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def uniform(n: int, seed: int, stream: int, first: int = 0) -> NDArray[np.float32]:
-    """Returns the random numbers of elements first .. first + n - 1, in [0, 1)."""
+    """Return the random numbers of elements first .. first + n - 1, in [0, 1)."""
     with np.errstate(over="ignore"):
         index = np.arange(n, dtype=np.uint64) + np.uint64(first)
         low, high = index.astype(np.uint32), (index >> np.uint64(32)).astype(np.uint32)
@@ -40,7 +38,7 @@ def uniform(n: int, seed: int, stream: int, first: int = 0) -> NDArray[np.float3
 def quantized(
     x: torch.Tensor, rounding: str, levels: int, seed: int, stream: int, first: int = 0
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Returns (q, scales) of a matrix."""
+    """Return (q, scales) of a matrix."""
     values = x.float().numpy()
     r = uniform(values.size, seed, stream, first).reshape(values.shape)
     most = np.abs(values).max(1, initial=0)
@@ -65,7 +63,7 @@ def run_quantize(
     first: int = 0,
     isa: str | None = None,
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Returns the kernel's (q, scales) of a contiguous matrix; fails when it writes beside them."""
+    """Return the kernel's (q, scales) of a contiguous matrix; fail if it writes out of bounds."""
     rows, columns = x.shape
     dtype = next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
     q = np.full(x.numel() + 2 * _EDGE, _UNTOUCHED, np.int8)
@@ -96,10 +94,9 @@ def run_quantize(
 def vectors(
     draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite: bool = False
 ) -> torch.Tensor:
-    """Draws n values: of one magnitude or of all, with zeros, denormals, huge ones and, unless
-    `finite`, NaN and infinities.
+    """Return n random values of one or all magnitudes, with zeros, denormals and large values.
 
-    They start at an odd place in memory as often as not.
+    Unless `finite`, they include NaN and infinities. Half of the results start at an odd address.
     """
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     limits = torch.finfo(dtype)

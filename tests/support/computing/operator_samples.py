@@ -1,9 +1,8 @@
-"""Calls of ATen operators as the passes see them, from the samples of PyTorch's own operator
-database.
+"""Calls of ATen operators from the samples of PyTorch's operator database.
 
-Invariant: every call is one node of a pre-dispatch trace of one sample, with the values that reach
-    it, so composite operators are whole and nothing depends on how a Python function reaches its
-    operators.
+Invariant: every call is one node of a pre-dispatch trace of one sample with its values, so
+composite
+operators are one call.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class Call:
-    """One operator and the values it is called with."""
+    """One operator and the values of its arguments."""
 
     target: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-# These read values of tensors while they are traced, or need a device or storage that a trace
-# cannot hold.
+# These read values of tensors during tracing, or need a device or storage that a trace lacks.
 UNTRACEABLE = frozenset(
     "item allclose equal sparse.sampled_addmm sparse.mm jiterator_unary jiterator_binary "
     "jiterator_4inputs_with_extra_args "
@@ -53,18 +51,18 @@ class _Recorder(fx.Interpreter):
 
 @functools.cache
 def calls(samples: int) -> tuple[Call, ...]:
-    """Returns the calls that the first `samples` FP32 CPU samples of every entry make."""
+    """Return the calls of the first `samples` FP32 CPU samples of every entry."""
     entries = [
         e for e in op_db if e.name not in UNTRACEABLE and torch.float32 in e.supported_dtypes("cpu")
     ]
     found: list[Call] = []
-    # A generator of samples that is left open switches autograd when it is collected, be it in the
-    # midst of a trace.
+    # An open generator of samples changes the autograd mode when it is collected, possibly during
+    # a\n# trace.
     gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # A trace costs more than what it traces, so many entries share one.
+            # Tracing costs more than the traced code, so many entries share a trace.
             for start in range(0, len(entries), 50):
                 found += _calls(
                     [(e, s) for e in entries[start : start + 50] for s in _first(e, samples)]
@@ -76,15 +74,14 @@ def calls(samples: int) -> tuple[Call, ...]:
 
 def _first(entry: Any, samples: int) -> list[Any]:
     torch.manual_seed(0)
-    # Not `entry.sample_inputs`, which searches the whole stack for the test that asks, at every
-    # sample.
+    # Not `entry.sample_inputs`, which searches the stack for the calling test at every sample.
     return list(
         itertools.islice(entry.sample_inputs_func(entry, "cpu", torch.float32, False), samples)
     )
 
 
 def _calls(cases: list[tuple[Any, Any]]) -> list[Call]:
-    """Returns the calls of (entry, sample) pairs, in one trace."""
+    """Return the calls of (entry, sample) pairs, in one trace."""
     leaves, spec = tree_flatten([(sample.input, sample.args, sample.kwargs) for _, sample in cases])
     tensors = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 

@@ -1,8 +1,7 @@
-"""What lowered products have to compute, in FP64 from the very operands that they are given, with
-bounds of the error.
+"""FP64 results of lowered products from their exact operands, with error bounds.
 
-The bounds are those of the roundings that the operators state, and nothing else: sums in FP32, one
-rounding of the product to its carrier, one of the result to its type.
+The bounds follow only from the documented roundings: sums in FP32, one rounding of the product to
+the emulation dtype, and one of the result to its dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SEED = torch.tensor([7083142659001])
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor in a format, `q * scale`."""
+    """Tensor in a format, `q * scale`."""
 
     q: Tensor
     scale: Tensor | None
@@ -34,27 +33,26 @@ class Operand:
 def operand(
     t: Tensor, fmt: str, rounding: str, keep: Sequence[int], stream: int, seed: Tensor = SEED
 ) -> Operand:
-    """Rounds `t` to a format as the graph does before an operator."""
+    """Round `t` to a format as the graph does before an operator."""
     if FORMATS[fmt].scaled:
         return Operand(*quantize(t.detach(), seed, stream, fmt, rounding, keep))
     return Operand(round_to(t.detach(), seed, stream, fmt, rounding), None)
 
 
 def unit(dtype: torch.dtype | None) -> float:
-    """The largest relative error of rounding to the nearest; 0 where nothing is rounded."""
+    """Return the largest relative error of rounding to nearest; 0 without rounding."""
     return 0.0 if dtype is None else torch.finfo(dtype).eps / 2
 
 
 @dataclass(frozen=True)
 class Product:
-    """A bilinear product of two FP64 tensors, plus a bias, and what bounds the error of computing
-    it narrowly.
+    """Bilinear product of two FP64 tensors plus a bias, with values for error bounds.
 
     Attributes:
-        product: its value, FP64.
-        value: product and bias.
-        magnitude: the same of magnitudes.
-        terms: the largest number of summands of one value.
+        product: the product, FP64.
+        value: product plus bias.
+        magnitude: product of magnitudes plus magnitude of the bias.
+        terms: largest number of summands of a value.
     """
 
     product: Tensor
@@ -77,12 +75,12 @@ class Product:
         return Product(product, product + bias.double(), magnitude + bias.double().abs(), terms)
 
     def assert_met(self, found: Tensor, carrier: torch.dtype | None) -> None:
-        """Asserts that `found` is the value, up to the roundings of a product in `carrier` (None:
-        exact) and of its own type.
+        """Assert that `found` equals the value up to the roundings of a product in `carrier` (None:
+        exact).
         """
         assert found.shape == self.value.shape
         error = (found.double() - self.value).abs()
-        # Denormals, which a product in BF16 may flush to zero, have an absolute error.
+        # Denormals, which a BF16 product may flush to zero, have an absolute error.
         bound = (self.terms + 8) * (unit(torch.float32) * self.magnitude + 2.0**-126) + unit(
             carrier
         ) * self.product.abs()

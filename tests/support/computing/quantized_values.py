@@ -1,4 +1,4 @@
-"""What tests of quantizers compare: bits of tensors, and all values of a format."""
+"""Comparison of tensor bits, and all values of a format, for the tests of quantizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.pl
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Equal bits, types, shapes and strides; any NaN equals any other."""
+    """Return whether bits, dtypes, shapes and strides are equal; all NaN are equal."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.stride() == expected.stride()
@@ -28,7 +28,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def grid_of(row: Precision) -> np.ndarray:
-    """Returns all values of a format that has few of them, ascending."""
+    """Return all values of a small format in ascending order."""
     if row.kind == "integer":
         return np.arange(-row.max, row.max + 1)
     values = torch.arange(256, dtype=torch.uint8).view(row.dtype).double()

@@ -1,4 +1,4 @@
-"""Steps of training whose gradients tell which random numbers rounded them."""
+"""Training steps whose gradients identify the random numbers of their roundings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
-    """Returns a step of training, compiled, that consumes no random numbers of torch's."""
+    """Return a compiled training step that uses no random numbers of torch."""
     model = build(Perceptron)
     fast = compiled(model, precision=precision, **options)
     step(fast, model)

@@ -1,4 +1,4 @@
-"""What the tests of products with a weight share."""
+"""Helpers of the tests of products with a weight."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Ways to write to the weight of a layer: each negates it, which leaves the scale of an INT8 copy
-as it was and turns its output.
+"""Ways to write to the weight of a layer.
+
+Each negates the weight, so the scale of its INT8 copy stays valid and the output changes its sign.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ COUNTED: Final[Mapping[str, Write]] = {
     "another .data": moved,
     "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(-layer.weight.detach())),
 }
-"""Those that leave another version of the tensor behind, another address, or another tensor."""
+"""Writes that change the version, the address or the tensor object."""
 
 UNCOUNTED: Final[Mapping[str, Write]] = {
     "through .data": lambda layer: layer.weight.data.neg_(),
     "through numpy": taken_apart,
 }
-"""Those that leave all of these as they were."""
+"""Writes that change none of these."""

@@ -1,4 +1,4 @@
-"""Tables of what CUDA kernels there are and where they run, made of what decides it."""
+"""Generate the tables of CUDA kernels and their architectures from the code that selects them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,19 @@ def _name(row: Precision) -> str:
 
 
 def linear(row: Precision) -> list[Problem]:
-    """Returns the products of a linear layer in a format: output, input gradient, weight
-    gradient.
-    """
+    """Return the products of a linear layer in a format: output and both gradients."""
     own, given = _name(row), _name(row.gradient)
     scale: Any = "tensor" if row.scaled else "none"
     left: Any = "tensor" if row.gradient.scaled else "none"
     saved = own if row.gradient.dtype.itemsize == 1 else given
     output = GemmProblem(SIZE, SIZE, SIZE, own, own, row.output.name, "row", "column", scale, scale)
     to_input = replace(output, a=given, b=saved, out="fp32", b_major="row", a_scale=left)
-    # A gradient with a scale is written by columns, too, by the kernel that rounds it.
+    # The kernel that rounds a gradient with a scale also writes it in column-major order.
     return [output, to_input, replace(to_input, a_major="row" if row.gradient.scaled else "column")]
 
 
 def convolution(row: Precision) -> list[Problem]:
-    """Returns the products of a convolution in a format."""
+    """Return the products of a convolution in a format."""
     own, given = _name(row), _name(row.gradient)
     scale: Any = "tensor" if row.scaled else "none"
     left: Any = "tensor" if row.gradient.scaled else "none"
@@ -56,7 +54,7 @@ def convolution(row: Precision) -> list[Problem]:
 
 
 def products() -> str:
-    """Returns which products of a layer in each format are kernels on each GPU."""
+    """Return the products of a layer in each format that are kernels on each GPU."""
 
     def cell(problems: list[Problem], capability: tuple[int, int]) -> str:
         arch = kernel_config.target(capability)
@@ -81,7 +79,7 @@ def products() -> str:
 
 
 def architectures() -> str:
-    """Returns what is compiled for which compute capability."""
+    """Return the compiled architecture for each compute capability."""
     gpus = {
         (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin",
         (8, 9): "L4, L40, RTX 40",

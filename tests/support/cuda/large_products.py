@@ -1,6 +1,4 @@
-"""Products that are large enough for a kernel: what tests of decisions, padding and launching ask
-about.
-"""
+"""Products that are large enough for a kernel, for tests of selection and launching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems, candidates and recorded timings that tests of the tuner decide on."""
+"""Problems, candidates and recorded timings for the tests of the tuner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def configs(count: int) -> list[KernelConfig]:
 
 
 def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTimer]:
-    """Returns candidates and what times them; the first list is torch's, None one that does not
-    run.
+    """Return candidates and their timer; the first list has torch's times, None is a failing
+    candidate.
     """
     found = configs(len(seconds) - 1)
     names = ["torch", *(config.name for config in found)]
@@ -41,7 +41,7 @@ def recording(timings: dict[Problem, dict[str, list[float]]]) -> TimingRecording
 
 
 def problem_from(fields: dict[str, Any]) -> Problem:
-    """Returns the problem that fields describe in a recording."""
+    """Return the problem of a recording from its fields."""
     head = {"format": RECORDING.name, "version": 1, "environment": asdict(HERE), "arch": "sm_80"}
     rows = [{"problem": fields, "seconds": {}}]
     return RECORDING.decode(json.dumps({**head, "timings": rows})).timings[0].problem

@@ -1,4 +1,4 @@
-"""One rank that saves and resumes a compressed training."""
+"""Rank that saves and resumes a compressed training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE, AFTER = 3, 3
 
 
 class Job:
-    """A model under compressed gradients, and its optimizer."""
+    """Return a model with compressed gradients and its optimizer."""
 
     def __init__(self, precision: str) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Job:
 
 
 def resume(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Trains, saves, trains on; a new job loads and trains on; returns the sums of both."""
+    """Train, save and continue; load in a new job and continue; return the sums of both."""
     warnings.simplefilter("ignore")
     folder, later = f"{job['where']}/checkpoint", range(BEFORE, BEFORE + AFTER)
     first = Job("int8" if rank else "bf16")

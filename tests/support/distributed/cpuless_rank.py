@@ -1,9 +1,10 @@
-"""One rank whose process group has a backend for a GPU alone, as after
-`init_process_group("nccl")`; run by tests/distributed as a process of its own.
+"""Rank whose process group supports only GPUs, as after `init_process_group("nccl")`.
 
-The backend is gloo, registered for "cuda" only: torch refuses it tensors on the CPU as it refuses
-them NCCL. The model is on the CPU, and its user has DistributedDataParallel send gradients over a
-group of gloo.
+tests/distributed runs it as a process. The backend is gloo, registered for "cuda" only, so torch
+rejects
+CPU tensors as with NCCL. The model is on the CPU, and DistributedDataParallel sends its gradients
+over a
+gloo group of the user.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.support.processes import ranks
 
 
 def refusals(rank: int) -> list[str]:
-    """Returns what torch says of tensors and objects that ranks give such a group."""
+    """Return torch's errors for tensors and objects that ranks pass to this group."""
     found = []
     tries: list[Callable[[], Any]] = [
         lambda: distributed.all_reduce(torch.ones(3)),
@@ -49,9 +50,9 @@ def refusals(rank: int) -> list[str]:
 
 
 def routes() -> list[list[Any]]:
-    """Returns where all-reduces lie, and whether they go over the user's group, as they are
-    measured for a model on a device that is not
-    the CPU: the one without memory stands in for a GPU, and what is sent from there gets nowhere.
+    """Return device and group of measured all-reduces for a model on another device than the CPU.
+
+    The meta device represents a GPU, so all-reduces of its tensors do nothing.
     """
     found, sends = [], distributed.all_reduce
 
@@ -65,7 +66,7 @@ def routes() -> list[list[Any]]:
 
 
 def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is measured between ranks without a model, and what torch refuses."""
+    """Measure links without a model, and return torch's errors."""
     norm = nn.BatchNorm1d(8)
     return {
         "refused": refusals(rank),
@@ -76,11 +77,8 @@ def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A plan that the ranks find, under which they train and plan anew, with gradients in a codec;
-    and what differs then.
-    """
-    # Where no step could be trained with gradients that are sent, less would be measured, with a
-    # warning.
+    """Find a plan, train and replan with compressed gradients; return differences between ranks."""
+    # If no step with sent gradients could be trained, less would be measured, with a warning.
     warnings.filterwarnings("error", message="no step could be trained")
     model, batch = network(), data(rank, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,7 +98,7 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     gloo = distributed.new_group(backend="gloo")
     parallel = DistributedDataParallel(compiled(model, plan), process_group=gloo)
     handle = compress(parallel, plan, check_every=1)
-    # By this clock both ranks are slower than foreseen.
+    # By this clock, both ranks are slower than predicted.
     how = {"compression": handle, "free": lambda: None, "clock": lambda: 100 * time.perf_counter()}
     replan = Replanning(plan, patience=2, cooldown=2, **how)
     with guard(parallel, check_every=1, replan=replan) as training:

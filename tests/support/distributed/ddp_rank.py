@@ -1,6 +1,6 @@
-"""One rank of the data-parallel tests: trains a few steps and writes what it saw.
+"""Rank of the data-parallel tests: trains a few steps and writes its results.
 
-Run by test_ddp.py as a process of its own.
+test_ddp.py runs it as a process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PLANS = {
 
 
 class Model(nn.Module):
-    """Several buckets of one MiB, a layer that is called twice, operators outside modules in each
-    bucket, and optionally a graph break.
+    """Model with several buckets of 1 MiB, a layer called twice, functions, and an optional graph
+    break.
     """
 
     def __init__(self, breaks: bool) -> None:
@@ -77,7 +77,7 @@ def main(rank: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + rank)  # each rank its own data
+        generator = torch.Generator().manual_seed(10 * step + rank)  # each rank has different data
         x = torch.randn(16, 1, 8, 8, generator=generator)
         y = torch.randint(10, (16,), generator=generator)
         optimizer.zero_grad()

@@ -1,10 +1,10 @@
-"""A training that torchrun may start again with fewer ranks, or more: finds a plan for the world
-that is, and goes on from a checkpoint.
+"""Elastic training that torchrun restarts with fewer or more ranks.
 
     torchrun ... elastic_train.py FOLDER STEPS
 
-Each start writes FOLDER/start-COUNT-RANK.json as it begins to train; FOLDER/go lets a training end
-that has reached its steps.
+It finds a plan for the current ranks and continues from a checkpoint. Each start writes
+FOLDER/start-COUNT-RANK.json when training begins. A training with all steps ends when FOLDER/go
+exists.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def train(folder: Path, steps: int) -> None:
 
 
 def may_end(folder: Path) -> bool:
-    """Whether all ranks have seen that the training may end."""
+    """Return whether all ranks have seen that the training may end."""
     seen = torch.tensor(float((folder / "go").exists()))
     distributed.all_reduce(seen, distributed.ReduceOp.MIN)
     return bool(seen)
 
 
 def put(folder: Path, part: Path) -> None:
-    """Has "checkpoint" name the one that is whole."""
+    """Let "checkpoint" name the complete checkpoint."""
     link = folder / "checkpoint.new"
     link.symlink_to(part.name)
     link.replace(folder / "checkpoint")

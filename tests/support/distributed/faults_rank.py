@@ -1,6 +1,4 @@
-"""One rank of the tests of faults while ranks find their plan; run by tests/distributed as a
-process of its own.
-"""
+"""Rank of the tests of faults during planning; tests/distributed runs it as a process."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tests.support.processes import ranks
 
 @contextmanager
 def as_a_plan_is_chosen(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` on rank 0 when all profiles are there and it begins to choose a plan."""
+    """Call `act` on rank 0 when all profiles have arrived and it begins to solve."""
     choosing = fleet_plan._Choosing
 
     def begin(*arguments: Any) -> Any:
@@ -50,7 +48,7 @@ def find(
     formats: tuple[str, ...] = ("fp32",),
     **how: Any,
 ) -> Any:
-    """A plan, with as little measured as can be where nothing is asked of it."""
+    """Find a plan with as little measurement as possible."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return qsync_fx.distributed.measure_and_plan(
@@ -76,8 +74,8 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Faults that all ranks outlive, one after the other; in between they find a plan and train
-    under it.
+    """Survive faults one after the other on all ranks; between them, find a plan and train under
+    it.
     """
     folder, odd = Path(job["where"]), rank == 1
     found: dict[str, Any] = {}
@@ -97,8 +95,7 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
     found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
 
-    # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's
-    # file does.
+    # Do not run the plan to correct the profile: Inductor's files would fail before the plan's.
     with full_disk() as fill, as_a_plan_is_chosen(fill):
         found["disk"] = told(lambda: find(rank, save=folder / "plan.json"))
 
@@ -114,7 +111,7 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def full_disk() -> Iterator[Callable[[], None]]:
-    """Yields what lets no file of this process grow any more."""
+    """Limit the size of files of this process to zero in the context."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -124,7 +121,7 @@ def full_disk() -> Iterator[Callable[[], None]]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A rank is killed while rank 0 solves; the other says what it is told."""
+    """Kill a rank while rank 0 solves; the other one reports its error."""
     folder, who = Path(job["where"]), job["who"]
     began = folder / "solves"
 
@@ -136,7 +133,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.05)
 
     if rank == 1 and who == 1:
-        # A process of its own kills it: this one waits for rank 0's answer meanwhile.
+        # Another process kills it, because this one waits for rank 0's answer.
         script = (
             f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch "
             f"{folder / 'dead'}"

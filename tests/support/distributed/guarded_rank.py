@@ -1,4 +1,4 @@
-"""One rank of the tests of guards; run by tests/distributed as a process of its own."""
+"""Rank of the tests of guards; tests/distributed runs it as a process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def said(error: qsync_fx.RankError) -> dict[str, Any]:
 
 
 def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What differs, one thing after the other, and then nothing."""
+    """Introduce one difference after the other between ranks, and finally none."""
     odd = rank == 1
     found = {}
 
@@ -108,9 +108,7 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Batches of 2 and 6 samples in two steps, against one process with all 8; then as many passes
-    under no_sync.
-    """
+    """Compare batches of 2 and 6 samples with one process and 8, also under no_sync."""
     model, alone = network(), network()
     parallel = DistributedDataParallel(compiled(model, Plan.uniform("fp32")))
     average_by_batch(parallel)
@@ -140,9 +138,7 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank fails in its second step, or as it compiles; the others are in a collective
-    by then.
-    """
+    """Fail on one rank in a step or during compilation, while others are in a collective."""
     how, odd = job["how"], rank == world - 1
     plan = Plan("fp32", [("nowhere", "int8")]) if how == "plan" and odd else Plan.uniform("fp32")
     if how == "limit" and odd:
@@ -172,9 +168,7 @@ def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A pass that takes longer than the group's limit, and a rank that is stopped for less
-    than it.
-    """
+    """Run a pass that exceeds the group's timeout, and stop a rank for less than it."""
 
     @qsync_fx.graph_pass(after="lower")
     def slow(graph: qsync_fx.PrecisionGraph) -> None:
@@ -191,9 +185,7 @@ def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A rank that cannot be measured, a limit that no plan keeps, and then a plan that the ranks
-    train under.
-    """
+    """Run with a rank that cannot be measured, an infeasible limit, and a feasible plan."""
     found: dict[str, Any] = {}
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,7 +225,7 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Branching(nn.Module):
-    """Has a layer that only some inputs reach, and one that its user calls beside it."""
+    """Model with a layer that only some inputs use, and one that the user calls separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +237,7 @@ class Branching(nn.Module):
 
 
 def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A layer that one rank alone reaches, and one that both do, but not where compiled code calls
-    it.
-    """
+    """Use a layer on one rank only, and another on both ranks outside of compiled code."""
     found: dict[str, Any] = {}
     for name in ("others", "beside"):
         model = Branching()
@@ -275,7 +265,7 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The plan of one class was made for less memory than a step takes."""
+    """Run a class with a plan for less memory than a step needs."""
     plan = ClusterPlan(
         {
             "fast": Plan.uniform("fp32"),
@@ -290,7 +280,7 @@ def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A rank is killed while it measures itself."""
+    """Kill a rank while it measures itself."""
 
     def step(module: nn.Module, x: Tensor) -> Tensor:
         if rank == 1:
@@ -307,7 +297,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank, or all of them, call find_plan with arguments that it refuses."""
+    """Call find_plan with invalid arguments on one rank or on all."""
     steps: list[int] = []
 
     def step(module: nn.Module, x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""One rank that trains in each of the ways that torch has for several ranks; run by
-tests/distributed as a process of its own.
+"""Rank that trains with each data-parallel feature of torch; tests/distributed runs it as a
+process.
 
-Rank 0 trains in FP32 and the others in low precision, and what comes of each way says what was
-compiled and which parameters it ends with.
+Rank 0 trains in FP32 and the others in low precision. The result of each feature has the compiled
+modules
+and the final parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Has a layer that only some inputs reach."""
+    """Model with a layer that only some inputs use."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, which FSDP2 shards one by one, and a head."""
+    """Blocks that FSDP2 shards separately, and a head."""
 
     def __init__(self, norm: bool = False, saves: bool = False) -> None:
         super().__init__()
@@ -105,10 +106,10 @@ def train(
 def parallel(
     model: nn.Module | None = None, inside: bool = True, several: bool = False, **how: Any
 ) -> Any:
-    """A model in DistributedDataParallel that is compiled inside of it, or outside."""
+    """Return a model in DistributedDataParallel, compiled inside or outside of it."""
     model = model or build()
-    # No bucket may be smaller than the first, which is one MiB else. PowerSGD over gloo crashes
-    # where there are several.
+    # The first bucket is the smallest one, by default 1 MiB. PowerSGD over gloo crashes with\n#
+    # several buckets.
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
     how = {"bucket_cap_mb": 0.001, **how} if several else how
     return (
@@ -244,7 +245,7 @@ def main(arguments: list[str]) -> None:
     else:
         found, ways = {}, cases(world)
         for name in job["cases"]:
-            # One that hangs says where, and ends: what came before it stands in the file.
+            # A feature that hangs reports its place and ends; earlier results are in the file.
             faulthandler.dump_traceback_later(job["each"], exit=True)
             torch.compiler.reset()
             counters.clear()
@@ -258,7 +259,7 @@ def main(arguments: list[str]) -> None:
 
 
 def checkpointed(world: int, folder: Path) -> dict[str, Any]:
-    """Three ranks train and save, two load and train on; a plan is each world's own."""
+    """Train and save on three ranks, load and train on two; each world has its own plan."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -1,5 +1,5 @@
-"""One rank of the test that compares two ranks with a pair in one process: trains a few steps, and
-writes its weights.
+"""Rank of the comparison of two ranks with a pair in one process: trains a few steps, writes
+weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parts(step: int) -> list[tuple[Tensor, Tensor]]:
-    """What both ranks have of a step."""
+    """Return the data of a step on both ranks."""
     drawn = torch.Generator().manual_seed(step)
     return [
         (torch.randn(batch, 1, 8, 8, generator=drawn), torch.randint(10, (batch,), generator=drawn))

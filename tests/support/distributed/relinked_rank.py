@@ -1,5 +1,5 @@
-"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its
-own (see links.py of the benchmarks).
+"""Rank that trains over a link whose rate changes; tests/distributed runs it in a network
+namespace.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 WIDTH, BATCH, TARGET = 384, 64, 0.2
-"""1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step
-may take.
-"""
+"""Bytes of gradients: 0.02 s in FP32 at 500 Mbit/s, 0.48 s at 20, of steps of up to 0.2 s."""
 STEPS, FROM = 44, 10
 INNER = {"inner_backend": "aot_eager"}
 
@@ -64,7 +62,7 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
     compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan, **INNER})
     parallel = DistributedDataParallel(compiled)
     handle = compress(parallel, plan, check_every=5)
-    # Whatever else the machine does: links alone count.
+    # Ignore other load of the machine: only links count.
     how = Replanning(
         plan,
         tolerance=1000.0,

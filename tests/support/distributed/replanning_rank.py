@@ -1,4 +1,4 @@
-"""One rank that plans anew while it trains; run by tests/distributed as a process of its own."""
+"""Rank that replans during training; tests/distributed runs it as a process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
 
 BATCHES, WIDTH = (1536, 512), 256
-"""Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine
-does: until rank 1 is slowed.
+"""Additional work of rank 0, which is slower than rank 1 in FP32 under any load, until that one is
+slowed.
 """
 STEPS, FROM = 45, 15
 
 
 class Slowed(nn.Module):
-    """Takes so many times as long as what it holds, from when it is told to: it computes for as
-    long again, in both passes.
-    """
+    """Module that repeats the computation of its content in both passes to multiply its time."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -94,9 +92,7 @@ def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> An
 
 
 def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 becomes slower for good, after some steps; in another training it has less memory from
-    some step on.
-    """
+    """Slow down rank 1 after some steps; in another training, reduce its memory."""
     model = network()
     plan = found_plan(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     odd = rank == 1
@@ -112,16 +108,14 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         allowed = job["share"] * float(plan.classes["slow"].notes["peak"])
         free[0] = allowed - held if odd and step >= FROM else math.inf
 
-    # No step is a hundred times as slow: memory alone counts.
+    # No step is a hundred times as slow: only memory counts.
     how = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
     less = trained(plan, rank, how, takes_memory)
     return {"before": plan.to_json(), "slower": slower, "memory": less}
 
 
 def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A plan with codecs is found, agreed on and trained under, and another is put in force, as
-    when ranks plan anew.
-    """
+    """Find a plan with codecs, train under it, and activate another one as in replanning."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "max_replans": 0}
@@ -139,7 +133,7 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     }
     refusal(found, "none", lambda: Replanning(plan))
     handle = compress(parallel, plan, check_every=2)
-    # What links take was made up.
+    # Times of links are made up.
     how = Replanning(plan, tolerance=100.0, links=1e9, patience=3, compression=handle)
     with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
         for step in range(10):
@@ -170,7 +164,7 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def trained(
     plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]
 ) -> dict[str, Any]:
-    """Trains under a plan; returns what was decided, and what is in force then."""
+    """Train under a plan; return the decisions and the active plan."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan})

@@ -1,5 +1,6 @@
-"""One rank of the tests of rounding over processes: `rounding_rank.py FOLDER` is one of torchrun's,
-and a training that is killed once.
+"""Rank of the tests of rounding over processes.
+
+`rounding_rank.py FOLDER` is one of torchrun's ranks, and a training that is killed once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproducibility.md"
 
 
 def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The variance of the averaged gradient over repetitions, summed over its elements: same seed,
-    same data, 1, 2 and 4 ranks.
+    """Return the variance of the averaged gradient over repetitions with 1, 2 and 4 ranks, summed.
+
+    Ranks have the same seed and the same data.
     """
     found = {}
     for count in (1, 2, 4):
@@ -62,8 +64,8 @@ def whole(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(folder: Path, interrupted: bool) -> dict[str, Any]:
-    """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be
-    interrupted, rank 1 is killed once.
+    """Train with dropout and shuffling as in docs/reproducibility.md; kill rank 1 once if
+    interrupted.
     """
     rank, restarted = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
@@ -72,7 +74,7 @@ def train(folder: Path, interrupted: bool) -> dict[str, Any]:
     )
     exec(block.text, advice)
 
-    # A restarted run is another process, and does not start from where the first one did.
+    # A restarted run is another process with another position in the stream.
     torch.manual_seed(restarted)
     model = build(lambda: Perceptron(0.5), seed=restarted)
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))

@@ -21,9 +21,7 @@ from tests.support.processes import ranks
 
 
 def starve(cpu: int) -> None:
-    """Give gloo's threads the idle time of one CPU, and start a process that leaves it none for
-    some seconds.
-    """
+    """Give gloo's threads only idle time of one CPU, and occupy that CPU for some seconds."""
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "pt_gloo_runloop":
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))

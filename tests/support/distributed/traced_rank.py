@@ -1,5 +1,6 @@
-"""One rank of a data-parallel run that is profiled: writes kineto-RANK.json and
-execution-RANK.json. Run as a process, or called.
+"""Rank of a profiled data-parallel run: writes kineto-RANK.json and execution-RANK.json.
+
+It runs as a process or is called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STEPS = 2
 
 
 def model() -> nn.Module:
-    """Seven weights and biases, of 5 MiB in total."""
+    """Seven weights and biases of 5 MiB in total."""
     return nn.Sequential(
         nn.Linear(256, 512),
         nn.ReLU(),
@@ -30,7 +31,7 @@ def model() -> nn.Module:
 
 
 def main(rank: int, ranks: int, folder: str) -> list[int]:
-    """Trains and traces; returns the order in which gradients arrived."""
+    """Train and trace; return the order in which gradients arrived."""
     torch.set_num_threads(1)
     where = Path(folder)
     dist.init_process_group(

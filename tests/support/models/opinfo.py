@@ -1,15 +1,15 @@
-"""PyTorch's own operator database through the backend, against torch.
+"""Run PyTorch's operator database through the backend and compare with torch.
 
-    python tests/support/models/opinfo.py --json opinfo.json                 a sample of operators
-    python tests/support/models/opinfo.py --all --shard 1/4 --json part.json a quarter of all that
-    have gradients
+    python tests/support/models/opinfo.py --json opinfo.json                    a sample
+    python tests/support/models/opinfo.py --all --shard 1/4 --json part.json    a quarter of all
 
-Every operator of `op_db` that has gradients runs on its own FP32 CPU samples, and on its in-place
-form where it has one. In "fp32" output and gradients must be those of torch's backend "aot_eager"
-to the last bit; in other precisions they must be close to eager's.
+Every operator of `op_db` with gradients runs on its FP32 CPU samples, and in its in-place form if
+it has
+one. In "fp32", output and gradients must equal torch's backend "aot_eager" bit for bit. In other
+precisions they must be close to eager.
 
-Invariant: nothing is left out in silence. Each (operator, form, sample) has one outcome, and what
-    torch itself cannot do has that as its outcome, with the error.
+Invariant: each (operator, form, sample) has one outcome. If torch itself fails, the outcome has the
+error.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from qsync_fx.passes.pass_base import GraphPass
 from qsync_fx.serialization.atomic_files import write_text
 
 FAILURES = ("different", "error", "far")
-"""Outcomes that are a fault of ours."""
+"""Outcomes that are defects of qsync_fx."""
 
 CAPTURE = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-"""Sizes that depend on values stay in the graph, as symbols."""
+"""Sizes that depend on values stay in the graph as symbols."""
 
 Values = list[Tensor | None]
 
 
 @dataclass
 class Outcome:
-    """What came of one sample.
+    """Outcome of one sample.
 
     Attributes:
-        result: "equal" to aot_eager and "eager equal" to eager, too; "close" in narrow formats; of
-            `FAILURES`, "different" from aot_eager,
-            an "error", or "far" from eager; else why there is nothing to compare: "torch fails"
-            (eager or aot_eager does), "random" (aot_eager does not repeat itself), "no graph"
-            (Dynamo leaves the call to Python).
-        without_row: operators that the table does not know, and nodes that could not be re-traced.
+        result: "equal" to aot_eager, "eager equal" if also to eager, "close" in narrow formats; of
+            `FAILURES`, "different" from aot_eager, "error", or "far" from eager; else the reason
+            without a
+            comparison: "torch fails" (eager or aot_eager), "random" (aot_eager does not repeat
+                itself), "no
+            graph" (Dynamo does not compile the call).
+        without_row: operators outside the operator table, and nodes that could not be retraced.
     """
 
     operator: str
@@ -71,7 +72,7 @@ class Outcome:
 
 
 def entries() -> list[OpInfo]:
-    """Returns the operators that have gradients in FP32 on the CPU."""
+    """Return the operators that have gradients in FP32 on the CPU."""
     return [e for e in op_db if e.supports_autograd and torch.float32 in e.supported_dtypes("cpu")]
 
 
@@ -80,10 +81,9 @@ def full_name(entry: OpInfo) -> str:
 
 
 def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[Outcome]:
-    """Runs an operator on some of its samples, spread over them all."""
+    """Run an operator on evenly spaced samples."""
     torch.manual_seed(0)
-    # A generator that is left open switches autograd when it is collected: take all samples out of
-    # it.
+    # An open generator changes the autograd mode when it is collected: exhaust it.
     every = list(entry.sample_inputs("cpu", torch.float32, requires_grad=True))
     chosen = (
         sorted({round(at * (len(every) - 1) / max(samples - 1, 1)) for at in range(samples)})
@@ -101,8 +101,8 @@ def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[O
 def run(
     call: Callable[..., Any], sample: SampleInput, in_place: bool, precision: str
 ) -> tuple[str, str, list[str]]:
-    """Runs one sample under eager, aot_eager and the backend; returns result, detail and the
-    operators without a row.
+    """Run one sample with eager, aot_eager and the backend; return result, detail and unknown
+    operators.
     """
     program = _Program(call, sample, in_place)
     without_row: dict[str, int] = {}
@@ -155,7 +155,7 @@ def run(
 
 
 class _Program:
-    """A call on one sample as a function of its tensors alone."""
+    """Call of one sample as a function of its tensors."""
 
     def __init__(self, call: Callable[..., Any], sample: SampleInput, in_place: bool) -> None:
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
@@ -177,8 +177,8 @@ class _Program:
         self.function = function
 
     def __call__(self, function: Callable[..., Any]) -> Values:
-        """Returns the outputs of `function` and the gradients of their sum, weighted so that no two
-        values count the same.
+        """Return the outputs of `function`, and the gradients of a sum with a different weight per
+        value.
         """
         tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         torch.manual_seed(1)
@@ -235,13 +235,13 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def step(precision: str) -> float:
-    """Returns the relative step of a format, for integers that of the largest value."""
+    """Return the relative step of a format; for integers relative to the largest value."""
     found = FORMATS[precision]
     return found.eps if found.kind == "float" else 1 / found.max
 
 
 def _near(ours: Values, exact: Values, tolerance: float) -> tuple[str, str]:
-    """Whether every value is within `tolerance` of its norm, or of a value's worth of 1."""
+    """Return whether every value is within `tolerance` of its norm, or of 1."""
     for at, (a, b) in enumerate(zip(ours, exact, strict=True)):
         if a is None or b is None:
             if a is not b:
@@ -265,8 +265,8 @@ def _line(error: BaseException) -> str:
 
 
 def chosen_entries(count: int | None, seed: int) -> list[OpInfo]:
-    """Returns `count` operators, the same for the same seed and in the order of the database; all
-    for None.
+    """Return `count` operators, equal for equal seeds, in the order of the database; None returns
+    all.
     """
     every = entries()
     if count is None:
@@ -276,12 +276,11 @@ def chosen_entries(count: int | None, seed: int) -> list[OpInfo]:
 
 
 def survey(chosen: Sequence[OpInfo], samples: int, precision: str) -> Iterator[Outcome]:
-    """Runs operators one after the other."""
+    """Run operators one after the other."""
     torch.set_num_threads(1)
     gc.disable()
     seeded = common_methods_invocations.wrapper_set_seed
-    # The database seeds before it calls what draws numbers, in a way that Dynamo cannot capture. We
-    # seed anyway.
+    # The database seeds before random operators in a way that Dynamo cannot capture, so seed here.
     common_methods_invocations.wrapper_set_seed = lambda call, *args, **kwargs: call(
         *args, **kwargs
     )

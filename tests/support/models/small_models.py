@@ -1,6 +1,6 @@
-"""Models that compile in a second, and how the tests of training compile and compare them.
+"""Models that compile in a second, with functions to compile and compare them.
 
-Invariant: a model is built from its seed alone, so that two calls give two equal models.
+Invariant: a model depends only on its seed, so two calls return equal models.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from qsync_fx.backend.entry import qsync
 
 
 class Convolutional(nn.Module):
-    """Convolution, batch norm with statistics, a write in place, pooling, layer norm: `[N, 1, 8,
-    8]` to `[N, 10]`.
+    """Convolution, batch norm with statistics, in-place write, pooling, layer norm: `[N, 1, 8, 8]`
+    to `[N, 10]`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Convolutional(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """`[N, 16]` to `[N, 10]`, with dropout where `dropout` asks for it."""
+    """`[N, 16]` to `[N, 10]`, with optional dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    """The model under the backend, quickly compiled."""
+    """Compile the model with the backend and a fast inner compiler."""
     return torch.compile(model, backend="qsync", options={"inner_backend": "aot_eager", **options})
 
 
 class Counting:
-    """The backend, counting the graphs that it is given."""
+    """Backend that counts its graphs."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.GraphModule] = []
@@ -84,7 +84,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Asserts that two state dicts, or sets of gradients, are equal to the last bit."""
+    """Assert that two state dicts, or sets of gradients, are equal bit for bit."""
     assert found.keys() == wanted.keys()
     assert found, "nothing to compare"
     for name in wanted:
@@ -94,7 +94,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The norm of the difference of all tensors together, relative to that of `wanted`."""
+    """Return the norm of the difference of all tensors, relative to the norm of `wanted`."""
     assert found.keys() == wanted.keys()
     difference = sum(
         float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted

@@ -1,9 +1,10 @@
-"""Small models of many architectures, from configurations and seeds alone.
+"""Small models of many architectures, from configurations and seeds.
 
-Invariant: building a case twice gives equal weights and inputs, a forward pass draws no random
-    numbers (dropout is off), and the loss is one FP32 number. Sizes are the smallest at which every
-    operator of the architecture still does something: several heads, several tokens, more than one
-    expert, odd images where strides allow them.
+Invariant: building a case twice returns equal weights and inputs, a forward pass draws no random
+numbers
+(dropout is off), and the loss is one FP32 number. Sizes are the smallest for which every operator
+of the
+architecture is used: several heads, tokens and experts, and odd images if strides allow them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Case:
     """One architecture.
 
     Attributes:
-        name: what test ids call it.
-        build: returns the model, and the keyword arguments of its forward.
+        name: name in test ids.
+        build: returns the model and the keyword arguments of its forward.
     """
 
     name: str
@@ -45,15 +46,15 @@ class Case:
 
 
 def make(case: Case) -> tuple[nn.Module, Inputs]:
-    """Builds a case, in training mode, from a fixed seed."""
+    """Build a case in training mode from a fixed seed."""
     torch.manual_seed(0)
     model, inputs = case.build()
     return model.train(), inputs
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss in a model's output: its own, or a smooth function of the output that gives
-    every value its own weight.
+    """Return the loss in a model's output: its own, or a smooth function with a different weight
+    per value.
     """
     if isinstance(output, Tensor):
         if output.dim() == 0:
@@ -85,7 +86,7 @@ _SMALL: dict[str, Any] = {
     "dropout": 0.0,
     "activation_dropout": 0.0,
     "use_cache": False,
-    # Attention that is not uniform, so that an error in it shows.
+    # Attention that is not uniform, so that errors have an effect.
     "initializer_range": 0.1,
 }
 
@@ -93,8 +94,8 @@ _SMALL: dict[str, Any] = {
 def language(
     name: str, padded: bool = False, **changes: Any
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A masked or causal language model: `hf.<name>`, whose configuration gets those of `_SMALL`
-    that it knows, and `changes`.
+    """Masked or causal language model `hf.<name>`, with the supported settings of `_SMALL` and
+    `changes`.
     """
 
     def build() -> tuple[nn.Module, Inputs]:
@@ -110,7 +111,7 @@ def language(
 
 
 def speaking_both_ways(name: str, **changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A model with an encoder and a decoder."""
+    """Model with an encoder and a decoder."""
     small = {
         **_SMALL,
         "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
@@ -191,9 +192,7 @@ def clip() -> tuple[nn.Module, Inputs]:
 
 
 def recomputing(name: str) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A language model of two layers that keeps the layers' inputs alone and recomputes the rest in
-    the backward pass.
-    """
+    """Language model of two layers with activation checkpointing."""
 
     def build() -> tuple[nn.Module, Inputs]:
         model, inputs = language(name, num_hidden_layers=2)()

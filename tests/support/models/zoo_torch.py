@@ -1,6 +1,4 @@
-"""Small models of plain torch.nn: residual, convolutional, recurrent and attending ones, as `zoo`
-lists them.
-"""
+"""Small models of torch.nn for `zoo`: residual, convolutional, recurrent and attention models."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class _Classifier(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down and up again, with a transposed convolution, a skip connection, group norm and
-    interpolation.
-    """
+    """U-Net with a transposed convolution, a skip connection, group norm and interpolation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,9 +107,7 @@ def unet() -> tuple[nn.Module, Inputs]:
 
 
 class Signals(nn.Module):
-    """Convolutions over one and three dimensions, transposed ones among them, with the other norms
-    and paddings.
-    """
+    """Convolutions in one and three dimensions, also transposed, with other norms and paddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +134,8 @@ def signals() -> tuple[nn.Module, Inputs]:
 
 
 class Transformer(nn.Module):
-    """torch.nn's own encoder, whose attention is torch's multi-head attention, after an embedding
-    that shares the head's weight.
+    """torch.nn's encoder with multi-head attention after an embedding that shares the head's
+    weight.
     """
 
     def __init__(self, checkpointed: bool = False) -> None:
@@ -173,7 +167,7 @@ def transformer(checkpointed: bool = False) -> tuple[nn.Module, Inputs]:
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a GRU, which stay in FP32, between products that do not."""
+    """LSTM and GRU, which stay in FP32, between products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,8 +188,8 @@ def recurrent() -> tuple[nn.Module, Inputs]:
 
 
 class Perceptron(nn.Module):
-    """Layers written as functions: products of matrices without modules, an einsum, writes in place
-    and a mixture by weights.
+    """Layers as functions: matrix products without modules, einsum, in-place writes, weighted
+    mixture.
     """
 
     def __init__(self) -> None:

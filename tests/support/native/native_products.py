@@ -1,6 +1,4 @@
-"""Products of matrices by the native module: calls of it whose result lies between values that must
-stay, and operands that lie anyhow.
-"""
+"""Matrix products of the native module with guarded results and operands in many layouts."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def multiplied(
     activation: _C.Activation = "none",
 ) -> Tensor:
     m, n = a.shape[0], b.shape[1]
-    # What stands around the result must stay as it is.
+    # The memory around the result must not change.
     memory = torch.full((m * n + 32,), 77, dtype=dtype)
     result = memory[16 : 16 + m * n].view(m, n)
     of_a, of_b, added = (0 if t is None else t.data_ptr() for t in (a_scale, b_scale, bias))
@@ -77,7 +75,7 @@ def multiplied(
 def matrix(
     rows: int, columns: int, layout: str, dtype: torch.dtype = torch.int8, lowest: int = -128
 ) -> Tensor:
-    """Returns random whole numbers from `lowest` up to what is as far above zero, less one."""
+    """Return random integers from `lowest` to `-lowest - 1`."""
 
     def numbers(*shape: int) -> Tensor:
         return torch.randint(lowest, -lowest, shape).to(dtype)
@@ -100,15 +98,15 @@ def matrix(
 
 
 def moved(t: Tensor, places: int) -> Tensor:
-    """A copy that lies as it does, so many values behind where an allocation begins."""
+    """Return a copy with equal strides at an offset of some values in its allocation."""
     memory = torch.empty(t.numel() + places, dtype=t.dtype)
     return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
 
 
 @contextlib.contextmanager
 def matrices_at_the_end_of_memory(dtype: torch.dtype) -> Iterator[Iterator[Tensor]]:
-    """Gives matrices of random whole numbers, by rows and by columns, that end where a page ends
-    that nobody may read behind.
+    """Return matrices of random integers, row-major and column-major, at the end of a readable
+    page.
     """
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)

@@ -1,5 +1,6 @@
-"""Problems for tests of allocators: small models with drawn times and sensitivities, alone or on a
-fleet.
+"""Problems for the tests of allocators: small models with random times and sensitivities.
+
+They have one device or a fleet.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ THREE = ("fp32", "bf16", "int8")
 
 
 def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
-    """Returns what narrower formats add: more, the fewer bits they have, and lognormal from
-    operator to operator.
-    """
+    """Return the variance of narrower formats: larger for fewer bits, lognormal over operators."""
     draw = random.Random(f"sensitivity {seed}")
     scale = {
         "bf16": 0.02,
@@ -48,7 +47,7 @@ def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
 def device_class(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> DeviceClass:
-    """Returns a class that trains one of the models of `predicted_models`."""
+    """Return a class that trains one of the models of `predicted_models`."""
     graph = graph_of(name)
     training = TrainingMemory(ADAM, buckets=True)
     return DeviceClass(
@@ -57,8 +56,8 @@ def device_class(
 
 
 class PlainTimes(DrawnTimes):
-    """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can
-    know.
+    """Times that do not depend on neighbours or owners of casts, so a linear program represents
+    them.
     """
 
     def operator(
@@ -89,7 +88,7 @@ class OwnedTimes(PlainTimes):
 def alone(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> Problem:
-    """Returns a problem of one device, without limits."""
+    """Return a problem of one device without limits."""
     return Problem(
         {"device": device_class(name, formats, seed, times)}, Cluster({"device": ClusterDevice()})
     )
@@ -98,9 +97,7 @@ def alone(
 def fleet(
     name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
 ) -> Problem:
-    """Returns a problem of two devices that stay in FP32, and two slower ones that are open to
-    choice; gradients in small buckets.
-    """
+    """Return a problem of two FP32 devices and two slower devices to plan, with small buckets."""
     slow = device_class(name, formats, seed, times)
     fast = replace(slow, times=times(seed + 1), fixed_plan=slow.uniform("fp32"))
     slower = ClusterDevice(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)

@@ -1,5 +1,6 @@
-"""Fleets of devices of the catalog that train real models with small configurations, of any batch:
-V100 in FP32, and T4 open to choice.
+"""Fleets of catalog devices that train small configurations of real models.
+
+V100 train in FP32, and T4 are planned. The batch size is variable.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ MODELS: dict[str, Any] = {"perceptron": perceptron, "bert": bert, "resnet": resn
 
 @functools.cache
 def symbolic(name: str, device: str) -> ModelGraph:
-    """Returns a model as a device runs it, with its batch as a symbol."""
+    """Return a model as it runs on a device, with a symbolic batch size."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
@@ -73,7 +74,7 @@ def symbolic(name: str, device: str) -> ModelGraph:
 
 
 def sized(name: str, device: str, batch: int) -> DeviceClass:
-    """Returns a class of devices that trains a model with a batch."""
+    """Return a class of devices that trains a model with a batch size."""
     graph = symbolic(name, device)
     (symbol,) = graph.symbols
     graph = graph.at(**{symbol: batch})
@@ -87,7 +88,7 @@ def sized(name: str, device: str, batch: int) -> DeviceClass:
 
 
 def of_catalog(name: str, batch: int = 32, count: int = 2, bandwidth: float = 1.25e10) -> Problem:
-    """Returns the problem of as many V100 in FP32 as T4."""
+    """Return the problem of equal numbers of V100 in FP32 and T4."""
     classes = {device: sized(name, device, batch) for device in FORMATS}
     classes["v100"] = replace(classes["v100"], fixed_plan=classes["v100"].uniform("fp32"))
     devices = {device: ClusterDevice(count=count, device=device, batch=batch) for device in FORMATS}

@@ -1,7 +1,6 @@
-"""Small graphs that are drawn, as classes of devices, and what the judge says of all of their
-plans.
+"""Random small graphs as classes of devices, and the evaluation of all of their plans.
 
-Invariant: a seed gives one graph, one loss, and one class with them.
+Invariant: a seed determines one graph, one loss, and one class with them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from tests.support.planning.allocation_problems import PlainTimes, drawn_sensiti
 from tests.support.planning.predicted_models import DrawnTimes
 
 LOSSES = None, LossMemory(), LossMemory(held=150, most=500)
-"""By a seed's remainder, what is known of a loss: nothing, that it keeps nothing, that it keeps
-more than the gradients that it gives.
-"""
+"""Saved bytes of a loss by the remainder of a seed: unknown, none, or more than its gradients."""
 
 
 class Drawn(nn.Module):
-    """A graph of a few layers, with residuals, joins, norms and gates."""
+    """Random graph of a few layers, with residuals, concatenations, norms and gates."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

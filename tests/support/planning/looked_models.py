@@ -1,4 +1,4 @@
-"""Models and batches for statistics, and what a step computes of them."""
+"""Models, batches and steps for the tests of tensor statistics."""
 
 from __future__ import annotations
 

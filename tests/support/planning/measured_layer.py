@@ -1,4 +1,4 @@
-"""A model that is measured in a second, and a step that counts its calls."""
+"""Model that is measured in a second, and a step that counts its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = torch.ones(4, 16), torch.ones(4, 8)
 
 
 class Counted:
-    """A step that counts its calls, and is interrupted at one of them."""
+    """Step that counts its calls, and is interrupted at one of them."""
 
     def __init__(self, interrupted_at: int = -1) -> None:
         self.calls, self.interrupted_at = 0, interrupted_at
@@ -27,9 +27,7 @@ class Counted:
 
 
 def layer(inputs: int = 16) -> nn.Module:
-    """A model whose kernels are all libraries', so that nothing is compiled with a compiler
-    of C++.
-    """
+    """Model with library kernels only, so that no C++ is compiled."""
     torch.manual_seed(0)
     return nn.Linear(inputs, 8, bias=False)
 

@@ -1,9 +1,10 @@
-"""What a training step really holds at most, by the allocator's own count, and what is foreseen of
-it.
+"""Real peak memory of a training step by the allocator, and its prediction.
 
-Inductor's own kernels are neither built nor run unless that is asked for: what is allocated is the
-same, and takes seconds where compiling them takes a minute. The gradient that the backward pass
-begins with is as large as the model's result, as under any loss but a plain sum.
+By default, Inductor's kernels are neither built nor run: allocations are the same, and take seconds
+instead
+of a minute. The incoming gradient of the backward pass is as large as the output, as with any loss
+except
+a plain sum.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORMATS = ("fp32", "bf16", "int8")
 
 
 def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
-    """Returns the larger peak of both execution orders in bytes, parameters included."""
+    """Return the larger peak of both execution orders in bytes, including parameters."""
     orders = Orders.of(found, training)
     memories = (step_memory(found, training, tasks) for tasks in (orders.expected, orders.written))
     return max(memory.peak.bytes for memory in memories)
@@ -34,9 +35,7 @@ def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
 def real_and_foreseen(
     model: nn.Module, x: Tensor, plan: Plan, built: bool = False
 ) -> tuple[int, int]:
-    """Returns the most bytes that a step of a model holds beyond what is held before it, as counted
-    and as foreseen.
-    """
+    """Return the real and the predicted bytes that a step adds to the memory before it."""
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     with nullcontext() if built else without_kernels():
@@ -50,7 +49,7 @@ def real_and_foreseen(
             x.grad = None
 
         step()
-        # This loss keeps nothing.
+        # This loss saves no tensor.
         return measured_peak(step), step_memory(
             states(graph, plan), TrainingMemory(loss=LossMemory())
         ).step_bytes

@@ -1,4 +1,4 @@
-"""Plans, operator ids and patterns of any kind, for properties that hold for all of them."""
+"""Hypothesis strategies of plans, operator ids and patterns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small models for tests of the predictor, explained once a session, and plans drawn for them."""
+"""Small models for the tests of the predictor, explained once per session, and random plans for
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ ZOO = {case.name: case for case in CASES}
 
 
 class Checkpointed(nn.Module):
-    """A body of its own, an autocast region in it, and a tensor shared across its border."""
+    """Checkpointed body with an autocast region, and a tensor that is shared across its border."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Checkpointed(nn.Module):
 
 
 class Broken(nn.Module):
-    """Two graphs."""
+    """Model with two graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Broken(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table that is the weight of a layer, too."""
+    """Embedding table that is also the weight of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +78,8 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """What casts are hard to foresee for: conversions of the model's, writes in place, scalars too
-    large, FP64, named formats.
+    """Difficult casts: conversions of the model, in-place writes, large scalars, FP64, explicit
+    formats.
     """
 
     def __init__(self) -> None:
@@ -103,9 +105,7 @@ class Odd(nn.Module):
 
 
 class Residual(nn.Module):
-    """A stream that branches are added to, with norms before them or behind, a loss, and a head
-    that is not in it.
-    """
+    """Residual stream with norms before or after branches, a loss, and a head outside of it."""
 
     def __init__(self, behind: bool, depth: int = 3, drops: float = 0.0) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class Residual(nn.Module):
 
 
 class Gated(nn.Module):
-    """ReLUs between products, and at the end of residual branches; the mean of what comes out goes
-    through a head.
+    """ReLUs between products and after residual branches; the mean of the output is the input of a
+    head.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Gated(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention with dropout, of which the CPU makes matrices, beside a residual."""
+    """Attention with dropout, computed by matrix products on the CPU, with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,9 +206,7 @@ def adjustable(name: str) -> list[str]:
 
 
 def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Plan]:
-    """Plans that name every operator, and ones with a default, which gives way where the model
-    holds something else.
-    """
+    """Plans that name every operator, and plans with a default, which applies where supported."""
     ids = adjustable(name)
     fmt = st.sampled_from(formats)
     each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(
@@ -222,9 +220,7 @@ def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Pl
 
 
 class DrawnTimes:
-    """Times that differ with everything that they may depend on, and are the same when they are
-    asked for again.
-    """
+    """Repeatable times that depend on all of their inputs."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -265,7 +261,7 @@ class DrawnTimes:
 
 
 def cost_of(found: States, operator: str) -> Cost:
-    """Returns the cost of an operator under a plan, including its casts."""
+    """Return the cost of an operator under a plan, including its casts."""
     index = found.graph.place(operator)
     total = found.graph.operators[index].costs[found.names[index]]
     for cast in found.casts:

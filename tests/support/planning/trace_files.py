@@ -1,4 +1,4 @@
-"""Files of traces that are not as a profiler wrote them: changed, or written by hand."""
+"""Trace files that a profiler did not write: modified, or written by hand."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def edited(folder: Path, into: Path, edit: Edit, name: str = "kineto-0.json") ->
 
 
 def device_trace() -> dict[str, Any]:
-    """Written by hand in the form of a trace of two A100 (Holistic Trace Analysis, MIT): kernels
-    run later than they are asked for.
+    """Trace in the format of two A100 (Holistic Trace Analysis, MIT): kernels run later than their
+    launch.
 
-    Two steps; in each the forward kernel of 10 us, a gap of 5, the backward kernel of 20, then an
-    all-reduce beside nothing of 30, then the optimizer's kernel of 7 and, before the next step, 3
-    of nothing.
+    It has two steps. Each has a forward kernel of 10 us, a gap of 5, a backward kernel of 20, an
+    all-reduce of
+    30 without overlap, an optimizer kernel of 7, and a gap of 3 before the next step.
     """
     events: list[dict[str, Any]] = []
 

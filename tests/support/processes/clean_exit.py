@@ -1,7 +1,8 @@
-"""A worker that dies while it exits fails the run. Its tests have passed by then, and pytest-xdist
-asks no worker how it ended.
+"""Plugin of pytest: a worker that dies while it exits fails the run.
 
-A plugin of pytest, for the process that hands out tests.
+Its tests have passed by then, and pytest-xdist does not check the exit status of workers. The
+plugin runs
+in the process that distributes tests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 
 class _Exits:
-    """How the workers of one run end, and which files each has run."""
+    """Exit status of the workers of a run, and the files of each."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -32,10 +33,10 @@ class _Exits:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        # After xdist's own, which has ended them, by force where they took too long.
+        # After xdist's hook, which ends the workers, by force after a timeout.
         for name, process in self._processes.items():
             if code := process.wait():
-                # Not that of tests which failed, and may run again: none has.
+                # Do not count tests that failed and may run again.
                 session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
                 files = "\n".join(f"  {file}" for file in sorted(self._files[name]))
                 what = (
@@ -55,7 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
         with contextlib.suppress(ImportError):
             from xdist.workermanage import NodeManager
 
-            # A worker that has not ended after so many seconds is killed, and ten are few where
-            # compilers keep the machine busy.
+            # Seconds until a worker is killed; ten would be too few while compilers use all cores.
             NodeManager.EXIT_TIMEOUT = 120
         config.pluginmanager.register(_Exits())

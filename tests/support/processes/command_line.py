@@ -1,4 +1,4 @@
-"""The command line in this process, and models that it is given by name."""
+"""The command line in this process, and models for its arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ nothing = lambda: ((lambda: 3), ())
 
 
 def run(*arguments: str) -> int:
-    """Runs `qsync` in this process; argparse leaves by SystemExit."""
+    """Run `qsync` in this process; argparse exits by SystemExit."""
     try:
         return main(arguments)
     except SystemExit as left:

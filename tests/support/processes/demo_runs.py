@@ -1,4 +1,4 @@
-"""Starts the demo as a user does, on scikit-learn's digits."""
+"""Run the demo like a user, on scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 DIGITS = ("--data", "digits")
 INT8 = Plan("int8", patterns=[("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32")])
 EAGER = ("--inner-backend", "aot_eager")
-"""Where the plan is given nothing is measured, and no kernel is compiled."""
+"""With a given plan, nothing is measured and no kernel is compiled."""
 
 
 def run(
@@ -31,5 +31,5 @@ def run(
 
 
 def wide() -> dict[str, str]:
-    """An environment in which rich breaks no line."""
+    """Environment in which rich does not wrap lines."""
     return {**os.environ, "COLUMNS": "300"}

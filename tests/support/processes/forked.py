@@ -1,11 +1,11 @@
-"""What a shell, or torchrun, starts in place of Python: asks for a fork (forks.py) that runs the
-script here, and ends as that does.
+"""Replacement of Python in shells and torchrun: requests a fork that runs the script, see forks.py.
 
     python -IS forked.py DOOR [-u] SCRIPT ARGUMENTS...
     python -IS forked.py DOOR [-u] -m torch.distributed.run ARGUMENTS...
 
-What begins otherwise Python itself runs. The fork has this process's folder, environment and
-standard streams. Signals go on to it, and it is killed where this process is.
+Other commands run in Python itself. The fork has this process's folder, environment and standard
+streams.
+It receives signals of this process, is killed with it, and determines its exit status.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 
 FORKED = ("torch.distributed.run", "qsync_fx.cli")
-"""Modules that are run in a fork."""
+"""Modules that run in a fork."""
 
 
 def main(door: str, arguments: list[str]) -> None:
@@ -49,7 +49,7 @@ def main(door: str, arguments: list[str]) -> None:
 
 
 def connect(line: socket.socket, door: str) -> None:
-    """Comes to the door, which is there a moment after the process that is forked has begun."""
+    """Connect to the socket, which exists shortly after the start of the server."""
     until = time.monotonic() + 60
     while True:
         try:

@@ -1,12 +1,12 @@
-"""The process that is forked: it has imported torch and qsync_fx, and waits.
+"""Fork server: a process that has imported torch and qsync_fx, and waits for requests.
 
     python forking.py DOOR
 
-Tests ask by lines of JSON on standard input (forks.py), and have answers on standard output. What a
-shell or torchrun starts asks at the door, a socket, for a fork that runs in its place (forked.py).
+Tests send lines of JSON on standard input (forks.py) and read answers on standard output. Processes
+of a
+shell or torchrun request a fork at DOOR, a socket (forked.py).
 
-Invariant: what is forked has one thread and has computed nothing, so that a fork is as much a
-    process of its own as one that started from nothing.
+Invariant: the server has one thread and has computed nothing, so a fork behaves like a new process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ IMPORTED = (
     "qsync_fx.distributed",
 )
 Guests = dict[int, tuple[int, socket.socket]]
-"""Forks that were asked for at the door: by a descriptor of each, its number, and the line to who
-asked.
-"""
+"""Forks that were requested at the socket: descriptor, process id, and connection to the client."""
 
 
 def serve(door: socket.socket) -> list[str]:
-    """Answers until there are no more requests; returns, in each fork, what that is to run."""
+    """Answer requests until there are no more; return, in each fork, the script to run."""
     guests: Guests = {}
     asked = b""
     while True:
-        # A line has signals, or has ended; a descriptor is there to be read when its fork has.
+        # A line contains signals or ends the connection; a descriptor is readable when its fork
+        # ends.
         ready, _, _ = select.select(
             [0, door, *guests, *(line for _, line in guests.values())], [], []
         )
@@ -77,16 +76,14 @@ def serve(door: socket.socket) -> list[str]:
 
 
 def told(request: Mapping[str, int]) -> int | None:
-    """Returns the status of a fork that has ended, or is waited for."""
+    """Return the exit status of a fork, after waiting for it if necessary."""
     (pid,) = request.values()
     found, status = os.waitpid(pid, os.WNOHANG if "poll" in request else 0)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
 def attend(guests: Guests, ready: Sequence[object]) -> None:
-    """Hands on signals, and tells who asked for a fork how it has ended; one that nobody waits for
-    any more is killed.
-    """
+    """Forward signals, report the exit status of a fork, and kill forks whose clients are gone."""
     for ended, (pid, line) in list(guests.items()):
         if ended not in ready and line in ready:
             try:
@@ -108,9 +105,7 @@ def attend(guests: Guests, ready: Sequence[object]) -> None:
 
 
 def request_of(guest: socket.socket) -> dict[str, Any] | None:
-    """Returns what is asked at the door, with the three streams that came with it; None where
-    whoever asked is gone.
-    """
+    """Return a request at the socket with three streams; None if the client is gone."""
     with contextlib.suppress(OSError):
         size, streams, _, _ = socket.recv_fds(guest, 8, 3)
         text = guest.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
@@ -120,7 +115,7 @@ def request_of(guest: socket.socket) -> dict[str, Any] | None:
 
 
 def apart(guests: Guests) -> None:
-    """Leaves, in a fork, other forks to the process that is forked."""
+    """Drop the other forks in a fork; the server owns them."""
     for descriptor, (_, line) in guests.items():
         os.close(descriptor)
         line.close()
@@ -137,13 +132,13 @@ def invited(request: Mapping[str, Any]) -> list[str]:
 
 
 def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str]) -> list[str]:
-    """Gives a fork its folder, streams, environment and path; returns what it is to run."""
+    """Set folder, streams, environment and path of a fork; return the script to run."""
     os.chdir(request["folder"])
     for ours, theirs in zip(streams, (0, 1, 2), strict=True):
         os.dup2(ours, theirs)
     for stream in set(streams):
         os.close(stream)
-    # Those that were there know of the files that they were made for whether one can seek in them.
+    # The existing streams have cached whether their files can seek.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -151,7 +146,7 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
     if threads := os.environ.get("OMP_NUM_THREADS"):
         import torch
 
-        torch.set_num_threads(int(threads))  # a library has read it as it was loaded
+        torch.set_num_threads(int(threads))  # a library read it at import
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     first = os.getcwd() if found[0] == "-m" else str(Path(found[0]).resolve().parent)
     sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -159,10 +154,10 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
 
 
 def main() -> list[str]:
-    # NumPy's library starts threads as it is loaded, one a core.
+    # NumPy's library starts one thread per core at import.
     own = "OPENBLAS_NUM_THREADS" not in os.environ
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Before what takes time, so that nobody comes to a door that is not there.
+    # Before slow imports, so that the socket exists when clients connect.
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(sys.argv[1])
         door.listen()

@@ -1,8 +1,10 @@
-"""Processes that begin where another has imported torch and qsync_fx: forks of it (forking.py),
-each of which saves six seconds of a core.
+"""Start test processes as forks of a process that has imported torch and qsync_fx (forking.py).
 
-Invariant: what a process imports may depend on its environment: a fork has the one that was there
-    when its first module was imported, but for what nobody asks for before it is needed.
+Each fork saves six seconds of a core.
+
+Invariant: imports may depend on the environment. A fork has the environment of the server's first
+import,
+except for variables that are read later.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _EACH = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "COLUMNS")
-"""What each fork is given as it starts; the process that is forked has none of it, and threads are
-set by the first (forking.py).
-"""
+"""Environment of each fork. The server has none of it; the first fork sets threads (forking.py)."""
 _LATER = (
     *_EACH,
     "PATH",
@@ -36,12 +36,12 @@ _LATER = (
     "QSYNC_CACHE_DIR",
     "HF_HUB_OFFLINE",
 )
-"""What may differ between the forks of a process."""
+"""Variables that may differ between the forks of a server."""
 _HERE = Path(__file__).resolve().parent
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` and a fork have in common."""
+    """Common interface of `subprocess.Popen` and a fork."""
 
     pid: int
 
@@ -51,7 +51,7 @@ class Process(Protocol):
 
 
 class Server:
-    """A process that is forked."""
+    """Forked process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
@@ -82,11 +82,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of which all forks are children."""
+        """Fork server: the parent of all forks."""
         return self._process.pid
 
     def ask(self, **request: Any) -> Any:
-        """Returns the answer to a request."""
+        """Return the answer to a request."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -100,11 +100,10 @@ class Server:
         )
 
     def shell(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of a shell in which `python SCRIPT`, `qsync` and what torchrun
-        starts are forks, too.
+        """Return the environment of a shell in which `python SCRIPT`, `qsync` and torchrun's ranks
+        are forks.
 
-        A fork has all of the variables that its shell has, whatever was there as modules were
-        imported.
+        A fork has all variables of its shell, whatever the environment was at import.
         """
         path = os.pathsep.join([str(self._commands), environment.get("PATH", os.defpath)])
         return {**_wanted(environment), "PATH": path, "PYTHON_EXEC": str(self._commands / "python")}
@@ -127,7 +126,7 @@ class _Fork:
         return self._code
 
     def kill(self) -> None:
-        if self.poll() is None:  # else its number may be another's
+        if self.poll() is None:  # otherwise another process may have its id
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -141,9 +140,7 @@ _servers: dict[frozenset[tuple[str, str]], Server] = {}
 
 
 def server(environment: Mapping[str, str]) -> Server:
-    """Returns what can be forked in an environment: one that is asked for once has imported no more
-    than its fork would have.
-    """
+    """Return the fork server of an environment; equal environments share a server."""
     key = frozenset(
         (name, value) for name, value in _wanted(environment).items() if name not in _LATER
     )
@@ -154,7 +151,7 @@ def server(environment: Mapping[str, str]) -> Server:
 
 @contextlib.contextmanager
 def own(environment: Mapping[str, str]) -> Iterator[Server]:
-    """Yields what can be forked with the modules that this PYTHONPATH has."""
+    """Yield a fork server with the modules of this PYTHONPATH."""
     started = Server(environment)
     try:
         yield started
@@ -174,9 +171,7 @@ def start(
     folder: Path | None = None,
     of: Server | None = None,
 ) -> Process:
-    """Starts a Python script in a folder, the one at hand by default; what it prints goes to a
-    file.
-    """
+    """Start a Python script in a folder, by default the current one; its output goes to a file."""
     later = {name: environment[name] for name in _LATER if name in environment}
     of = of or server(environment)
     return of.fork(
@@ -193,13 +188,13 @@ def run(
     of: Server | None = None,
     seconds: float = 900,
 ) -> int:
-    """Runs a Python script to its end, and returns its status; one that takes longer is ended."""
+    """Run a Python script and return its exit status; kill it after a timeout."""
     (code,) = ended([start(script, arguments, environment, log, folder, of)], seconds)
     return code
 
 
 def ended(started: Sequence[Process], seconds: float) -> list[int]:
-    """Waits for processes, and returns their status; those that take longer are killed."""
+    """Wait for processes and return their exit status; kill them after a timeout."""
     until = time.monotonic() + seconds
     try:
         while None in [process.poll() for process in started] and time.monotonic() < until:
@@ -212,5 +207,5 @@ def ended(started: Sequence[Process], seconds: float) -> list[int]:
 
 
 def _wanted(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what pytest tells its own processes."""
+    """Return an environment without pytest's variables for its own processes."""
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

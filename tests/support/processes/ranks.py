@@ -1,11 +1,10 @@
-"""Starts the ranks of a test as processes of their own, each with a log, a result and an end. None
-outlives the call.
+"""Start the ranks of a test as processes, each with a log, a result and an exit status.
 
-The scripts are in ../communication and ../distributed; PYTHONPATH is the root of the repository, so
-that they import tests.support.
-
-The store of their process group lives in the test's process, as in the launcher's under torchrun:
-no rank takes it along when it dies.
+No rank outlives the call. Scripts are in ../communication and ../distributed. PYTHONPATH is the
+root of the
+repository, so that they import tests.support. The store of their process group is in the test's
+process, as
+in the launcher of torchrun, so it survives a killed rank.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONPATH": str(ROOT),
 }
-"""What every process of a rank is given, beside what the tests have."""
+"""Environment of every rank, in addition to the test's."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank.
+    """Result of a rank.
 
     Attributes:
-        code: its exit status; None for one that had to be ended after the others.
-        log: what it printed.
-        result: what it wrote; None where it did not come so far.
+        code: exit status; None if it was killed after the others ended.
+        log: its output.
+        result: its result; None if it did not write one.
     """
 
     code: int | None
@@ -61,11 +60,11 @@ def run(
     forked: bool = True,
     **job: Any,
 ) -> list[Ended]:
-    """Runs a script of tests/support on all ranks; returns what became of each.
+    """Run a script of tests/support on all ranks and return their results.
 
-    Waits until all have ended, and, where one has not, so many seconds `after` the others. A GPU is
-    nothing to a fork of a process that has
-    asked for one: where ranks use it, they are not `forked`.
+    Wait until all have ended. When one has ended, wait at most `after` seconds for the others. CUDA
+    does not
+    work in a fork of a process that initialized it, so ranks with a GPU must not be `forked`.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, **ENVIRONMENT}
@@ -103,7 +102,7 @@ def run(
 def _fresh(
     path: Path, given: list[str], environment: Mapping[str, str], log: Path
 ) -> forks.Process:
-    """Starts a script as a process of its own."""
+    """Start a script as a process."""
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out
@@ -111,15 +110,13 @@ def _fresh(
 
 
 def script_of(name: str) -> Path:
-    """Returns where a script lies."""
+    """Return the path of a script."""
     (found,) = SUPPORT.rglob(name)
     return found
 
 
 def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> list[Any]:
-    """Returns what all ranks have written of a part of a script; they all have to come to their
-    end.
-    """
+    """Return the results of all ranks for a part of a script; all must end successfully."""
     folder.mkdir(exist_ok=True)
     ended = run(script, world, folder, name=name, **job)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
@@ -127,18 +124,14 @@ def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> 
 
 
 def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[str, Any]]:
-    """Joins the process group as a rank that `run` has started; returns the rank, how many there
-    are, the folder and the job.
-    """
+    """Join the process group as a rank of `run`; return rank, number of ranks, folder and job."""
     import datetime
 
     rank, world, port, folder, job = arguments
     store = distributed.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     found = json.loads(job)
     timeout = datetime.timedelta(seconds=found.get("limit", limit))
-    if (
-        "debug" in found
-    ):  # what torch makes of TORCH_DISTRIBUTED_DEBUG as it is imported, which a fork has behind it
+    if "debug" in found:  # torch reads TORCH_DISTRIBUTED_DEBUG at import, which is before a fork
         distributed.set_debug_level(distributed.DebugLevel.__members__[found["debug"]])
     backend = found.get("backend", "gloo")
     distributed.init_process_group(
@@ -150,14 +143,12 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
 def play(
     parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Runs the part that the job of a rank names, as (rank, world, job), writes what it returns,
-    and ends the process.
+    """Run the part that the rank's job names, as (rank, world, job), write its result, and exit.
 
     Args:
-        parts: a script's globals.
-        arguments: what `run` has given the rank; the job's "where" is the ranks' folder, unless it
-            has one.
-        meet: whether ranks of a part wait for one another at the end.
+        parts: globals of a script.
+        arguments: arguments from `run`; the job's "where" is by default the folder of the ranks.
+        meet: whether the ranks of a part wait for each other at the end.
     """
     torch.set_num_threads(1)
     rank, world, folder, job = join(arguments)
@@ -165,11 +156,11 @@ def play(
     if meet(job["name"]):
         with contextlib.suppress(RuntimeError):
             distributed.barrier()
-    os._exit(0)  # a rank that is gone would be waited for
+    os._exit(0)  # other ranks would wait for a rank that is gone
 
 
 def write(folder: Path, rank: int, result: Any) -> None:
-    """Writes what a rank has to say."""
+    """Write the result of a rank."""
     part = folder / f"{rank}.part"
     part.write_text(json.dumps(result))
     part.rename(folder / f"{rank}.json")

@@ -1,6 +1,4 @@
-"""One rank of the tests of what DUO cannot do; run by tests/communication as a process of
-its own.
-"""
+"""Rank of the tests of unsupported uses of DUO; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from tests.support.processes import ranks
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What DUO cannot do is an error that says so."""
+    """Return the errors of unsupported uses of DUO."""
     found: dict[str, Any] = {}
     says = partial(refusal, found)
 
@@ -103,7 +101,7 @@ def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of a slow reduction."""
+    """Kill rank 1 during a slow reduction."""
     training = Training("duo4", "sgd").run(range(2))
     slow: Any = training.handle._slow.state.codec  # type: ignore[union-attr]
     assert slow.startswith("in full")

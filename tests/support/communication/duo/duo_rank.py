@@ -1,4 +1,4 @@
-"""One rank of the tests of DUO; run by tests/communication as a process of its own."""
+"""Rank of the tests of DUO; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """With FP32 as the fast mean, against DistributedDataParallel alone."""
+    """Compare FP32 as the fast codec with DistributedDataParallel alone."""
     found = {}
     for optimizer, case in job["cases"]:
         how, loop = TRAININGS[case]
@@ -78,9 +78,7 @@ def transitions(rank: int, world: int, job: dict[str, Any]) -> list[str]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each step against DUO's algorithm as the paper has it, written with copies of whole models
-    and optimizers.
-    """
+    """Compare each step with the paper's algorithm, on copies of models and optimizers."""
     found = {}
     for way, optimizer in job["cases"]:
         duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
@@ -111,7 +109,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """How far from a training in FP32 each way ends."""
+    """Return the distance of each method from FP32 training at its end."""
     exact = end_of_least_squares("fp32", job["steps"])
     ways = {"stays": Duo(ZeroBit(), ahead=False)}
     names = ("qsgd2", "duo2", "duo4", "stays", "duo0")
@@ -122,9 +120,7 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """An infinity on one rank: the step is left out on all, and it alone, whatever is sent
-    at once.
-    """
+    """Set an infinite gradient on one rank: all ranks skip this step, and only this one."""
     found = {}
     for codec in ("duo0", "duo1", "duo4", "duo32"):
         for optimizer in ("adamw", "adamw fused"):
@@ -141,8 +137,8 @@ def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between, and nothing
-    flushed.
+    """Compare six steps with three and three steps that are separated by a checkpoint, without a
+    flush.
     """
     found = {}
     for codec in ("duo2", "duo0"):
@@ -169,7 +165,7 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Goes on among more ranks than saved: what was outstanding is that of all ranks."""
+    """Resume on more ranks than saved, with the outstanding gradients of all ranks."""
     training = Training("duo2", "adamw")
     assert training.handle is not None
     path = Path(job["where"]) / f"duo2-adamw-{rank % 2}.pt"
@@ -196,7 +192,7 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Flushes in the middle, on one rank alone, too; a report."""
+    """Flush during training, also on one rank only, and return a report."""
     found: dict[str, Any] = {}
     training, plain = (
         Training("duo32", "adamw").run(range(3)),

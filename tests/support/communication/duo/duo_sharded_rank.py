@@ -1,6 +1,4 @@
-"""One rank of the tests of DUO with a sharded optimizer; run by tests/communication as a process of
-its own.
-"""
+"""Rank of the tests of DUO with a sharded optimizer; tests/communication runs it as a process."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """With FP32 on both ways, against the optimizer as it is: parameters, and its state put
-    together.
-    """
+    """Compare FP32 in both directions with the unsharded optimizer and its state."""
     found = {}
     for optimizer, case in job["cases"]:
         how, loop = TRAININGS[case]
@@ -61,7 +57,7 @@ def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The setting of `duo_rank.drift`, with every optimizer sharded."""
+    """Run the setting of `duo_rank.drift` with sharded optimizers."""
     exact = end_of_least_squares("fp32", job["steps"])
     return {
         f"{name} {sharded}": float(
@@ -72,9 +68,7 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Each step against the paper's algorithm, written with whole copies of models and optimizers,
-    on this rank's parts.
-    """
+    """Compare each step with the paper's algorithm on this rank's parts of full copies."""
     found = {}
     for way, optimizer in job["cases"]:
         ours: Any = Training(way, optimizer, sharded=True)
@@ -121,7 +115,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What the optimizer of a rank holds, and what was sent."""
+    """Return the memory of a rank's optimizer, and the bytes sent."""
     whole = Training("duo4", "adamw").run(range(2))
     ours = Training("duo4", "adamw", sharded=True).run(range(3))
     assert ours.handle is not None
@@ -150,7 +144,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The norm over all ranks, against torch's over whole gradients."""
+    """Compare the gradient norm over all ranks with torch's norm of full gradients."""
     alone, ours = (
         Alone("adamw", clips=True).run(range(6)),
         Training("duo32", "adamw", clips=True, sharded=True),
@@ -164,9 +158,7 @@ def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Flushes on the way: what follows is the same as of a training that was flushed at the same
-    place and then loaded.
-    """
+    """Flush during training: the result equals a training that is flushed and loaded there."""
     training = Training("duo2", "adamw", sharded=True).run(range(3))
     assert training.handle is not None
     ahead = weights(training.model)
@@ -180,9 +172,7 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Goes on among other ranks from the whole state: an optimizer that is sharded with the state
-    it has, against one that is not.
-    """
+    """Resume on other ranks from the full state, with a sharded and an unsharded optimizer."""
     model, state = torch.load(Path(job["where"]) / "whole.pt", weights_only=True)
     alone = Alone("adamw")
     ours = Training(None, "adamw")
@@ -203,7 +193,7 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What cannot be sharded is an error that says so, on all ranks, before anything is sent."""
+    """Return the errors of optimizers that cannot be sharded, before any message is sent."""
     found: dict[str, Any] = {}
     model = parallel()
     inner = list(model.parameters())
@@ -229,7 +219,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 is killed when it is to send what it has made of parameters."""
+    """Kill rank 1 before it sends its parameters."""
     training: Any = Training("duo4", "sgd", sharded=True).run(range(2))
     give = training.handle._optimized._reducer.give
 
@@ -247,7 +237,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def apart(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that come to differ are told on all ranks when they are compared."""
+    """Change parameters on a rank: all ranks raise an error at the next comparison."""
     training = Training("duo4", "sgd", sharded=True).run(range(1))
     if rank == 1:
         with torch.no_grad():
@@ -260,8 +250,8 @@ def apart(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Six steps at once, and three and three with everything saved in between, and nothing
-    flushed.
+    """Compare six steps with three and three steps that are separated by a checkpoint, without a
+    flush.
     """
     found = {}
     for codec, optimizer in (("duo2", "sgd"), ("duo4", "adamw"), ("duo0", "tensor lr")):

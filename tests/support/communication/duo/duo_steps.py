@@ -1,4 +1,4 @@
-"""What the tests of DUO write its algorithm with."""
+"""Steps of DUO's algorithm as the tests write it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def gradients(parameters: Any) -> list[Tensor | None]:
 def both(
     ours: Any, exact: Any, x: Tensor
 ) -> tuple[list[Tensor | None], list[Tensor | None], float]:
-    """Has a training take a step on a rank's batch, after another one has differentiated at the
-    same parameters, which it keeps.
+    """Train one step on a rank's batch, and let another training compute gradients at the same
+    parameters.
 
-    Returns the gradients of ours, those of the other, and the rate of the step.
+    Return our gradients, the other gradients, and the learning rate of the step.
     """
     rate = ours.optimizer.param_groups[0]["lr"]
     ours.optimizer.zero_grad()

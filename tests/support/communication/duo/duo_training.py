@@ -1,4 +1,4 @@
-"""What ranks train in the tests of DUO."""
+"""Training loops of the tests of DUO."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaling": ({"scales": True}, {"infinite": 2}),
     "views": ({"gradient_as_bucket_view": True}, {}),
 }
-"""How a loop trains: what it is made with, and run with."""
+"""Options of a training loop: arguments of construction and of the run."""
 
 
 class Training:
-    """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a
+    """Training loop with a schedule, accumulation, clipping by a hook of the optimizer, and a
     GradScaler.
     """
 
@@ -103,9 +103,7 @@ class Training:
 
 
 class Alone(Training):
-    """Gradients in FP32, summed in the order of ranks: with two of them those of
-    DistributedDataParallel.
-    """
+    """Sum gradients in FP32 in rank order, which for two ranks equals DistributedDataParallel."""
 
     def __init__(self, optimizer: str, **how: Any) -> None:
         super().__init__(None, optimizer, **how)
@@ -114,12 +112,12 @@ class Alone(Training):
 
 
 def hashed(optimizer: torch.optim.Optimizer) -> str:
-    """Returns a hash of all tensors of an optimizer's state."""
+    """Return a hash of all tensors in the state of an optimizer."""
     return hashed_state(optimizer.state_dict())
 
 
 def hashed_state(saved: Mapping[str, Any]) -> str:
-    """The same of what its `state_dict` returned."""
+    """Return a hash of the result of its `state_dict`."""
     state = saved["state"]
     tensors = [
         value
@@ -133,7 +131,7 @@ def hashed_state(saved: Mapping[str, Any]) -> str:
 
 
 def end_of_least_squares(codec: Any, steps: int, sharded: bool | str = False) -> Tensor:
-    """Returns where a training ends: least squares in 40 dimensions, 16 samples a rank and step,
+    """Return the final parameters: least squares in 40 dimensions, 16 samples per rank and step,
     AdamW.
     """
     torch.manual_seed(0)

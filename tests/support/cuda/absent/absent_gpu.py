@@ -1,15 +1,14 @@
-"""A GPU that is not here, for the compiler's half: what torch and Triton ask of it is answered, and
-Triton compiles for it.
+"""Emulated GPU for the compiler: answers the queries of torch and Triton, which compile for it.
 
-Inductor generates code for tensors without values (`FakeTensorMode`) on a CUDA device, from the
-properties below, and Triton makes machine code of it. Nothing runs: where compiled code would be
-called, a step has ended.
+Inductor generates code for tensors without storage (`FakeTensorMode`) on a CUDA device with the
+properties below, and Triton compiles it to machine code. Nothing runs: a step ends at the first
+call
+of compiled code. torch's CPU build is sufficient: `prepare` loads the missing parts from
+no_guard.cpp
+before torch is imported.
 
-torch's build for CPUs will do: what it lacks is in no_guard.cpp, which `prepare` loads, before
-torch is imported.
-
-Invariant: within `standing_in` torch takes the GPU for the only one of the machine; nothing of that
-    is left afterwards.
+Invariant: within `standing_in`, torch sees this GPU as the only one; afterwards all state is
+restored.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tests.support.cuda.absent import called
 
 @dataclass(frozen=True)
 class Gpu:
-    """What code is generated for; numbers of NVIDIA's data sheets."""
+    """Properties of the GPU, from NVIDIA's data sheets."""
 
     name: str
     capability: tuple[int, int]
@@ -59,7 +58,7 @@ GPUS = {
 SETTINGS = {
     "compile_threads": 1,
     "force_disable_caches": True,
-    # What would be computed, or timed, on the GPU while code is generated.
+    # Operations that would run or be timed on the GPU during code generation.
     "joint_graph_constant_folding": False,
     "shape_padding": False,
     "use_static_cuda_launcher": False,
@@ -68,9 +67,8 @@ SETTINGS = {
 
 @dataclass
 class Kernel:
-    """One that Triton has compiled: what its machine code takes.
-
-    `formats` are the types of its arguments and of what it computes in.
+    """Kernel compiled by Triton: its resources, and the dtypes of arguments and computation in
+    `formats`.
     """
 
     name: str
@@ -83,9 +81,7 @@ class Kernel:
 
 @dataclass
 class Generated:
-    """What Inductor has generated: kernels, the code that calls them, and the products of ours in
-    it, as `called` tells them.
-    """
+    """Output of Inductor: kernels, the code that calls them, and the products from `called`."""
 
     kernels: list[Kernel] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
@@ -93,7 +89,7 @@ class Generated:
 
 
 class EndedError(Exception):
-    """Compiled code would be called now."""
+    """Raised where compiled code would be called."""
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -105,7 +101,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def standing_in(gpu: Gpu) -> Iterator[Generated]:
-    """Yields what is generated for a GPU while the body compiles."""
+    """Yield the code that is generated for a GPU while the body compiles."""
     from torch._inductor import async_compile, codecache, config, graph, output_code
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.runtime import hints, triton_helpers
@@ -145,7 +141,7 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
 
     def scheduled(self: Any) -> None:
         update(self)
-        # From here on all lies as it will lie.
+        # From here on, layouts are final.
         found.products += called.products(self.operations)
 
     def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,9 +192,7 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
 
 
 def _of_the_mode(fake: Any, inputs: Any, mode: Any) -> list[Any]:
-    """Returns inputs that have no values already in the mode that Dynamo hands a graph on with, as
-    it does with those that have.
-    """
+    """Return inputs without storage in the mode in which Dynamo passes a graph on."""
 
     def renewed(value: Any) -> Any:
         if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
@@ -213,7 +207,7 @@ def _of_the_mode(fake: Any, inputs: Any, mode: Any) -> list[Any]:
 
 
 class _Driver:
-    """What Triton asks of a driver as long as it compiles."""
+    """Driver with the answers that Triton needs for compilation."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -234,9 +228,7 @@ class _Driver:
 
 
 def _compiled(name: str, source: str, gpu: Gpu) -> Kernel:
-    """Compiles a kernel of Inductor's as it would be before it runs first, and returns what its
-    machine code takes.
-    """
+    """Compile a kernel of Inductor as before its first run, and return its resources."""
     from torch._inductor.codecache import PyCodeCache
 
     made = Kernel(name, source)
@@ -252,7 +244,7 @@ def _compiled(name: str, source: str, gpu: Gpu) -> Kernel:
 
 
 def _resources(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Returns registers and bytes of spills by Triton's ptxas."""
+    """Return registers and bytes of spills by Triton's ptxas."""
     import tempfile
 
     import triton

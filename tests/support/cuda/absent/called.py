@@ -1,7 +1,8 @@
-"""Which products of ours Inductor's generated code calls, as their operands lie there: told as the
-plan's products are, to be compared.
+"""List the qsync products in Inductor's generated code with the layouts of their operands.
 
-Invariant: read once layouts are settled, so what is told is what a kernel would be given.
+Invariant: layouts are final when they are read, so the list has the arguments of kernels. Its
+format is
+that of the plan's products.
 """
 
 from __future__ import annotations
@@ -22,15 +23,13 @@ from qsync_fx.backend.cuda.tuning import shown
 
 
 def told(problem: Problem) -> str:
-    """Returns what a kernel is chosen by, in a line."""
+    """Return one line with the properties that select a kernel."""
     scales = f"scales {problem.a_scale} and {problem.b_scale}"
     return f"{shown(problem)}, {scales}, {'bias' if problem.bias else 'no bias'}"
 
 
 def products(operations: list[Any]) -> Iterator[str]:
-    """Yields what each product of ours among a graph's operations is, as `told` of it, and what
-    would be copied before it runs.
-    """
+    """Yield each qsync product among the operations of a graph, and the copies before it."""
     from torch._inductor import ir
 
     for each in operations:
@@ -47,8 +46,8 @@ def products(operations: list[Any]) -> Iterator[str]:
             for x in each.fx_node.args
         ]
         problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
-        # How matrices lie is part of the problem; kernels of images take channels last, and what
-        # lies otherwise is copied for each call.
+        # Matrix layouts are part of the problem. Image kernels need channels last, and other
+        # layouts\n# are copied in each call.
         copied = a.dim() == 4 and not all(
             t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)
         )

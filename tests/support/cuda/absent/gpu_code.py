@@ -1,11 +1,10 @@
-"""One model, through torch.compile with our backend, to machine code for a GPU that is not here;
-prints what came out, as JSON.
+"""Compile one model through torch.compile to machine code for an emulated GPU; print JSON.
 
-    python gpu_code.py t4 mlp int8 kernels        `plain` in place of `kernels`: as where none of
-    ours can be had
+    python gpu_code.py t4 mlp int8 kernels
 
-A process of its own: a torch for CPUs is told that there is a CUDA device, which must be done
-before it is imported.
+With `plain` instead of `kernels`, qsync kernels are unavailable. It is a process of its own,
+because
+torch's CPU build must see a CUDA device before it is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MODELS = ("mlp", "resnet", "bert", "gpt2")
 
 
 def guard(folder: Path) -> Path:
-    """Compiles what torch's build for CPUs lacks, once, and returns it."""
+    """Compile the missing parts of torch's CPU build once, and return the library."""
     library = folder / "no_guard.so"
     if not library.exists():
         torch = _torch()
@@ -49,7 +48,7 @@ def _torch() -> Path:
 
 
 def preload(library: Path) -> None:
-    """Loads it behind torch's own libraries, before torch is imported."""
+    """Load it after torch's own libraries, before torch is imported."""
     assert "torch" not in sys.modules
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
@@ -57,9 +56,7 @@ def preload(library: Path) -> None:
 
 
 def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Moves a model and inputs without values to the GPU, within a mode of tensors that
-    have none.
-    """
+    """Move a model and inputs without storage to the GPU, within a mode of fake tensors."""
     import torch
 
     moved: dict[int, Any] = {}
@@ -79,10 +76,9 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def built(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a model of a kind and its inputs, on the device that is the default.
+    """Return a model of a kind and its inputs on the default device.
 
-    They take no memory, and are so large that products of every kind are kernels of ours on each
-    GPU, untuned.
+    They need no memory, and are so large that all kinds of products use qsync kernels untuned.
     """
     import torch
     from torch import nn
@@ -117,8 +113,8 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
-    """Compiles and returns kernels with what they take, products of ours in the code as their
-    operands lie there, and those of the plan.
+    """Compile, and return kernels with their resources, the products in the code and those of the
+    plan.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,9 +1,9 @@
-"""Many kernels compiled in one file, to be looked at and thrown away: CUTLASS's headers take longer
-to read than a kernel to compile.
+"""Compile many kernels in one file to inspect them, because CUTLASS headers dominate compile time.
 
-Invariant: a batch passes only if each kernel in it would: nothing that ptxas says of any of them is
-    a complaint, and as many functions as there are kernels hold the instruction. One that does not
-    pass is halved until it is known which kernels are at fault.
+Invariant: a batch passes only if each of its kernels would: ptxas has no complaint, and the number
+of
+functions with the instruction is the number of kernels. A batch that fails is halved to find the
+failing kernels.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from qsync_fx.backend.cuda.kernel_build import compiler
 from qsync_fx.progress import Advance
 
 TOGETHER = {True: 8, False: 16}
-"""Kernels of CUTLASS 3 (heavy) and others in one file."""
+"""Number of CUTLASS 3 (heavy) kernels and of other kernels per file."""
 
 MEMORY = 6_500_000_000
-"""Bytes that nvcc takes for eight heavy ones; measured with nvcc 13.0."""
+"""Bytes of memory that nvcc needs for eight heavy kernels, measured with nvcc 13.0."""
 
 ADAPTERS = {"gemm": ("Gemm", "GemmArguments"), "conv": ("Conv", "ConvArguments")}
-"""By the unit's interface: what makes a kernel of a configuration, and what it is called with."""
+"""Code that instantiates a kernel of a configuration, and its parameters, by interface of the unit.
+"""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """A batch whose kernels all passed: how many, an instruction of them, the most registers that
-    one uses, and how long it took.
-    """
+    """Batch whose kernels all passed: their number, instruction, maximum registers, and seconds."""
 
     count: int
     opcode: str
@@ -46,7 +45,7 @@ class Passed:
 
 
 def structure(unit: TranslationUnit, name: str) -> str:
-    """Returns the text of a unit's configuration under another name."""
+    """Return the text of a unit's configuration under another name."""
     text = unit.source
     return text[text.index("struct Config") : text.index("QSYNC_")].replace(
         "struct Config", f"struct {name}"
@@ -54,9 +53,7 @@ def structure(unit: TranslationUnit, name: str) -> str:
 
 
 def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]:
-    """Yields units that can be compiled in one file: of the same headers and formats, looked at for
-    the same instruction.
-    """
+    """Yield groups of units for one file: equal headers, formats and expected instruction."""
 
     def kind(unit: TranslationUnit) -> tuple[object, ...]:
         head, *lines = unit.source.splitlines()
@@ -74,7 +71,7 @@ def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]
 
 
 def text(batch: Sequence[TranslationUnit]) -> str:
-    """Returns the text of a file with all kernels of a batch."""
+    """Return the text of a file with all kernels of a batch."""
     adapter, arguments = ADAPTERS[batch[0].interface]
     lines = [batch[0].source.splitlines()[0]]
     for number, unit in enumerate(batch):
@@ -88,7 +85,7 @@ def text(batch: Sequence[TranslationUnit]) -> str:
 
 
 def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
-    """Compiles a batch; returns None where it does not pass."""
+    """Compile a batch; return None if it does not pass."""
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         source, code = Path(folder, "batch.cu"), Path(folder, "batch.o")
@@ -108,15 +105,17 @@ def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
 
 
 def instruction(listing: str, opcode: str, count: int) -> str:
-    """Returns an instruction that begins with `opcode`, if so many functions have one; else ""."""
+    """Return an instruction that begins with `opcode` if this number of functions contains one,
+    else "".
+    """
     functions = map(compiler.instructions, listing.split("Function : ")[1:])
     found = [next((name for name in names if name.startswith(opcode)), "") for names in functions]
     return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
 
 
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
-    """Returns the command of the unit, made to compile `source` for the device alone: for its
-    machine code and no PTX beside it.
+    """Return the command of the unit to compile `source` to machine code for the device, without
+    PTX.
     """
     *words, _, _, _ = compiler.command(unit, toolchain.toolchain())
     kept = [
@@ -129,7 +128,7 @@ def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
 
 
 def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], Passed]]:
-    """Returns the largest halves of halves of a batch that pass."""
+    """Return the largest parts of a batch that pass, by repeated halving."""
     if passed := compiled(batch):
         return [(batch, passed)]
     half = len(batch) // 2
@@ -139,11 +138,12 @@ def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], P
 
 
 def attempt(units: Sequence[TranslationUnit], advance: Advance) -> dict[TranslationUnit, Passed]:
-    """Compiles units in batches, side by side, and returns those that passed; what is wrong with
-    the others is not said here.
+    """Compile units in concurrent batches and return those that passed.
+
+    Errors of the others are not reported here.
 
     Args:
-        advance: is called with the number of units that are done.
+        advance: called with the number of completed units.
     """
     found: dict[TranslationUnit, Passed] = {}
     jobs = max(1, min(compiler.job_limit(), compiler.available_memory() // MEMORY))

@@ -1,17 +1,22 @@
-"""Compiles every CUDA kernel that there is and looks at what comes out; no GPU is needed.
+"""Compile and inspect every CUDA kernel; no GPU is needed.
 
-    python tests/support/cuda/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy --json
-    runs/cuda-compile.json
+    python tests/support/cuda/compiled/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy
+        --json runs/cuda-compile.json
 
-`make test-cuda-compile` runs it for all architectures that this nvcc has. Without --heavy, kernels
-of CUTLASS 3 (10 seconds each, and 6 GB for those in one file) are left out; --only takes those
-whose name holds a text; --sample N takes every so many that N are left, of each architecture. Many
-kernels are compiled in one file, for the device alone, and thrown away (`cuda_batches`); --each
-compiles each by itself,
-into the cache, as users get it: that takes five times as long, but what is in the cache is not
-compiled again. The status is 1 where a kernel does not compile, does not pass the checks of
-`qsync_fx.backend.cuda.kernel_build.compiler`, or has not the instruction that it should have; and
-where nothing can look for instructions.
+`make test-cuda-compile` runs it for all architectures of the installed nvcc. Without --heavy,
+kernels of
+CUTLASS 3 are omitted (10 seconds each, and 6 GB per file). --only selects kernels by a part of
+their
+name, and --sample N selects N evenly spaced kernels of each architecture.
+
+Many kernels are compiled in one file, for the device only, and discarded (`cuda_batches`). --each
+compiles
+each kernel into the cache as for users: this takes five times as long, but cached kernels are not
+compiled
+again. The exit status is 1 if a kernel does not compile, fails the checks of
+`qsync_fx.backend.cuda.kernel_build.compiler`, or lacks the expected instruction, and if no tool can
+read
+instructions.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from tests.support.cuda.compiled import cuda_batches
 
 
 def units(arch: Arch) -> list[TranslationUnit]:
-    """Returns all units of an architecture: products, convolutions, quantizers, copies and
+    """Return all units of an architecture: products, convolutions, quantizers, copies and
     conversions.
     """
     quantizers = [
@@ -60,14 +65,14 @@ def units(arch: Arch) -> list[TranslationUnit]:
 
 
 def sampled(of: list[TranslationUnit], count: int | None) -> list[TranslationUnit]:
-    """Returns units evenly spread over a list."""
+    """Return units at even distances in a list."""
     if count is None or count >= len(of):
         return of
     return [of[index * len(of) // count] for index in range(count)]
 
 
 def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
-    """Compiles units of one architecture, and returns what became of them."""
+    """Compile units of one architecture and return the results."""
     passed: dict[TranslationUnit, cuda_batches.Passed] = {}
     if not each:
         with progress("compiling CUDA kernels", len(chosen)) as advance:
@@ -81,8 +86,8 @@ def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
 
 
 def together(passed: cuda_batches.Passed) -> dict[str, Any]:
-    """Returns what became of a unit in a batch; its registers are at most those of the batch, its
-    seconds a share.
+    """Return the result of a unit in a batch, with the batch's registers and a share of its
+    seconds.
     """
     return {
         "ok": True,
@@ -96,7 +101,7 @@ def together(passed: cuda_batches.Passed) -> dict[str, Any]:
 
 
 def alone(unit: TranslationUnit, built: compiler.Built) -> dict[str, Any]:
-    """Returns what became of a unit that was compiled by itself."""
+    """Return the result of a unit that was compiled separately."""
     failure = built.failures.get(unit)
     if failure is not None:
         return {"ok": False, "error": str(failure)}
@@ -117,14 +122,14 @@ def alone(unit: TranslationUnit, built: compiler.Built) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each architecture, product and format of its first operand: kernels,
-    failures, the most registers, seconds.
+    """Return a row per architecture, product and first format: kernels, failures, registers,
+    seconds.
     """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     by_length = sorted(FORMATS, key=len, reverse=True)
     for line in rows:
         product, _, rest = line["name"].partition(f"_{line['arch']}")
-        # Copies are of any format.
+        # Copies support any format.
         kind = (line["arch"], product, next(filter(rest[1:].startswith, by_length), ""))
         new = dict(zip(("arch", "product", "format"), kind, strict=True))
         one = found.setdefault(
@@ -138,7 +143,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints the summary as a table."""
+    """Print the summary as a table."""
     table = Table(header_style="bold", box=None, pad_edge=False)
     lines = summary(rows)
     for name in lines[0] if lines else ():
@@ -151,7 +156,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
-    """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
+    """Replace the file at `path` by the rows, their summary, the compiler and the date."""
     compilers = sorted(
         {compiler.described(toolchain.toolchain()) for arch in {line["arch"] for line in rows}}
     )

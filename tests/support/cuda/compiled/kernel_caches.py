@@ -1,7 +1,7 @@
-"""Caches of kernels for tests: a fixture that is the user's cache with one library in it, and one
-that counts how often nvcc compiles.
+"""Plugin of pytest with caches of kernels: a user's cache with one library, and a counter of nvcc
+calls.
 
-A plugin of pytest: modules that want its fixtures name it in `pytest_plugins`.
+Modules that use its fixtures name it in `pytest_plugins`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _tools() -> Toolchain | str:
 
 
 def tools_or_skip() -> Toolchain:
-    """Returns what compiles; skips the module where nothing does.
+    """Return the compiler, or skip the module without one.
 
-    First asked when a module is read, before tests change where nvcc is.
+    It is called when a module is imported, before tests change the location of nvcc.
     """
     tools = _tools()
     if isinstance(tools, str):
@@ -51,7 +51,7 @@ def tools_or_skip() -> Toolchain:
 
 
 def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
-    """Returns a new cache that holds units."""
+    """Return a new cache with units."""
     home = factory.mktemp("a cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("QSYNC_KERNELS_PATH", raising=False)
@@ -62,13 +62,13 @@ def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
 
 @pytest.fixture(scope="session")
 def one_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds `UNIT`."""
+    """Cache with `UNIT`."""
     return cache_of(tmp_path_factory, UNIT)
 
 
 @pytest.fixture
 def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, which is the user's cache."""
+    """Copy of it as the user's cache."""
     copy = tmp_path / "the cache"
     shutil.copytree(one_library, copy)
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(copy))
@@ -78,8 +78,8 @@ def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Puts a program that counts before nvcc; returns what tells how often it was called to
-    compile.
+    """Wrap nvcc by a program that counts, and return a function that returns the number of
+    compilations.
     """
     return watched(tmp_path, monkeypatch)
 

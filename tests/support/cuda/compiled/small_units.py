@@ -1,7 +1,6 @@
-"""Translation units of a few lines, without CUTLASS: two seconds of nvcc each.
+"""Translation units of a few lines without CUTLASS, which nvcc compiles in two seconds.
 
-Invariant: they have the whole C interface and a kernel, so that everything around real ones can be
-    tried on them.
+Invariant: they have the complete C interface and a kernel, so they can replace real ones in tests.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ float kept[300];
 def small_unit(
     name: str = "small", remark: str = "", body: str = ADDS, **changes: Any
 ) -> TranslationUnit:
-    """Returns a unit; another `remark` makes it one that no cache has."""
+    """Return a unit; a new `remark` makes it one that is in no cache."""
     told = {"abi": "QSYNC_ABI_VERSION", "name": name} | {
         key: changes.pop(key) for key in ("abi",) if key in changes
     }
@@ -68,7 +67,7 @@ def small_unit(
 
 
 def build(units: Sequence[TranslationUnit], **options: Any) -> dict[TranslationUnit, Path]:
-    """Returns the library of each unit, of `compiler.attempt`; raises the first failure."""
+    """Return the library of each unit from `compiler.attempt`; raise the first failure."""
     built = compiler.attempt(units, **options)
     for error in built.failures.values():
         raise error

@@ -1,7 +1,6 @@
-"""Copies and conversions of matrices, compiled for the CPU (see `cuda_on_cpu.h`) from what nvcc
-compiles, and what they are given.
+"""Copies and conversions of matrices, compiled for the CPU from the CUDA source, and their inputs.
 
-Invariant: a library is compiled once in a process, whoever asks.
+See `cuda_on_cpu.h`. Invariant: a library is compiled once per process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PAIRS = [*((kind, kind) for kind in BITS), *((x, y) for x in NUMBERS for y in FL
 
 
 def library(kind: str) -> Library:
-    """Returns the library that copies or converts a kind of elements, by the host's compiler."""
+    """Return the library that copies or converts elements of a kind, from the host compiler."""
     return _compiled("bits" if kind in BITS else kind)
 
 
@@ -45,10 +44,9 @@ def _compiled(kind: str) -> Library:
         "-shared",
         "-fPIC",
     ]
-    # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop
-    # the test.
+    # This processor allows unaligned vectors, a GPU does not: stop the test.
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    # Once it is loaded, nobody needs the file.
+    # A loaded library does not need its file.
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / f"{unit.name}.cpp", Path(folder) / f"{unit.name}.so"
         source.write_text(unit.source)
@@ -70,8 +68,9 @@ def bits(t: Tensor) -> Tensor:
 
 
 def drawn(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Returns elements of all bit patterns, NaN, infinities and denormals among them; of floats
-    half are of ordinary size.
+    """Return elements with all bit patterns, including NaN, infinities and denormals.
+
+    Half of the floating-point values have ordinary magnitudes.
     """
     dtype = BITS.get(kind) or DTYPES[kind]
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
@@ -90,7 +89,7 @@ def expected(x: Tensor, kinds: tuple[str, str], scale: Tensor | None) -> Tensor:
 
 
 def assert_equal(found: Tensor, want: Tensor) -> None:
-    """Asserts equal bits; of floats NaN is NaN."""
+    """Assert equal bits; all NaN are equal."""
     same = bits(found) == bits(want)
     if want.is_floating_point():
         same |= found.float().isnan() & want.float().isnan()
@@ -107,9 +106,9 @@ def run(
     offset: int = 0,
     multiprocessors: int = 3,
 ) -> Tensor:
-    """Returns `y`, after a look at the memory around it.
+    """Return `y` after a check of the memory around it.
 
-    `x` is `[batches, rows, columns]`; `offset`: of `y`, from 64 bytes on.
+    `x` is `[batches, rows, columns]`; `offset` is the distance of `y` from a multiple of 64 bytes.
     """
     dtype = BITS.get(kinds[1]) or DTYPES[kinds[1]]
     size = shape[0] * shape[1] * shape[2] * dtype.itemsize

@@ -1,8 +1,6 @@
-"""Convolution kernels that run on the CPU: problems for them, and what must come out. See
-cutlass_cpu.py.
+"""Convolution kernels on the CPU: problems and expected results; see cutlass_cpu.py.
 
-Invariant: operands are whole numbers so small that sums of their products are exact in FP32, in any
-    order.
+Invariant: operands are small integers, so sums of their products are exact in FP32 in any order.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 
 def drawn(fmt: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Small whole numbers: sums of their products are exact in FP32, in any order."""
+    """Return small integers, whose sums of products are exact in FP32 in any order."""
     high = 128 if fmt == "int8" else 5
     return torch.randint(-high, high, shape, generator=generator).to(FORMATS[fmt].dtype)
 
 
 def expected(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
-    """Returns the sums, channels last, in FP32. Operands have their channels last too."""
+    """Return the sums, channels last, in FP32, for operands in channels last."""
     first, second = (t.permute(0, 3, 1, 2).double() for t in (a, b))
     how = p.stride, p.padding, p.dilation
     if p.operation == "fprop":
@@ -39,8 +37,8 @@ def expected(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
 
 
 def problems(config: KernelConfig) -> list[ConvProblem]:
-    """Less than a tile; several tiles with a rest each way; strides and dilations; what a kernel
-    does not serve is left out.
+    """Yield supported problems: smaller than a tile, several tiles with remainders, strides,
+    dilations.
     """
     unit = max(config.alignment, config.out_alignment)
     formats = (config.a, config.b, config.out)
@@ -70,10 +68,11 @@ def run(
     shape: torch.Size,
     **given: Tensor | int | None,
 ) -> Tensor:
-    """Returns `d`.
+    """Return `d`.
 
-    Operands lie in larger memory whose other bytes are NaN, or large; what is around `d` must stay
-    as it is.
+    Operands are parts of larger memory whose other bytes are NaN or large values. The memory around
+    `d` must
+    not change.
     """
     memories = []
     for operand in (a, b):
@@ -110,9 +109,7 @@ def run(
 
 
 def check(library: Library, config: KernelConfig) -> None:
-    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each
-    problem and with each kind of scales.
-    """
+    """Assert that a kernel equals its emulation bitwise, for each problem and kind of scales."""
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     served = problems(config)
     assert len(served) >= 2
@@ -139,8 +136,8 @@ def check(library: Library, config: KernelConfig) -> None:
                     sums.shape
                 )
                 if config.order == "split_k" and scaled:
-                    # Each part, as many as the kernel takes where it is told 1, is scaled and
-                    # rounded before it is added.
+                    # The kernel scales and rounds each part before it adds it; with 1 it has its
+                    # maximum of\n# parts.
                     torch.testing.assert_close(
                         found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
                     )

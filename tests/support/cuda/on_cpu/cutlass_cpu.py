@@ -1,9 +1,9 @@
-"""Kernels of CUTLASS 2.x, compiled for the CPU by the headers in cutlass_on_cpu and run on torch's
+"""CUTLASS 2.x kernels, compiled for the CPU with the headers in cutlass_on_cpu and run on torch
 tensors.
 
-Invariant: what runs is the text that nvcc gets, in the same configurations, but for the few headers
-    that are PTX: so tiles, layouts, swizzles, predicates, split tiles and epilogues are those of
-    the GPU.
+Invariant: the code is the code for nvcc in the same configurations, except for the few headers with
+PTX.
+Tiles, layouts, swizzles, predicates, split tiles and epilogues are therefore those of the GPU.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
 TOGETHER = 4
-"""Kernels compiled in one file: the headers are read once for all of them, and files are compiled
-side by side.
-"""
+"""Number of kernels per file: they share the headers, and files are compiled concurrently."""
 
 MULTIPROCESSORS = 5
 
 
 def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
-    """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns
-    the folder.
-    """
+    """Write headers of CUTLASS, each changed by its function, into a folder; return the folder."""
     for name, change in changes.items():
         (original,) = (
             path
@@ -61,9 +57,7 @@ def build(
     jobs: int = 2,
     together: int = TOGETHER,
 ) -> dict[KernelConfig, Library]:
-    """Compiles kernels, all of them products or all of them convolutions; what is returned takes
-    addresses in the CPU's memory.
-    """
+    """Compile kernels, which are all products or all convolutions; results accept CPU addresses."""
     parts = [list(configs[start : start + together]) for start in range(0, len(configs), together)]
     stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
@@ -76,7 +70,7 @@ def build(
 
 
 def library_of(config: KernelConfig, path: Path) -> Library:
-    """Returns a kernel of a file that `compiled` made; it takes addresses in the CPU's memory."""
+    """Return a kernel of a file that `compiled` made; it accepts CPU addresses."""
     functions = ctypes.CDLL(str(path))
     names = ("can_implement", "workspace", "run", "shared_memory", "error")
     handle = SimpleNamespace(
@@ -89,8 +83,8 @@ def library_of(config: KernelConfig, path: Path) -> Library:
 
 
 def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
-    """Compiles kernels into one library, beside `stem`; headers in the folders `changed` take the
-    place of CUTLASS's and of ours.
+    """Compile kernels into one library next to `stem`; headers in the folders `changed` have
+    priority.
     """
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
@@ -145,10 +139,11 @@ def run(
     bias: Tensor | None,
     split: int = 1,
 ) -> Tensor:
-    """Returns `d` `[m, n]`.
+    """Return `d` `[m, n]`.
 
-    Operands lie in larger memory, whose other bytes are NaN, or large; what is around `d` must stay
-    as it is.
+    Operands are parts of larger memory whose other bytes are NaN or large values. The memory around
+    `d` must
+    not change.
     """
     (m, k), n = a.shape, b.shape[1]
     gap = 16
@@ -181,17 +176,15 @@ def run(
 
 
 def check(library: Library, config: KernelConfig) -> None:
-    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each size
-    and with each kind of scales.
-    """
+    """Assert that a kernel equals its emulation bit for bit, for each size and kind of scales."""
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     scaled = config.a_scale != "none"
     for m, n, k in sizes(config):
         a, b = operands(config, m, n, k, generator)
-        # Small, so that nothing leaves FP16: CUTLASS rounds to it in software here.
+        # Small values that stay in FP16's range: CUTLASS rounds to FP16 in software here.
         vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
         for each in (False, True):
-            # With and without each vector; scales of rows and columns, and of the whole.
+            # With and without each vector; scales of rows and columns, and of the matrix.
             a_scale, b_scale = (
                 (vector if each else vector[0].clone() for vector in vectors[:2])
                 if scaled
@@ -215,8 +208,8 @@ def _surrounded(matrix: Tensor, gap: int) -> Tensor:
 def operands(
     config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order:
-    small whole numbers, in floats.
+    """Return `a` `[m, k]` and `b` `[k, n]` of small integers, whose sums are exact in FP32 in any
+    order.
     """
 
     def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
@@ -227,9 +220,7 @@ def operands(
 
 
 def sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
-    """Returns sizes that a kernel serves: less than one tile, and some tiles with a rest in each
-    direction.
-    """
+    """Return sizes that a kernel supports: less than a tile, and several tiles with remainders."""
     step = {"m": 1, "n": config.out_alignment, "k": 1}
     for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
         contiguous = "k" if major == inner else "m" if name == "a" else "n"
@@ -245,7 +236,7 @@ def _up(size: int, step: int) -> int:
 
 
 def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the tests of a GPU take the CPU for one, with these kernels."""
+    """Run the tests of a GPU on the CPU with these kernels."""
     monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(
         kit,
@@ -258,8 +249,8 @@ def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.Monk
 def parameters(
     configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]
 ) -> list[Any]:
-    """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the
-    tier `all` has; the others.
+    """Return parameters of a slow test: the smallest kernel of each format in the tier fast, and
+    others.
     """
     quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
     return [
@@ -271,7 +262,7 @@ def parameters(
 
 
 def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[KernelConfig]:
-    """Returns the kernel of each kind that has the smallest tile."""
+    """Return the kernel with the smallest tile of each kind."""
     found: dict[tuple[object, ...], KernelConfig] = {}
     for kind, config in kinds:
         found[kind] = min(found.get(kind, config), config, key=bytes_a_tile)
@@ -283,8 +274,8 @@ def covering(
     facts: Callable[[KernelConfig], Iterable[object]],
     beside: Sequence[KernelConfig] = (),
 ) -> list[KernelConfig]:
-    """Returns few kernels of which each fact of any is true, or of those `beside`: one after the
-    other that of which most is new.
+    """Return few kernels that cover each property of all kernels, in addition to `beside`,
+    greedily.
     """
     chosen: list[KernelConfig] = []
     left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, beside))

@@ -1,10 +1,8 @@
-"""Kernels of CUTLASS 3.x for Hopper, compiled for the CPU: what is PTX in CUTLASS's headers becomes
-calls of hopper_on_cpu.
+"""CUTLASS 3.x kernels for Hopper, compiled for the CPU: hopper_on_cpu has functions for PTX.
 
-Invariant: beside the text of its `asm` statements, each of which `TABLE` knows or which ends the
-    program when it is reached, what runs is
-the text that nvcc gets: tiles, layouts, swizzles, descriptors, pipelines, schedulers and epilogues
-are those of the GPU.
+Invariant: except for `asm` statements, the code is the code for nvcc: tiles, layouts, swizzles,
+descriptors, pipelines, schedulers and epilogues are those of the GPU. `TABLE` replaces each `asm`
+statement, or the program ends when it is reached.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from tests.support.cuda.on_cpu import cutlass_cpu
 HERE = Path(__file__).resolve().parent / "hopper_on_cpu"
 
 TOGETHER = 5
-"""Kernels compiled in one file: of CUTLASS 3.x reading the headers takes as long as two kernels."""
+"""Number of kernels per file: the headers of CUTLASS 3.x compile as long as two kernels."""
 
 HEADERS = (
     "cute/arch/cluster_sm90.hpp",
@@ -35,23 +33,22 @@ HEADERS = (
     "cutlass/conv/device/conv_universal_adapter.hpp",
     "cutlass/gemm/kernel/static_tile_scheduler.hpp",
 )
-"""Headers whose text is changed."""
+"""Headers that are changed."""
 
 CHANGES = {
-    # Conditions that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the
-    # device's code too.
+    # Conditions without a macro of ours: `__CUDA_ARCH__` would also enable other device code.
     "#define CUDA_BARRIER_ENABLED 0": "#define CUDA_BARRIER_ENABLED 1",
     "#if (__CUDA_ARCH__ >= 700)": "#if 1",
     "#if defined(__CUDA_ARCH__)\n    if (params_.raster_order_": "#if 1\n    if (params_.raster_order_",
-    # It outlives the shape that it is given, which nvcc has in registers by then, and g++ on a
-    # stack that others use.
+    # It outlives its argument, a shape: nvcc has it in registers, but g++ on a stack that is
+    # reused.
     "  Coord coord;\n  Shape const& shape;\n": "  Coord coord;\n  Shape shape;\n",
 }
-"""What is changed beside PTX."""
+"""Changes other than PTX."""
 
 PRODUCT = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)"
 FORMATS = {"s8", "e4m3", "e5m2", "f16", "bf16", "tf32"}
-"""Operands of products that hopper_on_cpu/wgmma.h has."""
+"""Operands of the products in hopper_on_cpu/wgmma.h."""
 
 _PARENTHESES = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|[()]')
 _LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\."
@@ -120,19 +117,17 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (_LOAD + r"mbarrier\S* " + _AT, "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, 0)"),
 )
-"""Instructions, and what stands for them: {0} is the first group of the pattern, %0 the first
-operand of the statement.
-"""
+"""Replacements of instructions: {0} is the first group of the pattern, %0 the first operand."""
 
 
 def replaced(text: str) -> str:
-    """Returns a header's text with calls in place of its `asm` statements."""
+    """Return a header's text with calls instead of its `asm` statements."""
     found, end = [], 0
     for match in re.finditer(r"\basm\b(?:\s+volatile)?\s*\(", text):
         close = _closing(text, match.end() - 1)
         found += [text[end : match.start()], _call(text[match.end() : close])]
         end = close + 1
-    # What starts a kernel is no C++; each_cluster.h does.
+    # The launch syntax of a kernel is not C++; each_cluster.h launches instead.
     made = re.sub(r"<<<.*?>>>", "", "".join([*found, text[end:]]))
     for original, replacement in CHANGES.items():
         made = made.replace(original, replacement)
@@ -149,7 +144,7 @@ def _closing(text: str, position: int) -> int:
 
 
 def _call(statement: str) -> str:
-    """Returns what stands for one statement: its template, and operands as
+    """Return the replacement of a statement: its template, and operands as
     `"constraint"(expression)`.
     """
     template = re.match(r'(\s*"(?:[^"\\]|\\.)*")+', statement)
@@ -174,8 +169,11 @@ def _call(statement: str) -> str:
 
 
 def _product(names: Sequence[str], operands: Sequence[str]) -> str:
-    """Returns the call for one product: its sums, A by a descriptor or in four registers, B,
-    whether to add, which lie across k.
+    """Return the call of a product.
+
+    Its operands are sums, A by a descriptor or in four registers, B, whether to add, and which
+    operands are
+    not contiguous along k.
     """
     columns, depth, sums, a, b = names
     if sums == "f16" or not {a, b} <= FORMATS:
@@ -184,8 +182,8 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
     given = list(operands[count:])
     shared = "desc_a" in given[0]
     first = given.pop(0) if shared else f"{{{', '.join(given.pop(0) for _ in range(4))}}}"
-    # Behind it: B, whether to add, two signs, then for 16 bits whether A, if it is in shared
-    # memory, and B lie across k.
+    # Then B, whether to add, and two signs; for 16 bits also whether A (in shared memory) and B\n#
+    # are not contiguous along k.
     second, add, across = given[0], given[1], given[4:]
     arguments = ", ".join(["sums", first, second, *(f"{flag} != 0" for flag in (add, *across))])
     name = f"wgmma_{'ss' if shared else 'rs'}<{columns}, {depth}, on_cpu::{a}, on_cpu::{b}>"
@@ -196,6 +194,6 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
 
 
 def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
-    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
+    """Compile kernels; the result accepts CPU addresses."""
     headers = cutlass_cpu.changed_headers(folder, dict.fromkeys(HEADERS, replaced))
     return cutlass_cpu.build(configs, folder, headers, HERE, together=TOGETHER)

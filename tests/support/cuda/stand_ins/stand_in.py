@@ -1,13 +1,15 @@
-"""Kernels' libraries on a CUDA runtime that checks what they ask for and computes nothing; see
-runtime_on_cpu.cpp.
+"""Call libraries of kernels on a CUDA runtime that checks requests and computes nothing.
 
-    python stand_in.py RUNTIME UNITS     in a process of its own: a runtime cannot be taken back
+    python stand_in.py RUNTIME UNITS
 
-UNITS is JSON on standard input: the libraries, and how each is called. Prints a JSON list: for each
-call what was launched, and what was wrong.
+See runtime_on_cpu.cpp. It is a process of its own, because a runtime cannot be unloaded. UNITS is
+JSON on
+standard input: libraries and their calls. It prints a JSON list with the launches and errors of
+each call.
 
-Invariant: the stand-in is loaded before any library, under the name that they ask for, so the real
-    runtime is never opened.
+Invariant: the stand-in is loaded before any library under the runtime's name, so the real runtime
+is never
+opened.
 """
 
 from __future__ import annotations
@@ -24,14 +26,12 @@ from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY, Arch
 
 STREAM = 0x5157
-"""What stands for a stream of the user's: nothing may be queued elsewhere."""
+"""User's stream; nothing may be queued on another one."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a library: its file, the name and interface of its unit, its target, and the
-    fields of its arguments.
-    """
+    """Call of a library: file, name and interface of its unit, target, and argument fields."""
 
     path: str
     name: str
@@ -41,8 +41,8 @@ class Call:
 
 
 def runtime(folder: Path, name: str | None = None) -> Path:
-    """Compiles the stand-in and returns it; under another name than the runtime's no library that
-    is loaded later takes it for that.
+    """Compile the stand-in and return it; under another name, libraries do not use it as the
+    runtime.
     """
     nvcc = toolchain.nvcc()
     name = name or f"libcudart.so.{nvcc.version[0]}"
@@ -62,9 +62,7 @@ def runtime(folder: Path, name: str | None = None) -> Path:
 
 
 def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
-    """Makes calls in a process of its own and returns, for each, its status, its lines of launches,
-    and what was wrong.
-    """
+    """Make calls in a new process and return for each its status, launches and errors."""
     given = json.dumps([vars(call) for call in calls])
     command = [sys.executable, __file__, str(library)]
     done = subprocess.run(
