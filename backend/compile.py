@@ -12,12 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.backend import numeric_guards, operators
 from qsync_fx.backend.dynamo_hooks import (
     compile_anew_where_split,
@@ -195,7 +192,7 @@ class CompilationSession:
         with contextlib.ExitStack() as settings:
             # Casts are explicit by now, in the backward pass too, so it must not be traced under
             # the caller's autocast region.
-            settings.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+            settings.enter_context(internals.functorch_config.patch(backward_pass_autocast="off"))
             settings.enter_context(inductor_config.tracing(device, " ".join(filter(None, parts))))
             if recompute:
                 settings.enter_context(recompute_policy.settings())
@@ -228,7 +225,7 @@ def _starts_model(current: SourcePlace) -> bool:
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Compile a backward pass of compiled autograd, whose formats the forward pass determined."""
-    device = _device(module, pytree.tree_leaves(list(inputs)))
+    device = _device(module, internals.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
         compiled = inner_compiler(
             options.inner_backend, device, cudagraphs=inductor_config.captures(options, device)
@@ -249,16 +246,12 @@ def inner_compiler(
     activation_recompute: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
-    from torch._dynamo.backends.registry import lookup_backend
-
     settings: dict[str, Any] = {}
     if name == "inductor":
-        from torch._inductor.compile_fx import compile_fx_inner
-
         inductor_config.register_with_inductor()
         patches = inductor_config.inductor(device, cudagraphs, activation_recompute)
         settings = {
-            "inner_compile": inductor_config.remembering(compile_fx_inner),
+            "inner_compile": inductor_config.remembering(internals.compile_fx_inner),
             "decompositions": decompositions.for_inductor(
                 device, fast_dropout, activation_recompute
             ),
@@ -271,7 +264,7 @@ def inner_compiler(
             widened(module)
         if name == "eager":
             return module.forward
-        result: Any = lookup_backend(name)
+        result: Any = internals.lookup_backend(name)
         return result(module, list(inputs), **settings)
 
     return compiled
@@ -281,7 +274,7 @@ def context_for(
     module: fx.GraphModule, inputs: Sequence[Any], options: Options, observed: Iterable[OpId] = ()
 ) -> Context:
     """Return the context of the current compilation."""
-    current, tracing = place(options), TracingContext.try_get()
+    current, tracing = place(options), internals.TracingContext.try_get()
     device = _device(module, inputs)
     support(device, FP32)  # raises for an unsupported device
     ambient: tuple[bool, torch.dtype] | None = None
@@ -322,14 +315,14 @@ def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
     return (accelerated or devices or [torch.device("cpu")])[0]
 
 
-def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
+def _fake(inputs: Sequence[Any], mode: internals.FakeTensorMode | None) -> list[Any]:
     """Return fake tensors with the symbolic sizes that Dynamo assigned to the inputs."""
-    tracing: Any = TracingContext.try_get()
+    tracing: Any = internals.TracingContext.try_get()
     if mode is None or tracing is None:
         return list(inputs)
 
     def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        if not isinstance(value, torch.Tensor) or isinstance(value, internals.FakeTensor):
             return value
         symbolic = tracing.tensor_to_context.get(value)
         source = getattr(symbolic, "tensor_source", None)
@@ -341,7 +334,6 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
 
 def _unhooked() -> AbstractContextManager[object]:
     """Shield tracing from saved-tensor hooks of the compiled code, as checkpointing has them."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
+    if not internals._saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()  # functorch, for example, forbids such hooks
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

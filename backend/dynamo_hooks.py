@@ -20,20 +20,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch import fx, nn
-from torch._dynamo import trace_rules
-from torch._dynamo.backends import registry
-from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
-from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
-from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, SkipFrame
-from torch._dynamo.guards import install_guard
-from torch._dynamo.source import GlobalStateSource
-from torch._dynamo.utils import counters, get_optimize_ddp_mode
-from torch._guards import Guard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.coverage.compilation_log import (
     Frame,
     Outcome,
@@ -70,16 +59,16 @@ def register(backend: Backend, name: str) -> None:
     """
     # A thread that waits for this import has already read `register_backend`, so a replacement
     # function would come too late for it: its code object is replaced.
-    registry.register_backend.__code__ = _registering_once.__code__
+    internals.register_backend.__code__ = _registering_once.__code__
     backend._tags = ()  # type: ignore[attr-defined]
     # The function first: torch fails on a name that has neither a function nor an entry point.
-    registry._COMPILER_FNS.setdefault(name, backend)
-    registry._BACKENDS.setdefault(name, None)
+    internals._COMPILER_FNS.setdefault(name, backend)
+    internals._BACKENDS.setdefault(name, None)
 
 
 def register_once(backend: Backend | None, name: str | None, tags: Sequence[str]) -> Any:
     """Call torch's `register_backend`, unless the name has this function already."""
-    if backend is not None and registry._COMPILER_FNS.get(name or backend.__name__) is backend:
+    if backend is not None and internals._COMPILER_FNS.get(name or backend.__name__) is backend:
         return backend
     return _register_backend(backend, name, tags)
 
@@ -97,7 +86,7 @@ def _copied(function: Any) -> Any:
     return getattr(function, "__wrapped__", original)
 
 
-_register_backend = registry.register_backend.__wrapped__ = _copied(registry.register_backend)  # type: ignore[attr-defined]
+_register_backend = internals.register_backend.__wrapped__ = _copied(internals.register_backend)  # type: ignore[attr-defined]
 
 
 def compile_anew_where_split(inputs: Sequence[Any]) -> None:
@@ -108,21 +97,21 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     """
     parameters = [item for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad]
     gradients = sum(parameter.nbytes for parameter in parameters)
-    inside = DistributedDataParallel._active_ddp_module is not None
+    inside = internals._get_active_ddp_module() is not None
     if not gradients or inside or not torch.is_grad_enabled():
         return
 
     def fits(_: object) -> bool:
-        parallel = DistributedDataParallel._active_ddp_module
+        parallel = internals._get_active_ddp_module()
         if parallel is None or gradients <= parallel.bucket_bytes_cap:
             return True
-        return get_optimize_ddp_mode() != "ddp_optimizer"
+        return internals.get_optimize_ddp_mode() != "ddp_optimizer"
 
-    def outside_of_parallel(builder: Any, guard: Guard) -> None:
+    def outside_of_parallel(builder: Any, guard: internals.Guard) -> None:
         says = "DistributedDataParallel does not split the graph here, or has already split it"
         builder.guard_manager.root.add_lambda_guard(fits, [says], guard.user_stack)
 
-    install_guard(Guard(GlobalStateSource(), outside_of_parallel))
+    internals.install_guard(internals.Guard(internals.GlobalStateSource(), outside_of_parallel))
 
 
 def record(
@@ -227,11 +216,11 @@ def report_skipped(graph: PrecisionGraph) -> Iterator[None]:
     """
     try:
         yield
-    except (SkipFrame, BackendCompilerFailed) as error:
+    except (internals.SkipFrame, internals.BackendCompilerFailed) as error:
         # Without its cache, Inductor wraps the request to skip a frame as an error of its own
         # (torch 2.13).
         requested = getattr(error, "inner_exception", error)
-        if not isinstance(requested, SkipFrame):
+        if not isinstance(requested, internals.SkipFrame):
             raise
         context = graph.context
         message = (
@@ -266,7 +255,9 @@ def failures() -> Iterator[list[Exception]]:
 def note(error: Exception) -> None:
     """Record the failure of a graph; requests to skip or to retrace a frame do not count."""
     failed = getattr(_thread, "failed", None)
-    if failed is not None and not isinstance(error, (SkipFrame, RestartAnalysis)):
+    if failed is not None and not isinstance(
+        error, (internals.SkipFrame, internals.RestartAnalysis)
+    ):
         failed.append(error)
 
 
@@ -276,7 +267,7 @@ def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) 
     With `torch._dynamo.config.suppress_errors`, Dynamo runs such a frame as written. Without a plan
     the error stays suppressed, and Dynamo logs it.
     """
-    if not failed or options.is_default or not torch._dynamo.config.suppress_errors:
+    if not failed or options.is_default or not internals.dynamo_config.suppress_errors:
         return
     error = failed[-1]
     if isinstance(error, QSyncError):
@@ -296,11 +287,11 @@ _REASONS = ("graph_break", "unimplemented")
 
 def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], Options]) -> None:
     """Read the user's keyword arguments for `backend` at torch.compile, by `options_of`."""
-    original = OptimizeContext.__call__
+    original = internals.OptimizeContext.__call__
 
     @functools.wraps(original)
-    def call(self: OptimizeContext, fn: Any) -> Any:
-        compiler: Any = innermost_backend(self.callback)  # type: ignore[arg-type]
+    def call(self: internals.OptimizeContext, fn: Any) -> Any:
+        compiler: Any = internals.innermost_backend(self.callback)  # type: ignore[arg-type]
         if getattr(compiler, "compiler_fn", None) is backend:
             # torch stores the user's dictionary: read it once, here, and do not change it.
             compiler.kwargs = {"options": options_of(compiler.kwargs)}
@@ -308,12 +299,12 @@ def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], 
             wait_for_a_step()
         return original(self, fn)
 
-    OptimizeContext.__call__ = call  # type: ignore[method-assign]
+    internals.OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
-def observe(context: OptimizeContext, value: Any, options: Options) -> None:
+def observe(context: internals.OptimizeContext, value: Any, options: Options) -> None:
     """Record Dynamo's results for the argument of torch.compile in the log of `options`."""
-    if type(context.callback) is CatchErrorsWrapper:
+    if type(context.callback) is internals.CatchErrorsWrapper:
         callback: Any = context.callback
         callback.__class__ = ObservedGraphs
         callback.qsync_given = None
@@ -322,7 +313,7 @@ def observe(context: OptimizeContext, value: Any, options: Options) -> None:
         callback.put_in_force(options)
 
 
-class ObservedGraphs(CatchErrorsWrapper):
+class ObservedGraphs(internals.CatchErrorsWrapper):
     """Dynamo's callback for a frame without compiled code, which records the result.
 
     Attributes:
@@ -347,16 +338,16 @@ class ObservedGraphs(CatchErrorsWrapper):
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         log = log_of(self.qsync_options)
         around = calls(sys._getframe().f_back)
-        before = {kind: dict(counters[kind]) for kind in _REASONS}
+        before = {kind: dict(internals.counters[kind]) for kind in _REASONS}
         with converting() as touched, failures() as failed:
             result = super().__call__(frame, *args, **kwargs)
             if result.guarded_code is None and _holds_modules_of_torch(frame):
-                with compile_lock, _disable_current_modes():
+                with internals.compile_lock, internals._disable_current_modes():
                     result = self._torchdynamo_orig_backend(
                         frame, args[0], self.hooks, *args[1:], skip=1
                     )
         new = {
-            k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)]
+            k: [text for text, n in internals.counters[k].items() if n > before[k].get(text, 0)]
             for k in _REASONS
         }
         entries = touched or [log.frame(frame.f_code, m) for m in _called_for(frame, around)]
@@ -375,7 +366,7 @@ def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
         outcome = Outcome.SKIPPED
         # Before 2.13 torch reports no reason for a skipped frame.
         reason: Any = getattr(result, "skip_reason", None)
-        if not reason and is_in_torch_dispatch_mode():
+        if not reason and internals.is_in_torch_dispatch_mode():
             reason = "torch dispatch mode"
         texts = texts + new["unimplemented"] or [reason] * bool(reason)
     # Dynamo counts a reason once by its first line and once in full.
@@ -413,9 +404,9 @@ def _holds_modules_of_torch(frame: Any) -> bool:
     return (
         isinstance(module, nn.Module)
         and frame.f_code is getattr(type(module).forward, "__code__", None)
-        and trace_rules.check(frame.f_code)
+        and internals.trace_rules.check(frame.f_code)
         and any(own_parameters(part) for path, part in paths(module) if path)
-        and not is_in_torch_dispatch_mode()
-        and not torch._dynamo.config.disable
-        and DistributedDataParallel._get_active_ddp_module() is None  # type: ignore[no-untyped-call]
+        and not internals.is_in_torch_dispatch_mode()
+        and not internals.dynamo_config.disable
+        and internals._get_active_ddp_module() is None
     )

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._dynamo.exc import ShortenTraceback
 
 from qsync_fx.backend.compile import compile_graph
 from qsync_fx.backend.dynamo_hooks import install, note, register
 from qsync_fx.coverage.compilation_log import forget
 from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.options import Options
+from qsync_fx.torch_internals import ShortenTraceback
 
 
 def qsync(

@@ -22,6 +22,7 @@ from qsync_fx.backend.operators.product_utils import short
 from qsync_fx.errors import PlanWarning, QSyncError
 from qsync_fx.graph.fx_utils import arguments, tensors
 from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.torch_internals import OpOverload
 
 Compiled = Callable[..., Any]
 
@@ -43,7 +44,7 @@ def _with_places(compiled: Compiled, graph: PrecisionGraph) -> Compiled:
     """Run `compiled` with the location of each lowered operator in the model, by its stream."""
     places: dict[int, str] = {}
     for operator in graph.operators():
-        overload = isinstance(operator.node.target, torch._ops.OpOverload)
+        overload = isinstance(operator.node.target, OpOverload)
         if overload and isinstance(stream := arguments(operator.node).get("stream"), int):
             places[stream] = operator.where
     if not places:

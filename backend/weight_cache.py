@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,6 +28,7 @@ from qsync_fx.graph.alias_analysis import AliasSets
 from qsync_fx.graph.fx_utils import arguments
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Origin, Origins
+from qsync_fx.torch_internals import FakeTensor
 
 _COMPARED: Final = 256
 """Number of sample values of a weight that are compared, spread as far as possible."""

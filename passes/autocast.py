@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from qsync_fx.autocast_policy import Policy, policy as policy_of
 from qsync_fx.formats import precision_of
@@ -21,6 +20,7 @@ from qsync_fx.graph.fx_utils import format_of, is_float
 from qsync_fx.graph.node_metadata import CastInfo, Part, Purpose
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
+from qsync_fx.torch_internals import OpOverload, _enter_autocast, _exit_autocast
 
 Region = tuple[bool, torch.dtype]
 
@@ -70,7 +70,7 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         if not node_metadata.bodies(node):
             _wrap(graph, node, region)
         return

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import in_place
 from qsync_fx.graph.fx_utils import target_name
@@ -18,6 +16,7 @@ from qsync_fx.graph.graph import copied
 from qsync_fx.graph.operand_formats import Origins, with_weight
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
+from qsync_fx.torch_internals import HigherOrderOperator
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def classify(operator: Operator, origins: Origins | None = None) -> None:
     graph, node, row = operator.graph, operator.node, operator.row
     if opaque := node_metadata.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+    elif isinstance(node.target, HigherOrderOperator):
         operator.update(kind=Kind.FIXED, reason=_higher_order(node_metadata.bodies(node)))
     elif row is None:
         name = target_name(node)

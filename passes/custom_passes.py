@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import PassError
 from qsync_fx.formats import Precision
@@ -35,6 +34,7 @@ from qsync_fx.passes.rewrite_pattern import Untraceable, trace_call
 from qsync_fx.passes.tracing.operator_ids import identify_new
 from qsync_fx.passes.tracing.retrace import modes, tracing
 from qsync_fx.plan.operator_id import Numbering
+from qsync_fx.torch_internals import HigherOrderOperator, OpOverload, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.N
     removed, result = before.nodes.keys() - alive, dict[fx.Node, fx.Node]()
     todo = [(node, node) for node in graph.nodes if node in before.nodes]
     for was, now in todo:
-        olds = pytree.tree_leaves(before.nodes[was][1:3])
-        news = pytree.tree_leaves((now.args, now.kwargs))
+        olds = tree_leaves(before.nodes[was][1:3])
+        news = tree_leaves((now.args, now.kwargs))
         if len(olds) != len(news):
             continue
         for old, new in zip(olds, news, strict=True):
@@ -95,7 +95,7 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
     """Replace a new node by the operators that it calls; raise `PassError` if untraceable."""
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return
-    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+    if isinstance(node.target, (OpOverload, HigherOrderOperator)):
         return
     for used in node.all_input_nodes:
         if "val" not in used.meta and used.op in ("call_function", "get_attr"):
@@ -118,7 +118,7 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
         message = f"{target_name(node)} cannot be traced: {error}"
         do = "call torch operators, or functions and modules that compute only with tensors"
         raise PassError(message, where=f"node %{node.name}", do=do) from error.__cause__
-    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node))
+    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, fx.Node))
     symbolic = (torch.Tensor, torch.SymInt, torch.SymFloat)
     read = [leaf for leaf in leaves if isinstance(graph.value(leaf), symbolic)]
     origin = {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta}
@@ -350,7 +350,7 @@ def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
             call = (node.target, node.args, node.kwargs)
             if node not in before.nodes or before.nodes[node][:3] == call:
                 continue
-            if isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta:
+            if isinstance(node.target, OpOverload) and "val" in node.meta:
                 try:
                     part.computed(node)
                 except PassError as error:

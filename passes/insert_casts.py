@@ -38,6 +38,7 @@ from qsync_fx.passes.lowering_registry import Lowering, Role
 from qsync_fx.passes.pass_base import Scope
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.rounding import RandomStreams, Rounding
+from qsync_fx.torch_internals import OpOverload
 
 
 @dataclass(frozen=True)
@@ -412,5 +413,5 @@ def _plain_type(value: Any) -> torch.dtype | None:
 
 def _has_value(node: fx.Node) -> bool:
     """Return whether a node unpacks a result or calls an operator."""
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    is_operator = isinstance(node.target, OpOverload)
     return is_operator or node.target is py_operator.getitem

@@ -16,8 +16,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
-from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import OptionError, PassError, QSyncError
 from qsync_fx.graph import PrecisionGraph, node_metadata
@@ -36,6 +34,7 @@ from qsync_fx.passes.rewrite_pattern import (
 )
 from qsync_fx.passes.tracing.operator_ids import identify_new
 from qsync_fx.passes.tracing.retrace import Modes, modes, tracing
+from qsync_fx.torch_internals import ConstantSource, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def put(
     """Replace a site by `function`; return the new nodes; raise `PassError` if they do not fit."""
     graph, wanted = match.graph, inspect.signature(function).parameters
     arguments = {key: value for key, value in match.arguments.items() if key in wanted}
-    leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+    leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, fx.Node)]
     if "match" in wanted:
         function = functools.partial(function, match=match)
     where = match.main.where

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.errors import OptionError, PassError
 from qsync_fx.graph import Context, Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.fx_utils import arguments, describe, tensors
@@ -64,10 +62,10 @@ def trace_call(
     `recorded`: whether to record the backward pass, to detect custom autograd functions. Raises
     `Untraceable` if the function fails on these values, or a graph cannot express it.
     """
-    mode = active_fake_mode()
+    mode = internals.active_fake_mode()
     assert mode is not None, "tracing needs a fake mode"
     lift = _Lift()
-    leaves, spec = pytree.tree_flatten(dict(value))
+    leaves, spec = internals.tree_flatten(dict(value))
     symbolic = (Tensor, torch.SymInt, torch.SymFloat)
     inputs = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, symbolic)}
     if recorded:
@@ -77,7 +75,7 @@ def trace_call(
         lift.stand_ins = dict(zip(map(id, lift.tensors), args[len(inputs) :], strict=True))
         filled = dict(enumerate(leaves)) | dict(zip(inputs, args, strict=False))
         with lift:
-            returned = function(**pytree.tree_unflatten(list(filled.values()), spec))
+            returned = function(**internals.tree_unflatten(list(filled.values()), spec))
         lift.several = isinstance(returned, (tuple, list))
         lift.outputs = list(returned) if lift.several else [returned]
         _refuse_autograd_functions(lift.outputs)
@@ -99,7 +97,7 @@ def trace_call(
 
 def _outputs(module: fx.GraphModule) -> tuple[Any, ...]:
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    return tuple(pytree.tree_leaves(output.args[0]))
+    return tuple(internals.tree_leaves(output.args[0]))
 
 
 def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
@@ -127,17 +125,17 @@ class _Lift(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs or {}))
+        args, kwargs = internals.tree_map(self._stand_in, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _stand_in(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        if not isinstance(value, Tensor) or isinstance(value, internals.FakeTensor):
             return value
         if id(value) not in self.stand_ins:
             if value.grad_fn is not None:
                 message = "it refers to a tensor that was computed with gradients"
                 raise Untraceable(f"{message}; refer to the inputs of that computation")
-            mode = active_fake_mode()
+            mode = internals.active_fake_mode()
             assert mode is not None
             self.tensors.append(value)
             self.stand_ins[id(value)] = mode.from_tensor(value, static_shapes=True)
@@ -212,7 +210,7 @@ class Pattern:
         """The graphs of the function; raise `PassError` if no example could be traced."""
         result: dict[tuple[str, ...], PatternShape] = {}
         reason = ""
-        with FakeTensorMode() as mode, _quiet_failures():
+        with internals.FakeTensorMode() as mode, _quiet_failures():
             context = Context(torch.device("cpu"), Options(), Plan(), mode)
             for tensors in self._examples(result):
                 values = {**dict(zip(self.tensors, tensors, strict=True)), **self.literals}
@@ -285,7 +283,7 @@ class PatternShape:
 
 def operands(node: fx.Node) -> dict[str, Any]:
     """Return a node's arguments by name if its operator has names, with defaults filled in."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return arguments(node)
     return {str(index): value for index, value in enumerate((*node.args, *node.kwargs.values()))}
 
@@ -426,7 +424,7 @@ def _confirmed(
     cache: dict[Any, TracedPattern | None],
 ) -> list[fx.Node] | None:
     """Return the nodes of a site that matches exactly; None for a different computation."""
-    leaves = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
+    leaves = [leaf for leaf in internals.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
     literals = str({name: value for name, value in arguments.items() if value not in leaves})
     key = (modes, *(_kind(graph.value(leaf)) for leaf in leaves), literals)
     if key not in cache:

@@ -29,6 +29,7 @@ from qsync_fx.graph.fx_utils import (
 from qsync_fx.graph.operand_formats import OperandReader
 from qsync_fx.ops import Kind
 from qsync_fx.passes.printer import graph_text
+from qsync_fx.torch_internals import OpOverload
 
 Broken = tuple[fx.Node | None, str]
 Check = Callable[[PrecisionGraph], Iterator[Broken]]
@@ -68,7 +69,7 @@ def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
         # An assertion about a size returns no value.
-        gives = isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.returns)
+        gives = isinstance(node.target, OpOverload) and bool(node.target._schema.returns)
         if node.op == "call_function" and gives and "val" not in node.meta:
             yield node, "it has no value; call graph.propagate(node) on nodes that a pass adds"
 

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
+from qsync_fx import torch_internals as internals
 
 Policy = Literal["lower", "fp32", "promote", "inside"]
 """Conversion of floating-point arguments, except FP64, which autocast never converts.
@@ -83,15 +83,15 @@ _COMPOSED: Mapping[str, Mapping[Policy, frozenset[str]]] = {
 
 
 @functools.cache
-def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
+def policy(target: internals.OpOverload, device_type: str) -> Policy | None:
     """Return the policy of autocast on `device_type` for `target`; None without conversion."""
     if device_type not in _KEYS:
         return None
     name = target._schema.name
     full = f"{name}.{target._schema.overload_name}".removesuffix(".")
-    if not torch._C._dispatch_has_kernel(full):
+    if not internals._dispatch_has_kernel(full):
         return None  # The dispatcher does not know overloads on plain numbers.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
+    if internals._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
         if name in _LOWER[device_type]:
             return "lower"
         return "promote" if name in _PROMOTE[device_type] else "fp32"

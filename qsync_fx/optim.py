@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
-from torch.utils import _pytree as pytree
 
 from qsync_fx import _C
+from qsync_fx.torch_internals import tree_leaves
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -78,7 +78,7 @@ def _kernels_serve(group: dict[str, Any], scalars: Iterable[str]) -> bool:
     """Return whether kernels may step on a group; the settings `scalars` must not be tensors."""
     if torch.compiler.is_compiling() or group.get("differentiable") or group.get("capturable"):
         return False
-    leaves = pytree.tree_leaves([group[name] for name in scalars])
+    leaves = tree_leaves([group[name] for name in scalars])
     return not any(isinstance(value, Tensor) for value in leaves)
 
 

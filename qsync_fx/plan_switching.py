@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.coverage.first_step_check import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
@@ -101,7 +101,7 @@ class _RoomForPlans:
     backends: list[Any]
 
     def __call__(self) -> Callable[[], None]:
-        config, plans = torch._dynamo.config, len(self.backends)
+        config, plans = internals.dynamo_config, len(self.backends)
         patch = config.patch(
             recompile_limit=plans * config.recompile_limit,
             accumulated_recompile_limit=plans * config.accumulated_recompile_limit,
@@ -112,9 +112,7 @@ class _RoomForPlans:
 
 def _put_in_force(context: Any, plan: Plan | None) -> None:
     global _switches
-    from torch._dynamo.eval_frame import get_compiler_fn, innermost_backend
-
-    backend: Any = innermost_backend(context.callback)
+    backend: Any = internals.innermost_backend(context.callback)
     rooms = (hook for hook in context.enter_exit_hooks if isinstance(hook, _RoomForPlans))
     room = next(rooms, None)
     if room is None:
@@ -127,7 +125,7 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
         room.backends.append(wanted)
     frames = context.callback._torchdynamo_orig_backend
     context.callback._torchdynamo_orig_backend = frames._clone_with_backend(
-        get_compiler_fn(available or wanted)
+        internals.get_compiler_fn(available or wanted)
     )
     context.callback.put_in_force(wanted.kwargs["options"])
     _switches += 1
@@ -143,9 +141,7 @@ def _part(context: Any, plan: object) -> Plan | None:
 
 
 def _in_force(context: Any) -> Options:
-    from torch._dynamo.eval_frame import innermost_backend
-
-    backend: Any = innermost_backend(context.callback)
+    backend: Any = internals.innermost_backend(context.callback)
     result: Options = backend.kwargs["options"]
     return result
 
@@ -164,27 +160,21 @@ def _options(first: Options, plan: Plan | None) -> Options:
 
 def _compile_again(backends: list[Any]) -> None:
     """Re-enable compilation of functions for which one plan has reached the limit of versions."""
-    from torch._C._dynamo import eval_frame
-    from torch._dynamo.convert_frame import input_codes
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    default = eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(default, default)
-    for code in filter(None, (reference() for reference in input_codes.seen)):
-        if any(entry.backend in backends for entry in _debug_get_cache_entry_list(code)):
-            eval_frame.set_code_exec_strategy(code, strategy)
+    default = internals._FrameAction.DEFAULT
+    strategy = internals._FrameExecStrategy(default, default)
+    for code in filter(None, (reference() for reference in internals.input_codes.seen)):
+        if any(entry.backend in backends for entry in internals._debug_get_cache_entry_list(code)):
+            internals.set_code_exec_strategy(code, strategy)
 
 
 def _contexts(model: Any) -> Iterator[Any]:
     """Yield the torch.compile contexts of a model and its modules with the backend "qsync"."""
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-
     from qsync_fx.backend.entry import qsync
 
     contexts = [_context(model)]
     modules = model.modules() if isinstance(model, nn.Module) else ()
     for module in modules:
-        if isinstance(module, OptimizedModule):
+        if isinstance(module, internals.OptimizedModule):
             contexts.append(module.dynamo_ctx)
         else:
             contexts.append(_context(module._compiled_call_impl))
@@ -193,7 +183,7 @@ def _contexts(model: Any) -> Iterator[Any]:
         callback = getattr(context, "callback", None)
         if not callable(callback):
             continue
-        if getattr(innermost_backend(callback), "compiler_fn", None) is qsync:
+        if getattr(internals.innermost_backend(callback), "compiler_fn", None) is qsync:
             yield context
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import networkx as nx
+import torch
 
 import qsync_fx
+from qsync_fx import torch_internals
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.formats import FORMATS
 from qsync_fx.ops import Kind, table
@@ -135,8 +139,8 @@ def test_single_file_reads_environment_variables() -> None:
 
 
 LAYERS = (
-    "errors autocast_policy formatting text_tables module_paths option_help html_view",
-    "environment entry_points formats progress rounding",
+    "errors torch_internals formatting text_tables module_paths option_help html_view",
+    "autocast_policy environment entry_points formats progress rounding",
     "serialization ops",
     "devices plan",
     "options",
@@ -294,3 +298,108 @@ def test_no_module_hides_a_name_of_the_package() -> None:
         path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")
     }
     assert not files & set(qsync_fx.__all__)
+
+
+@functools.cache
+def torch_names(path: Path) -> frozenset[str]:
+    """Return the dotted names of modules and attributes that a file imports or reads.
+
+    They start with the name of an imported module, whatever the file calls it.
+    """
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imported: dict[str, str] = {}
+    result: set[str] = set()
+    for node in nodes:
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"  # type: ignore[union-attr]
+            result.add(name)
+            plain = isinstance(node, ast.Import) and not alias.asname
+            top = name.partition(".")[0]
+            imported[top if plain else alias.asname or alias.name] = top if plain else name
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", text := ast.unparse(node)):
+            first, *others = text.split(".")
+            result.add(".".join([imported.get(first, ""), *others]))
+    return frozenset(result)
+
+
+def private_in_torch(name: str) -> bool:
+    """Return whether a name is torch's and private; those under `torch.ops` name operators."""
+    module, *parts = name.split(".")
+    private = (part.startswith("_") and not part.startswith("__") for part in parts)
+    return module == "torch" and parts[:1] != ["ops"] and any(private)
+
+
+def test_single_file_uses_private_names_of_torch() -> None:
+    users = {
+        name: found
+        for name, path in SOURCES.items()
+        if (found := sorted(filter(private_in_torch, torch_names(path))))
+    }
+    assert users.pop("qsync_fx/torch_internals.py")
+    assert not users, "add these names to qsync_fx/torch_internals.py"
+
+
+def test_private_names_are_detected(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch, torch._dynamo.config\n"
+        "import torch.distributed.distributed_c10d as groups\n"
+        "from torch.utils import _pytree as pytree\n"
+        "def later():\n"
+        "    from torch._ops import OpOverload as Overload\n"
+        "    return torch._C._x(), groups._world, torch.__version__, torch.ops.aten._to_copy.default\n"
+    )
+    assert set(filter(private_in_torch, torch_names(path))) == {
+        "torch._dynamo.config",
+        "torch.utils._pytree",
+        "torch._ops.OpOverload",
+        "torch._C",
+        "torch._C._x",
+        "torch.distributed.distributed_c10d._world",
+    }
+
+
+def test_torch_has_the_private_names() -> None:
+    """A new version of torch fails here with the names that it lacks."""
+    optional = torch_internals.OPTIONAL
+    if torch.version.cuda:
+        optional -= {name for name in optional if name.startswith("_cuda_")}
+    names = torch_internals.PATHS.keys() - optional
+    prefix = f"{torch_internals.__name__}."
+    read = {
+        name.removeprefix(prefix)
+        for path in SOURCES.values()
+        for name in torch_names(path)
+        if name.startswith(prefix)
+    }
+    assert {name.partition(".")[0] for name in read} <= torch_internals.PATHS.keys()
+    assert "inductor_debug._inductor_triton_kernel_to_post_grad_node_info" in read
+    modules = {
+        name for name in names if isinstance(getattr(torch_internals, name, None), ModuleType)
+    }
+    names |= {name for name in read if name.partition(".")[0] in modules}
+    missing = {}
+    for name in sorted(names):
+        try:
+            operator.attrgetter(name)(torch_internals)
+        except (AttributeError, ImportError) as error:
+            missing[name] = str(error)
+    assert not missing, f"torch {torch.__version__} lacks these private names"
+    unused = torch_internals.PATHS.keys() - {name.partition(".")[0] for name in read}
+    assert unused == {"_empty_strided_cpu"}, "the first is read by getattr; delete the others"
+
+
+def test_types_of_private_names_are_those_of_the_table() -> None:
+    tree = ast.parse(SOURCES["qsync_fx/torch_internals.py"].read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    untyped = {ast.unparse(node.target) for node in block.body if isinstance(node, ast.AnnAssign)}
+    assert imported.items() <= torch_internals.PATHS.items()
+    rest = torch_internals.PATHS.keys() - imported.keys() - untyped
+    assert rest <= torch_internals.OPTIONAL and untyped <= torch_internals.PATHS.keys()

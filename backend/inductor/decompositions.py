@@ -13,9 +13,8 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.errors import PlanWarning
@@ -109,14 +108,14 @@ def _max_pool2d_backward(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
     *window, indices = rest
     result = max_pool2d_gradient(gradient, indices, x.shape, *window)
     # The kernel preserves the gradient's memory format, torch's operator the input's.
-    return result.contiguous(memory_format=suggest_memory_format(x))
+    return result.contiguous(memory_format=internals.suggest_memory_format(x))
 
 
-class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
+class DecompositionTable(dict[internals.OpOverload, Callable[..., Any]]):
     """A decomposition table that is pickled, for cache keys, as the arguments that it is of."""
 
     def __init__(
-        self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]
+        self, table: Mapping[internals.OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]
     ) -> None:
         super().__init__(table)
         self._made_of = made_of
@@ -129,9 +128,7 @@ def for_inductor(
     device: torch.device, fast_dropout: bool = False, activation_recompute: bool = False
 ) -> DecompositionTable | None:
     """Return Inductor's decomposition table with ours, or None if its own needs no change."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    table, dropout = dict(select_decomp_table()), aten.native_dropout.default
+    table, dropout = dict(internals.select_decomp_table()), aten.native_dropout.default
     ours = fusible_quantize.decompositions(device)
     if device.type != "cpu" and not ours:
         return None

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch._ops import OpOverload
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.backend.operators.quantize import scaled_format
@@ -65,7 +65,7 @@ def quantize_transposed(
     return q, q.t().clone(memory_format=torch.contiguous_format), scale
 
 
-def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]:
+def decompositions(device: torch.device) -> dict[internals.OpOverload, Callable[..., Any]]:
     """Return decompositions of the quantizers for CUDA devices without kernels, else {}."""
     if device.type != "cuda":
         return {}
@@ -87,12 +87,10 @@ def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]
 
 def register() -> None:
     """Register the lowerings with Inductor."""
-    from torch._inductor.lowering import make_pointwise, register_lowering
-
     operators, settings = torch.ops.qsync, {"type_promotion_kind": None}
-    register_lowering(operators.uniform.default, **settings)(_lower_uniform)
-    division = register_lowering(operators.divide.default, broadcast=True, **settings)
-    division(make_pointwise(_divide_exactly))
+    internals.register_lowering(operators.uniform.default, **settings)(_lower_uniform)
+    division = internals.register_lowering(operators.divide.default, broadcast=True, **settings)
+    division(internals.make_pointwise(_divide_exactly))
 
 
 class _Word:
@@ -102,8 +100,7 @@ class _Word:
         self.value = value
 
     def _by(self, name: str, other: _Word) -> _Word:
-        from torch._inductor.virtualized import ops
-
+        ops = internals.inductor_ops
         return _Word(getattr(ops, name)(self.value, other.value))
 
     __mul__ = partialmethod(_by, "mul")
@@ -114,16 +111,14 @@ class _Word:
 
 
 def _constant(value: int) -> Any:
-    from torch._inductor.virtualized import ops
-
+    ops = internals.inductor_ops
     return _Word(ops.constant(value, torch.int64))
 
 
 def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream: int) -> Any:
     import sympy
-    from torch._inductor.ir import Pointwise
-    from torch._inductor.virtualized import ops
 
+    ops = internals.inductor_ops
     load, position = seed.make_loader(), [sympy.Integer(0)] * len(seed.get_size())
 
     def draw(index: Sequence[Any]) -> Any:
@@ -148,14 +143,13 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
         sixteen = ops.add(ops.to_dtype(half, torch.float32), ops.constant(0.5, torch.float32))
         return ops.mul(sixteen, ops.constant(2.0**-16, torch.float32))
 
-    return Pointwise.create(
+    return internals.Pointwise.create(
         device=seed.get_device(), dtype=torch.float32, inner_fn=draw, ranges=list(size)
     )
 
 
 def _divide_exactly(x: Any, y: Any) -> Any:
-    from torch._inductor.virtualized import ops
-
+    ops = internals.inductor_ops
     if hasattr(ops, "div_rn"):
         return ops.div_rn(x, y)
     # FP64 has more than twice the bits of FP32, so rounding its quotient again is correct.

@@ -21,6 +21,7 @@ from torch.backends import cuda
 
 import qsync_fx
 import qsync_fx.passes
+from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
 from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
@@ -41,19 +42,15 @@ def _on_cuda(node: fx.Node) -> bool:
 
 def _as_traced(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     """Constrain CUDA operands to the layouts that their kernel was compiled for."""
-    from torch._inductor.lowering import constrain_to_fx_strides
-
     if _on_cuda(node):
-        return constrain_to_fx_strides(node, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return internals.constrain_to_fx_strides(node, *args, **kwargs)  # type: ignore[no-untyped-call]
     return args, kwargs
 
 
 def _channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
     """Let producers write channels-last, where other layouts are copied before the kernel runs."""
-    from torch._inductor.ir import ExternKernel
-
     if _on_cuda(node):
-        a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
+        a, b = (internals.ExternKernel.require_channels_last(t) for t in (a, b))
     return (a, b, *others), {}
 
 
@@ -61,11 +58,11 @@ def _as_convolutions(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
     """Make an image that is quantized channels-last if the graph's convolutions read that."""
     # With the traced layout Inductor copied every activation twice. Random numbers follow memory
     # positions, so they differ from the eager graph's; rounding stays unbiased.
-    from torch._inductor.ir import ExternKernel
-    from torch._inductor.virtualized import V
-
     source: Any = node.args[0]
-    require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
+    require = {
+        4: internals.ExternKernel.require_channels_last,
+        5: internals.ExternKernel.require_channels_last_3d,
+    }
     rank = len(x.get_size())
     if rank not in require or _read_as_rows(node):
         return (x, *others), {}
@@ -76,9 +73,9 @@ def _as_convolutions(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         if not _on_cuda(node) or quantize_launch.compiles(fmt, source.meta["val"].device):
             return (x, *others), {}
     # Inductor itself looks for torch's convolutions only, and a forward graph may have only ours.
-    find = functools.partial(V.graph.graph.find_nodes, op="call_function")
+    find = functools.partial(internals.V.graph.graph.find_nodes, op="call_function")
     ours = torch.ops.qsync.integer_convolution, torch.ops.qsync.conv2d_product
-    if V.graph.layout_opt or any(find(target=operator.default) for operator in ours):
+    if internals.V.graph.layout_opt or any(find(target=operator.default) for operator in ours):
         x = require[rank](x)
     return (x, *others), {}
 
@@ -93,8 +90,6 @@ def _read_as_rows(quantized: fx.Node) -> bool:
 @functools.cache
 def register_with_inductor() -> None:
     """Register lowerings and layout constraints of our operators with Inductor."""
-    from torch._inductor.lowering import make_fallback, register_lowering
-
     ours = torch.ops.qsync
     constraints = {
         ours.gemm.default: _as_traced,
@@ -107,8 +102,10 @@ def register_with_inductor() -> None:
     for operator, constraint in constraints.items():
         # With this tag Inductor reads no other constraint.
         assert constraint is None or torch.Tag.flexible_layout not in operator.tags, operator
-        make_fallback(operator, constraint, warn=False)  # type: ignore[no-untyped-call]
-    register_lowering(ours.gate.default, type_promotion_kind=None)(recompute_policy.lower_gate)
+        internals.make_fallback(operator, constraint, warn=False)  # type: ignore[no-untyped-call]
+    internals.register_lowering(ours.gate.default, type_promotion_kind=None)(
+        recompute_policy.lower_gate
+    )
     fusible_quantize.register()
 
 
@@ -128,7 +125,7 @@ def inductor(
     Each kind of pass has one slot, and the user's pass has priority: without ours steps are
     correct, but slower, or save more.
     """
-    theirs = torch._inductor.config
+    theirs = internals.inductor_config
     settings: dict[str, Any] = {}
     repeats = recompute_policy.Repeatable() if activation_recompute else None
     if device.type != "cpu":

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import qsync_fx.backend.operators.convolution  # noqa: F401 - registers the operators
 from qsync_fx.backend.operators.convert import convolution_format
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.formats import precision
 from qsync_fx.graph.fx_utils import arguments
+from qsync_fx.torch_internals import CustomGraphPass, get_hash_for_files
 
 aten = torch.ops.aten
 

@@ -12,18 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch import SymInt, Tensor, fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import (
-    CustomGraphPass,
-    CustomPartitionerFn,
-    get_hash_for_files,
-)
 from torch.utils.checkpoint import CheckpointPolicy
 
-from qsync_fx import _C
+from qsync_fx import _C, torch_internals as internals
 from qsync_fx.backend.operators.registration import define, require
 from qsync_fx.rounding import DROPOUT, SHARED, RandomStreams
 
@@ -130,10 +122,10 @@ def gate(gradient: Tensor, closed: Tensor) -> Tensor:
 
 def lower_gate(gradient: Any, closed: Any) -> Any:
     """Lower `qsync::gate` to pointwise FP32, for which Inductor has vector masks."""
-    from torch._inductor.lowering import lowerings, to_dtype
-
-    is_closed = lowerings[aten.gt.Scalar](to_dtype(closed, torch.float32), 0.0)
-    return lowerings[aten.where.self](is_closed, 0.0, gradient)
+    is_closed = internals.inductor_lowerings[aten.gt.Scalar](
+        internals.to_dtype(closed, torch.float32), 0.0
+    )
+    return internals.inductor_lowerings[aten.where.self](is_closed, 0.0, gradient)
 
 
 def threshold_backward(gradient: Tensor, result: Tensor, threshold: float) -> Tensor:
@@ -160,11 +152,11 @@ def _relu_mask(node: fx.Node) -> list[Any]:
     return []
 
 
-class _Pass(CustomGraphPass):
+class _Pass(internals.CustomGraphPass):
     """A graph pass that torch's caches identify by this file."""
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return internals.get_hash_for_files((__file__,))
 
 
 class EarlyBytes(_Pass):
@@ -185,7 +177,7 @@ _LAST: Final = {4: ((0, 2, 3, 1), (0, 3, 1, 2)), 5: ((0, 2, 3, 4, 1), (0, 4, 1, 
 """Permutations to channels-last and back, by rank."""
 
 
-class InBits(CustomPartitionerFn):
+class InBits(internals.CustomPartitionerFn):
     """Partitioner that runs another, torch's by default, and packs saved ReLU masks into bits."""
 
     def __init__(self, partition: Any = None) -> None:
@@ -194,7 +186,7 @@ class InBits(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        partition = self.partition or min_cut_rematerialization_partition
+        partition = self.partition or internals.min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs: Any = forward.graph.output_node().args[0]
         inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
@@ -212,7 +204,7 @@ class InBits(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,)), self.partition and self.partition.uuid()
+        return internals.get_hash_for_files((__file__,)), self.partition and self.partition.uuid()
 
 
 def _only_gates(node: Any, inputs: dict[str, fx.Node]) -> bool:
@@ -250,7 +242,7 @@ def _unpack(graph: fx.Graph, used: fx.Node, bits: fx.Node) -> None:
 
 
 def _channels_last(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    return _LAST.get(value.dim()) if torch._inductor.config.layout_optimization else None
+    return _LAST.get(value.dim()) if internals.inductor_config.layout_optimization else None
 
 
 def _call(graph: fx.Graph, target: Any, of: fx.Node, *others: Any) -> fx.Node:
@@ -261,7 +253,7 @@ def _call(graph: fx.Graph, target: Any, of: fx.Node, *others: Any) -> fx.Node:
 
 def settings() -> Any:
     """Return a context manager that lets the partitioner recompute freely."""
-    return torch._functorch.config.patch(
+    return internals.functorch_config.patch(
         ban_recompute_materialized_backward=False,
         ban_recompute_used_far_apart=False,
         ban_recompute_not_in_allowlist=False,
@@ -277,11 +269,9 @@ class Repeatable(_Pass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        from torch._functorch.partitioners import get_default_op_list
-
         quantize = qsync.quantize.default
         repeated = {quantize, qsync.carry.default, keep, unpack_bits}
-        listed = get_default_op_list().is_recomputable
+        listed = internals.get_default_op_list().is_recomputable
         of_inputs: set[fx.Node] = set()
         for node in graph.nodes:
             # The drawn seed has no inputs and counts as one.

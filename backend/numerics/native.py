@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx import _C
+from qsync_fx import _C, torch_internals as internals
 from qsync_fx.backend.numerics import reference
 from qsync_fx.formats import Precision
 from qsync_fx.rounding import Rounding
@@ -29,8 +29,7 @@ def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
-_guards: Any = torch._C._dynamo.guards
-empty_on_cpu: Final = getattr(_guards, "_empty_strided_cpu", _empty_strided)
+empty_on_cpu: Final = getattr(internals, "_empty_strided_cpu", _empty_strided)
 """Return an uninitialized CPU tensor of a size, strides (tuples of ints) and a dtype.
 
 It is three times as fast as `torch.empty`, which costs as much as a small kernel.

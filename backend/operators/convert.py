@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.operators.registration import define, require
 from qsync_fx.errors import PrecisionError
 from qsync_fx.formats import FORMATS
+from qsync_fx.torch_internals import suggest_memory_format
 
 TYPES = tuple(FORMATS[name].dtype for name in codegen.NUMBERS)
 FLOATS = tuple(FORMATS[name].dtype for name in codegen.FLOATS)

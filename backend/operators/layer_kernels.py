@@ -13,9 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import _disable_current_modes
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import X_TYPES, TranslationUnit, written
@@ -38,6 +36,7 @@ from qsync_fx.graph.fx_utils import argument_at, arguments
 from qsync_fx.graph.graph import Operator, PrecisionGraph
 from qsync_fx.ops import OperatorRow
 from qsync_fx.passes.lowering_registry import Operands, Role
+from qsync_fx.torch_internals import OpOverload, _disable_current_modes
 
 _NONE_LIKE_IT: Final = "there are no kernels for layers like it"
 

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from qsync_fx import rounding as stream_layout
 from qsync_fx.backend.operators.convert import carry
@@ -24,6 +23,7 @@ from qsync_fx.devices.format_support import row_on
 from qsync_fx.formats import FP32, Precision, precision, precision_of
 from qsync_fx.graph.fx_utils import filled
 from qsync_fx.passes.lowering_registry import Role
+from qsync_fx.torch_internals import OpOverload
 
 _DOWN: Final = 2.0**-9
 

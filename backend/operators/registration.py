@@ -10,6 +10,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from qsync_fx.torch_internals import _check
+
 _LIBRARY: Final = torch.library.Library("qsync", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,7 +53,7 @@ def require(condition: bool | torch.SymBool, description: Callable[[], str]) -> 
     """Raise RuntimeError unless `condition` is true; a SymBool becomes a guard."""
     # Ten times faster than `torch._check`; a kernel call makes five checks.
     if condition is not True:
-        torch._check(condition, description)  # type: ignore[no-untyped-call]
+        _check(condition, description)  # type: ignore[no-untyped-call]
 
 
 def differentiate(

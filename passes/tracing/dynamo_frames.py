@@ -15,15 +15,9 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import torch
-import torch._dynamo.config
 from torch import nn
-from torch._dynamo.convert_frame import CatchErrorsWrapper
-from torch._dynamo.eval_frame import OptimizeContext
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import LocalSource
-from torch._guards import CompileContext
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.coverage.compilation_log import declared
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.module_paths import WRAPPED, joined, paths, unwrapped
@@ -175,7 +169,7 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
         return False
     kind = type(current.module)
     equal = sum(type(module) is kind for _, module in paths(current.root))
-    limit = torch._dynamo.config.recompile_limit
+    limit = internals.dynamo_config.recompile_limit
     # Most instances of torch's own classes are inlined into a larger graph and need no code.
     if equal > limit and (not kind.__module__.startswith("torch.") or _last_version()):
         where = f"module {current.path}"
@@ -187,19 +181,19 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
         message += f"torch._dynamo.config.recompile_limit is {limit}"
         do = f"set torch._dynamo.config.recompile_limit = {4 * equal}, or remove the graph break "
         raise PlanError(message, where=where, do=f"{do}(TORCH_LOGS=graph_breaks shows it)")
-    install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+    internals.install_guard(internals.LocalSource(name).make_guard(internals.GuardBuilder.ID_MATCH))
     return True
 
 
 def in_backward_pass() -> bool:
     """Return whether compiled autograd compiles a backward pass; its forward followed the plan."""
-    compilation = CompileContext.current_compile_id()
+    compilation = internals.CompileContext.current_compile_id()
     return compilation is not None and compilation.compiled_autograd_id is not None
 
 
 def warn_at_the_limit(current: SourcePlace) -> None:
     """Warn if Dynamo reaches its recompile limit: with a plan, another version is an error."""
-    limit = torch._dynamo.config.recompile_limit
+    limit = internals.dynamo_config.recompile_limit
     if current.code is None or not _last_version():
         return
     name = current.code.co_qualname
@@ -216,17 +210,15 @@ def warn_at_the_limit(current: SourcePlace) -> None:
 
 def _last_version() -> bool:
     """Return whether Dynamo compiles a frame for the last time before its recompile limit."""
-    compilation = CompileContext.current_compile_id()
-    last = torch._dynamo.config.recompile_limit - 1
+    compilation = internals.CompileContext.current_compile_id()
+    last = internals.dynamo_config.recompile_limit - 1
     return compilation is not None and compilation.frame_compile_id == last
 
 
 def translator() -> Any:
     """Return Dynamo's translator of the compiled frame; None outside of Dynamo."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
-        return InstructionTranslator.current_tx()
+        return internals.InstructionTranslator.current_tx()
     except AttributeError:
         return None
 
@@ -303,7 +295,7 @@ def _is_compiler(frame: FrameType) -> bool:
     if frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py"):
         return True
     owner = frame.f_locals.get("self")
-    return frame.f_code.co_name == "__call__" and isinstance(owner, CatchErrorsWrapper)
+    return frame.f_code.co_name == "__call__" and isinstance(owner, internals.CatchErrorsWrapper)
 
 
 def _compiles(frame: FrameType) -> bool:
@@ -311,7 +303,7 @@ def _compiles(frame: FrameType) -> bool:
     if frame.f_code.co_name not in ("compile_wrapper", "_fn"):
         return False
     in_dynamo = frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py")
-    return in_dynamo and isinstance(frame.f_locals.get("self"), OptimizeContext)
+    return in_dynamo and isinstance(frame.f_locals.get("self"), internals.OptimizeContext)
 
 
 def _called(frame: FrameType) -> list[nn.Module]:

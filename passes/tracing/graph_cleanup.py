@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.graph.alias_analysis import AliasSets, in_place, writes
 from qsync_fx.graph.fx_utils import is_float, storage_of, switches_grad
 from qsync_fx.graph.graph import PrecisionGraph
@@ -94,8 +94,8 @@ def _encoder_layer(
 
 
 UNFUSED: Mapping[Any, Callable[..., Any]] = {
-    torch._transformer_encoder_layer_fwd: _encoder_layer,
-    torch._native_multi_head_attention: _attention,
+    internals._transformer_encoder_layer_fwd: _encoder_layer,
+    internals._native_multi_head_attention: _attention,
 }
 
 
@@ -178,7 +178,7 @@ def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
 
 def _plain_target(node: fx.Node) -> Any:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or len(writes(node)) != 1:
+    if not isinstance(target, internals.OpOverload) or len(writes(node)) != 1:
         return None
     namespace, _, name = target._schema.name.partition("::")
     if not name.endswith("_"):
@@ -192,9 +192,9 @@ def _returns_fresh(node: fx.Node) -> bool:
     if node.op == "output":
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, internals.OpOverload):
         return False
-    if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if target.has_kernel_for_dispatch_key(internals.DispatchKey.CompositeImplicitAutograd):
         # A composite operator may return its input although its schema does not say so, such as
         # dropout in evaluation.
         row = row_for(target)
@@ -219,7 +219,7 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
         with (
             torch.enable_grad(),
             torch.autocast(graph.context.device.type, enabled=False),
-            enable_python_dispatcher(),
+            internals.enable_python_dispatcher(),
         ):
             result = target(*args, **kwargs)
             return result.dtype, result.shape, type(result.grad_fn)

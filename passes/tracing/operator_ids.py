@@ -12,9 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch._guards import TracingContext
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import PrecisionGraph, node_metadata
@@ -25,6 +23,7 @@ from qsync_fx.module_paths import joined, unwrapped
 from qsync_fx.ops import Kind, OperatorRow, row_for
 from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, clean_path, translator
 from qsync_fx.plan.operator_id import Numbering, OpId
+from qsync_fx.torch_internals import OpOverload, TracingContext
 
 _VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
 """Prefix of Dynamo's names of inputs: a local or a global variable of the frame."""
@@ -191,6 +190,6 @@ def _holder(text: str, current: SourcePlace) -> str:
 def _operator_name(node: fx.Node, row: OperatorRow | None) -> str:
     if row is not None:
         return row.name
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     return re.sub(r"\W", "_", getattr(node.target, "__name__", str(node.target)))

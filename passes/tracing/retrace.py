@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.errors import PassError
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import caller_of
@@ -71,7 +68,7 @@ def restored() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
         torch.set_default_dtype(dtype)
         # `torch.use_deterministic_algorithms` would also set options of Inductor.
-        torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
+        internals._set_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 @contextlib.contextmanager
@@ -101,10 +98,10 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
 def hooks_gradients(node: fx.Node) -> bool:
     """Return whether a node registers a hook on a tensor, which sees the tensor's gradient."""
     available = (used.meta.get("example_value") for used in node.all_input_nodes)
-    return any(isinstance(value, (BackwardState, BackwardHook)) for value in available)
+    return any(isinstance(value, (internals.BackwardState, BackwardHook)) for value in available)
 
 
-_OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
+_OPERATOR_OF = {internals._get_data_attr: torch.ops.aten.data.default}
 """Functions that bypass the dispatcher and are invisible to tracing, with equivalent operators."""
 
 
@@ -188,16 +185,16 @@ def rebuild(
 
 def current(value: Any) -> Any:
     """Return Dynamo's recorded value in the active fake mode, which is another one."""
-    mode = active_fake_mode()
+    mode = internals.active_fake_mode()
 
     def convert(fake: Any) -> Any:
-        if not isinstance(fake, FakeTensor) or fake.fake_mode is mode:
+        if not isinstance(fake, internals.FakeTensor) or fake.fake_mode is mode:
             return fake
         if fake.layout is not torch.strided:
             return fake
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
-    return value if mode is None else pytree.tree_map(convert, value)
+    return value if mode is None else internals.tree_map(convert, value)
 
 
 class _Builder:
@@ -232,7 +229,7 @@ class _Builder:
         if node.op != "get_attr" or node in self.mapped:
             return
         value = self.root[str(node.target)] = _attribute(self.module, str(node.target))
-        mode = active_fake_mode()
+        mode = internals.active_fake_mode()
         if isinstance(value, torch.Tensor) and mode is not None:
             value = mode.from_tensor(value, static_shapes=True)
         self.copy(node, value)
@@ -245,7 +242,7 @@ class _Builder:
         """
         return (
             is_switch(node)
-            or isinstance(node.target, torch._ops.HigherOrderOperator)
+            or isinstance(node.target, internals.HigherOrderOperator)
             or hooks_gradients(node)
             or (node.target is operator.getitem and node.args[0] in self.preserved)
         )
@@ -264,7 +261,7 @@ class _Builder:
             for used in node.all_input_nodes:
                 self._set_apart(used)
         new = self.copy(node, current(node.meta.get("example_value")))
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, internals.HigherOrderOperator):
             self.root |= self.keep_bodies(new, self.module)
         elif hooks_gradients(node):
             node_metadata.OPAQUE[new] = _HOOKED
@@ -357,7 +354,7 @@ class _Builder:
     def _inline(
         self, traced: fx.GraphModule, inputs: list[fx.Node], results: list[fx.Node]
     ) -> None:
-        leaves = pytree.tree_leaves([self.mapped[node] for node in inputs])
+        leaves = internals.tree_leaves([self.mapped[node] for node in inputs])
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         local: dict[fx.Node, Any] = dict(zip(placeholders, leaves, strict=True))
         self.count += 1
@@ -392,7 +389,7 @@ class _Builder:
 def bakes_in_fakes(traced: fx.GraphModule) -> bool:
     """Return whether a fake tensor became a constant: its computation bypassed the dispatcher."""
     names = (str(node.target) for node in traced.graph.nodes if node.op == "get_attr")
-    return any(isinstance(_attribute(traced, name), FakeTensor) for name in names)
+    return any(isinstance(_attribute(traced, name), internals.FakeTensor) for name in names)
 
 
 def _items(node: fx.Node) -> list[fx.Node]:

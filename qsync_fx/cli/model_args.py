@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.cli.command import literal
 from qsync_fx.cli.output import to_write
 from qsync_fx.errors import OptionError, nearest, shown
@@ -332,12 +333,13 @@ class ModelArguments:
     def on(self, device: torch.device) -> ModelArguments:
         """Return the same arguments with tensors on `device`; a module is moved in place."""
         import torch
-        from torch.utils._pytree import tree_map_only
 
         if not isinstance(self.model, torch.nn.Module):
             return self
         self.model.to(device)
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (self.args, self.kwargs))
+        args, kwargs = internals.tree_map_only(
+            torch.Tensor, lambda t: t.to(device), (self.args, self.kwargs)
+        )
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def explain(self) -> Explanation:
@@ -447,12 +449,11 @@ def loss_of(result: Any, reference: str) -> Tensor:
     The sum is over all output tensors that require gradients.
     """
     import torch
-    from torch.utils import _pytree as pytree
 
     if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
         return loss
     matches = [
-        t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
+        t for t in internals.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
     ]
     if not matches:
         raise OptionError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.cli import model_args
 from qsync_fx.cli.model_args import named
 from qsync_fx.errors import OptionError, nearest, shown
@@ -223,21 +224,20 @@ def _target(device: str) -> str | None:
 
 def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> ModelGraph:
     import torch
-    from torch.utils import _pytree as pytree
 
     from qsync_fx.diagnostics import explain
     from qsync_fx.profiler.model_graph_builder import build_model_graph
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
+    args, kwargs = internals.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
     tensors = [
         leaf
-        for leaf in pytree.tree_leaves((args, kwargs))
+        for leaf in internals.tree_leaves((args, kwargs))
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     for tensor in tensors:
         if tensor.shape[0] == tensors[0].shape[0]:
-            torch._dynamo.mark_dynamic(tensor, 0)
-    torch._dynamo.reset()
+            internals.mark_dynamic(tensor, 0)
+    torch.compiler.reset()
     options = {"target": _target(device)}
     return build_model_graph(explain(trained.module, *args, options=options, **kwargs), formats)
 

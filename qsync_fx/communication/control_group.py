@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
+
+from qsync_fx.torch_internals import _get_default_group, _world
 
 CPU: Final = torch.device("cpu")
 _DESCRIPTION: Final = "qsync: control messages between ranks"
@@ -20,11 +22,11 @@ _DESCRIPTION: Final = "qsync: control messages between ranks"
 
 def control() -> ProcessGroup | None:
     """Return the CPU group of all ranks, created on first use; None for the default group."""
-    default: Any = distributed_c10d._get_default_group()
+    default: Any = _get_default_group()
     if CPU.type in {device.type for device in default._device_types}:
         return None
     # torch drops groups when they are destroyed; a cache of our own would outlive them.
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    groups: list[Any] = list(_world.pg_map)
     for group in groups:
         if group.group_desc == _DESCRIPTION:
             return group  # type: ignore[no-any-return]
@@ -67,6 +69,6 @@ def limit_of(backend: Any) -> datetime.timedelta | None:
 
 def limit_of_group() -> float | None:
     """Return the timeout of the default process group in seconds; None if it has none."""
-    default: Any = distributed_c10d._get_default_group()
+    default: Any = _get_default_group()
     limits = [limit_of(default._get_backend(device)) for device in default._device_types]
     return min((limit.total_seconds() for limit in limits if limit is not None), default=None)

@@ -33,6 +33,7 @@ from qsync_fx.communication.compressor_state import (
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError, PlanError, shown
+from qsync_fx.torch_internals import _execution_engine
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class DdpCompressor(CompressorHandle):
         feedback = bool(self._state.sent.values) or any(p.codec.residual for p in self.pieces)
         self._undone = feedback and is_scaled(self._loss_scaler)
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+            _execution_engine.queue_callback(self.wait)
         except RuntimeError:
             # Under `join`, a rank without data has no backward pass; its future raises the error.
             return

@@ -23,6 +23,7 @@ from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import QSyncError
+from qsync_fx.torch_internals import _execution_engine
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class ShardedCompression(CompressorHandle):
             scaler = self._loss_scaler
             scale, is_scaled = compressor_state.scale_of(scaler), compressor_state.is_scaled(scaler)
             self._state.begin(scale, is_scaled)
-            engine: Any = torch.autograd.Variable._execution_engine
+            engine: Any = _execution_engine
             engine.queue_callback(self._end)
 
     def _end(self) -> None:

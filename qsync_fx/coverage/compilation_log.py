@@ -25,7 +25,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from qsync_fx.formats import Precision
@@ -35,8 +34,9 @@ from qsync_fx.options import Options, active_plan
 from qsync_fx.plan import Plan
 from qsync_fx.plan.cluster_plan import this_process
 from qsync_fx.plan.operator_id import OpId
+from qsync_fx.torch_internals import dynamo_config
 
-_TORCH = str(Path(torch._dynamo.__file__).parent)
+_TORCH = str(Path(dynamo_config.__file__).parent)
 _counting = itertools.count()
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from qsync_fx import _C, environment
 from qsync_fx.errors import OptionError
 from qsync_fx.formats import precision
+from qsync_fx.torch_internals import _disable_current_modes, _int_mm
 
 _FEATURES = {
     "avx2": ("avx2",),
@@ -108,7 +108,7 @@ def cpu_multiplies_integers() -> bool:
     with _disable_current_modes():
         int8 = precision("int8")
         largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
-        result = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
+        result = [_int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
         return all(bool((sums == 8 * int8.max**2).all()) for sums in result)
 
 

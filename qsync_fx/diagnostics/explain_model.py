@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import OptimizeContext
-from torch._dynamo.utils import counters
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.coverage.compilation_log import Tree, collecting, models
 from qsync_fx.coverage.findings import uncovered
 from qsync_fx.diagnostics.explanation import Explained, Explanation, Registered
@@ -112,8 +111,8 @@ def observed(
     """Return the model as compiled by torch.compile, recording Dynamo's results."""
     from qsync_fx.backend.dynamo_hooks import observe
 
-    context = torch._dynamo.optimize(backend, dynamic=dynamic)
-    if isinstance(context, OptimizeContext):  # unless Dynamo is disabled
+    context = internals.dynamo_optimize(backend, dynamic=dynamic)
+    if isinstance(context, internals.OptimizeContext):  # unless Dynamo is disabled
         observe(context, model, options)
     compiled: Callable[..., Any] = context(model)
     return compiled
@@ -132,7 +131,9 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 
     def counts() -> Counter[str]:
         # A break that leaves a whole frame to Python counts as "unimplemented".
-        return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+        return Counter(internals.counters["graph_break"]) + Counter(
+            internals.counters["unimplemented"]
+        )
 
     before = counts()
 
@@ -140,5 +141,5 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
         texts = list(counts() - before)
         return [t for t in texts if not any(o != t and o.startswith(t) for o in texts)]
 
-    with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+    with internals.dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks

@@ -21,11 +21,8 @@ from typing import Any, Final
 
 import torch
 from torch import distributed, nn
-from torch._dynamo.callback import callback_handler
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 import qsync_fx
 from qsync_fx.communication import communication_thread
@@ -35,6 +32,7 @@ from qsync_fx.errors import QSyncError, RankError
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.plan.cluster_plan import CLUSTER
 from qsync_fx.plan_switching import options_of
+from qsync_fx.torch_internals import _world, callback_handler, keystr, tree_flatten_with_path
 
 Statement = Mapping[str, Sequence[str]]
 """Lines by section. A section that a rank omits is not compared for that rank."""
@@ -81,7 +79,7 @@ def patience() -> float:
 @contextlib.contextmanager
 def at_least(seconds: float) -> Iterator[None]:
     """Raise the timeouts of all process groups to at least `seconds`; restore them on exit."""
-    least, groups = timedelta(seconds=seconds), list[Any](distributed_c10d._world.pg_map)
+    least, groups = timedelta(seconds=seconds), list[Any](_world.pg_map)
     backends = {
         id(backend): backend
         for group in groups
@@ -305,12 +303,12 @@ def of_model(model: nn.Module) -> Statement:
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
     """Return the dtype and dimensions of each tensor of a batch; with `sizes`, the samples, too."""
-    leaves, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    leaves, _ = tree_flatten_with_path((args, dict(kwargs)))
     lines = []
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             samples = f", {leaf.shape[0]} samples" if sizes and leaf.dim() else ""
-            name = pytree.keystr(path)
+            name = keystr(path)
             lines.append(f"{name} {_dtype(leaf)} of {leaf.dim()} dimensions{samples}")
     return {"batch": lines}
 

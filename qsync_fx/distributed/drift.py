@@ -20,6 +20,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.plan_switching import when_called
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.profiler.links.collective_times import all_reduce_seconds
+from qsync_fx.torch_internals import _current_graph_task_id
 
 Clock = Callable[[], float]
 _NOTE: Final = "link"
@@ -73,7 +74,7 @@ class Pace:
 
     def _called(self) -> None:
         # A call inside a backward pass recomputes activations.
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = _current_graph_task_id() != -1
         if not (self._model.training and torch.is_grad_enabled()) or recomputes:
             return
         if self._last is not None:

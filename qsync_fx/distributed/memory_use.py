@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -26,6 +25,7 @@ from qsync_fx.distributed.agreement import parallel_in
 from qsync_fx.errors import PlanError
 from qsync_fx.formatting import short
 from qsync_fx.profiler.timing.measured_memory import AllocationRecording
+from qsync_fx.torch_internals import _get_active_ddp_module, _profiler_enabled
 
 
 def held_bytes(
@@ -88,7 +88,7 @@ class PeakCheck:
         return self._predicted.memory is not None and self.over is None
 
     def called(self) -> None:
-        called_by = DistributedDataParallel._active_ddp_module
+        called_by = _get_active_ddp_module()
         self.parallel = self.parallel or parallel_in(self._model) or called_by
         if not self._is_open or self._steps < _FIRST or not torch.is_grad_enabled():
             return

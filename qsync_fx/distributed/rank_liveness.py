@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from qsync_fx.communication import communication_thread
 from qsync_fx.errors import QSyncError, RankError
+from qsync_fx.torch_internals import _get_default_store
 
 T = TypeVar("T")
 _LONGEST: Final = 20_000
@@ -87,7 +88,7 @@ class Channel:
         # Ranks create channels in the same order, so the counter names the same channel on each. A
         # cloned store has its own connection, which no other thread blocks.
         Channel._begun += 1
-        store: Any = distributed_c10d._get_default_store()
+        store: Any = _get_default_store()
         self._store: Any = distributed_c10d.PrefixStore(f"qsync/{Channel._begun}", store.clone())
 
     def put(self, key: str, text: str) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils import _pytree as pytree
 
 from qsync_fx.distributed.agreement import parallel_in, uncompiled
 from qsync_fx.errors import OptionError
+from qsync_fx.torch_internals import tree_leaves
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 _WEIGHTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,7 +69,7 @@ def averages_by_batch(model: nn.Module) -> bool:
 
 def samples_in(argument: Any) -> int:
     """Return the first dimension of the first tensor in arguments or a batch; 0 without one."""
-    for value in pytree.tree_leaves(argument):
+    for value in tree_leaves(argument):
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]
     return 0

@@ -28,11 +28,12 @@ from qsync_fx.graph.fx_utils import (
 )
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
+from qsync_fx.torch_internals import OpOverload
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes to, by its schema or its row."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     by_row = getattr(row_for(node.target), "writes", ())
     written: list[fx.Node] = []
@@ -153,7 +154,7 @@ class AliasSets:
             return frozenset()
         if node.target is py_operator.getitem and isinstance(node.args[0], fx.Node):
             return self._beyond.get(node.args[0], frozenset())
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             returns = node.target._schema.returns
             # `PrecisionGraph.propagate` does not update the sizes of such a view.
             if not (node.meta.get("unbacked_bindings") and any(r.alias_info for r in returns)):
@@ -167,7 +168,7 @@ def may_write(node: fx.Node) -> list[fx.Node]:
         return []
     if node.target is py_operator.getitem:
         return []
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return writes(node)
     if bodies := node_metadata.bodies(node):
         return [used for body in bodies for used in _written_by(body, node)]

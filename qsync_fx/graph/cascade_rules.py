@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from qsync_fx.formats import FP32, Precision, precision_of, promoted
 from qsync_fx.graph import node_metadata
@@ -22,6 +21,7 @@ from qsync_fx.graph.alias_analysis import in_place, readers, result_of, writes
 from qsync_fx.graph.fx_utils import format_of, function_name, is_float
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.torch_internals import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     With `automatic`, the model's autocast regions decide, because there is no plan.
     """
     note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
-    row, arguments = note.row, pytree.tree_leaves((node.args, node.kwargs))
+    row, arguments = note.row, tree_leaves((node.args, node.kwargs))
     named = next((precision_of(a) for a in arguments if isinstance(a, torch.dtype)), None)
     if row is not None and row.converts:
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]

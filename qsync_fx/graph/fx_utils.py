@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import node_metadata
 
@@ -57,7 +56,7 @@ def function_name(node: fx.Node) -> str:
 
 def target_name(node: fx.Node) -> str:
     """Return a short name of a node's target, "aten.linear.default" or the function's name."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return str(node.target)
     return function_name(node) or str(node.target)
 
@@ -65,12 +64,12 @@ def target_name(node: fx.Node) -> str:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of an operator's node by name, in schema order, with defaults."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload), node.format_node()
+    assert isinstance(target, internals.OpOverload), node.format_node()
     return filled(target, node.args, node.kwargs)
 
 
 def filled(
-    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    target: internals.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all arguments of a call by name, in schema order, None without value and default."""
     schema = target._schema.arguments
@@ -186,12 +185,14 @@ def expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def fake_run(mode: FakeTensorMode | None, *others: AbstractContextManager[Any]) -> ExitStack:
+def fake_run(
+    mode: internals.FakeTensorMode | None, *others: AbstractContextManager[Any]
+) -> ExitStack:
     """Return an entered context to run operators on fake tensors of `mode`, inside others."""
     contexts: list[Any] = list(others)
     if mode is not None:
         # Composite operators need the Python dispatcher for symbolic sizes.
-        contexts += [enable_python_dispatcher(), mode]
+        contexts += [internals.enable_python_dispatcher(), mode]
         if mode.shape_env is not None:
             contexts.append(mode.shape_env.ignore_fresh_unbacked_symbols())
     result = ExitStack()
@@ -232,7 +233,7 @@ _EFFECTS: Mapping[str, Effect] = {
 
 def effect_of(node: fx.Node) -> Effect | None:
     """Return the state that a node changes; None for a node that computes a value."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase):
+    if node.op != "call_function" or isinstance(node.target, internals.OperatorBase):
         return None
     if node in node_metadata.UNLISTED:
         return Effect.UNLISTED
@@ -269,7 +270,7 @@ def mark_unlisted(graph: fx.Graph) -> None:
     and readers are only such calls can have no other purpose, and leaves no record in a trace.
     """
     switches = {node for node in graph.nodes if is_switch(node)}
-    operators = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+    operators = (internals.OperatorBase, internals.OpOverloadPacket)
     candidates = {
         node
         for node in graph.nodes

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
 
 from qsync_fx.devices.format_support import ANY, capability, resolve, row_on, support, targeted
 from qsync_fx.errors import PassError, PrecisionError
@@ -39,6 +36,7 @@ from qsync_fx.ops.spec import Kind, OperatorRow
 from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import Numbering, OpId
 from qsync_fx.plan.plan import Plan
+from qsync_fx.torch_internals import FakeTensorMode, _LazyGraphModule, tree_leaves
 
 if TYPE_CHECKING:
     from qsync_fx.graph.operator_costs import Costing
@@ -293,7 +291,7 @@ class PrecisionGraph:
     def output_types(self) -> list[torch.dtype | None]:
         """Return the current dtype of each output; None for other values than tensors."""
         (output,) = (node for node in self.nodes if node.op == "output")
-        values = (self.value(used) for used in pytree.tree_leaves(output.args))
+        values = (self.value(used) for used in tree_leaves(output.args))
         return [getattr(value, "dtype", None) for value in values]
 
     @functools.cached_property

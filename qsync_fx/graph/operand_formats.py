@@ -34,6 +34,7 @@ from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import row_for
 from qsync_fx.ops.matmul import HELD, ODD, PARAMETERS, WEIGHT
 from qsync_fx.ops.spec import Kind, OperatorRow, Place
+from qsync_fx.torch_internals import OpOverload
 
 
 class Origin(enum.Enum):
@@ -242,7 +243,7 @@ def _mapped(
     node: fx.Node, change: Callable[[Operand], fx.Node]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions: dict[str, int] = {}
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         positions = {a.name: index for index, a in enumerate(node.target._schema.arguments)}
     names = dict(enumerate(positions))
 

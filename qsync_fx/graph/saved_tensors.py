@@ -15,7 +15,6 @@ from typing import Any, Final
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qsync_fx.devices.format_support import ANY, capability, default_precision
 from qsync_fx.graph import node_metadata
@@ -36,6 +35,7 @@ from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Operand, OperandReader, OperandState, operands
 from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import OpId
+from qsync_fx.torch_internals import FakeTensorMode, OpOverload
 
 FUSED: Final = torch.ops.aten.scaled_dot_product_attention.default
 MOST_TOKENS: Final = 512
@@ -128,7 +128,7 @@ class Autograd:
     def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         """Return the tensors that a call of an ATen operator saves for the given reads."""
         needed = any(read.need for read in reads.values())
-        if not needed or not isinstance(node.target, torch._ops.OpOverload):
+        if not needed or not isinstance(node.target, OpOverload):
             return SavedTensors()
         places = {used: index for index, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")

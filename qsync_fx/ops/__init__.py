@@ -13,11 +13,10 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from qsync_fx.entry_points import tuples
 from qsync_fx.errors import QSyncError
 from qsync_fx.ops.spec import Flops, Kind, OperatorRow, Place
+from qsync_fx.torch_internals import OpOverload
 
 __all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
@@ -47,11 +46,11 @@ def table() -> Mapping[str, OperatorRow]:
 
 def row_for(target: Any) -> OperatorRow | None:
     """Return the row of a node's target; None for an unknown operator."""
-    return _row_of(target) if isinstance(target, torch._ops.OpOverload) else None
+    return _row_of(target) if isinstance(target, OpOverload) else None
 
 
 @functools.cache
-def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
+def _row_of(target: OpOverload) -> OperatorRow | None:
     name, overload, rows = target._schema.name, target._overloadname, table()
     # An in-place operator has the row of its out-of-place form: `relu_` the row of `relu`.
     plain = name.removesuffix("_")

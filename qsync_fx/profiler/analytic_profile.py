@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.devices import Device, get
 from qsync_fx.devices.machine import of_catalog as machine_of
 from qsync_fx.diagnostics.model_state import without_training
@@ -75,7 +75,7 @@ def catalog_profile(
     # Times are for the sizes of this batch, even if the model was compiled for others.
     with (
         without_training(model, updating),
-        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        internals.dynamo_config.patch(automatic_dynamic_shapes=False),
     ):
         visited = observed(model, training, {"target": device.target})
     graph = build_model_graph(visited.explanation, [fmt.name for fmt in formats])

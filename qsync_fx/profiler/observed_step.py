@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch._dynamo.config
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from qsync_fx.diagnostics.explain_model import explain
 from qsync_fx.diagnostics.explanation import Explanation
@@ -30,6 +27,7 @@ from qsync_fx.predictor.memory.peak_memory import LossMemory
 from qsync_fx.profiler.profile import Model
 from qsync_fx.profiler.timing.measured_memory import loss_in_step
 from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep, checking
+from qsync_fx.torch_internals import dynamo_config, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def observed(
     results.clear()
     args, kwargs = calls[0]
     # A profile has fixed sizes, but Dynamo makes sizes symbolic after they change.
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with dynamo_config.patch(automatic_dynamic_shapes=False):
         # The explanation must not depend on a plan that is cached for the model.
         explanation = explain(
             module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs

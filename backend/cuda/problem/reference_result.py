@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProduct, GemmProduct
 from qsync_fx.formats import FORMATS
+from qsync_fx.torch_internals import _int_mm, _scaled_mm
 
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT: Final = {torch.int8: torch.float64}
@@ -83,7 +84,7 @@ def integer_product(a: Tensor, bt: Tensor) -> Tensor:
 
     It supports only operands that are contiguous along k (cuBLAS documentation, cublasLtMatmul).
     """
-    return torch._int_mm(a.contiguous(), bt.contiguous().t())
+    return _int_mm(a.contiguous(), bt.contiguous().t())
 
 
 def takes_integers(m: int, n: int, k: int) -> bool:
@@ -111,7 +112,7 @@ def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
     for index, scale in enumerate(scales):
         if scale is not None and not scale.dim():
             now[index], later[index] = scale, None
-    return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
+    return _scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
 
 
 def conv2d_product(x: ConvProduct) -> Tensor:

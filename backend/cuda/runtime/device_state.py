@@ -241,9 +241,6 @@ def _driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
         if result := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
             return result[1]
-    # torch has only an internal name for the driver version.
-    if version := getattr(torch._C, "_cuda_getDriverVersion", None):
-        return f"CUDA {version()}"
     return ""
 
 

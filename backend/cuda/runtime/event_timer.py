@@ -29,6 +29,7 @@ from qsync_fx.backend.cuda.problem.reference_result import CONVERTED, FP8
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.cuda.tuning import Candidate, TuningError, name_of
 from qsync_fx.errors import KernelError
+from qsync_fx.torch_internals import _scaled_mm, _sleep
 
 
 def operands(
@@ -102,7 +103,7 @@ def _gemm(x: GemmProduct) -> Callable[[], Tensor]:
         return lambda: reference_result.integer_product(a, b.t())
     if a.dtype in FP8 and reference_result.takes_fp8(a, b):
         item = torch.ones((), device=a.device)
-        return lambda: torch._scaled_mm(a, b, item, item, out_dtype=x.out_dtype)
+        return lambda: _scaled_mm(a, b, item, item, out_dtype=x.out_dtype)
     narrow = CONVERTED.get(a.dtype, a.dtype)
     return lambda: a.to(narrow) @ b.to(narrow)
 
@@ -187,7 +188,7 @@ class EventTimer:
         with torch.cuda.device(self._device), torch.no_grad():
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+            _sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             for index in range(launches):
                 runs[index % len(runs)]()

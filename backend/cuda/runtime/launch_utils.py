@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Arguments, Library
@@ -149,7 +150,7 @@ _AS_IT_IS: Final = contextlib.nullcontext()
 
 def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that makes a device current for launches and allocations."""
-    if device.type != "cuda" or device.index in (None, torch._C._cuda_getDevice()):
+    if device.type != "cuda" or device.index in (None, internals._cuda_getDevice()):
         return _AS_IT_IS
     return torch.cuda.device(device)
 
@@ -158,8 +159,8 @@ def stream_of(device: torch.device) -> int:
     """Return the handle of a device's current stream; 0 for devices other than CUDA."""
     if device.type != "cuda":
         return 0
-    index = torch._C._cuda_getDevice() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    index = internals._cuda_getDevice() if device.index is None else device.index
+    return int(internals._cuda_getCurrentRawStream(index))
 
 
 def device_arguments(device: torch.device) -> dict[str, int]:

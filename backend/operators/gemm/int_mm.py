@@ -21,6 +21,7 @@ from qsync_fx.backend.operators.conv_gradients import Geometry, places
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.devices.cpu_features import cpu_multiplies_integers
 from qsync_fx.formats import Precision, precision
+from qsync_fx.torch_internals import _int_mm
 
 
 def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tensor | None:
@@ -35,7 +36,7 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
     if a.dim() == 3:
         return None
     if a.device.type != "cuda":
-        return torch._int_mm(_strided(a), _strided(bt).t())
+        return _int_mm(_strided(a), _strided(bt).t())
     if reference_result.takes_integers(a.shape[0], bt.shape[0], a.shape[1]):
         return reference_result.integer_product(a, bt)
     return None
@@ -68,10 +69,10 @@ def _products_fake(a: Tensor, bt: Tensor) -> Tensor:
 @define("integer_products(Tensor a, Tensor bt) -> Tensor", "CPU", _products_fake)
 def _integer_products(a: Tensor, bt: Tensor) -> Tensor:
     if a.dim() == 2:
-        return torch._int_mm(_strided(a), _strided(bt).t())
+        return _int_mm(_strided(a), _strided(bt).t())
     result = _products_fake(a, bt)
     for item, other, into in zip(a, bt, result, strict=True):
-        torch._int_mm(_strided(item), _strided(other).t(), out=into)
+        _int_mm(_strided(item), _strided(other).t(), out=into)
     return result
 
 
@@ -165,7 +166,7 @@ def _integer_convolution(x: Tensor, weight: Tensor, *window: Sequence[int]) -> T
     columns = _strided(weight.movedim(1, -1).reshape(weight.shape[0], -1))
     for part, into in _chunks(windows, by_pixel, columns.shape[1]):
         rows = _strided(part.reshape(-1, columns.shape[1]))
-        torch._int_mm(rows, columns.t(), out=into.view(-1, columns.shape[0]))
+        _int_mm(rows, columns.t(), out=into.view(-1, columns.shape[0]))
     return result
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.torch_internals import maybe_mark_dynamic
 
 Norm = Literal["max", "two"]
 Layout = Literal["sign", "endpoints"]
@@ -59,7 +59,7 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
     def called(*tensors: Tensor) -> Any:
         for tensor in tensors:
             if tensor.shape[0] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                maybe_mark_dynamic(tensor, 0)
         return inner(*tensors, *others)
 
     return called

@@ -27,6 +27,7 @@ from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters
 from qsync_fx.communication.duo.optimizer_steps import Outstanding, PendingStep, Steps, versions
 from qsync_fx.communication.statistics import DuoReport
 from qsync_fx.errors import OptionError
+from qsync_fx.torch_internals import _execution_engine
 
 _SAVED: Final = "duo"
 
@@ -182,7 +183,7 @@ class DuoCompressor(DdpCompressor):
             averaged.aside = versions(self._optimized.aside())
 
         # DDP writes gradients in its own callback; the nested callback runs after it.
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine: Any = _execution_engine
         engine.queue_callback(lambda: engine.queue_callback(record_versions))
         return averaged
 

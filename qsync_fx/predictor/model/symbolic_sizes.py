@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 import sympy
-from torch.utils._sympy import functions
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.cost_algebra import ON_NUMBERS, Size, numbers
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.serialization.strict_json import Malformed
+from qsync_fx.torch_internals import sympy_functions
 
-FUNCTIONS: Final = {name: getattr(functions, name) for name in ON_NUMBERS}
+FUNCTIONS: Final = {name: getattr(sympy_functions, name) for name in ON_NUMBERS}
 """torch's functions of symbolic sizes that may occur in addition to sums and products."""
 
 _LONGEST, _DEEPEST, _DEGREE, _LARGEST = 4000, 24, 64, 10**40

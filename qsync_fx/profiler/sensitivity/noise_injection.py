@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator
@@ -28,6 +27,7 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import (
     put,
     tapped,
 )
+from qsync_fx.torch_internals import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map_only
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
@@ -22,6 +21,7 @@ from qsync_fx.ops.spec import Place
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
 from qsync_fx.profiler.tensor_capture.rounding_sites import Follower, RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, put
+from qsync_fx.torch_internals import tree_map_only
 
 
 @dataclass(frozen=True)

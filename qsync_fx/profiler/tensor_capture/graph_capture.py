@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-import torch._dynamo
 from torch import Tensor, fx, nn
 
 from qsync_fx.coverage.compilation_log import collecting
@@ -21,6 +20,7 @@ from qsync_fx.graph.graph import Operator
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
+from qsync_fx.torch_internals import dynamo_config
 
 _NORMS: Final = (torch.ops.aten.layer_norm.default, torch.ops.aten.group_norm.default)
 """Normalizations whose CUDA kernels require parameters of the input's dtype."""
@@ -77,7 +77,7 @@ class Captured:
         try:
             # Each captured model compiles equal code again, so the recompile limits are lifted.
             limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-            with torch._dynamo.config.patch(limits), collecting(self.options):
+            with dynamo_config.patch(limits), collecting(self.options):
                 yield
         finally:
             self._run = before

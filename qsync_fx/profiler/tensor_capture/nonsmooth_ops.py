@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from qsync_fx.graph.fx_utils import filled
+from qsync_fx.torch_internals import OpOverload
 
 _LOWEST, _BINS, _OCTAVE = -40, 256, 4
 
@@ -97,7 +98,7 @@ def gate(
 ) -> tuple[Tensor, list[Jump], Any] | None:
     """Return a gate's input, `NonsmoothOperator.places` and `rivals`; None for other operators."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     name = target._schema.name.removeprefix("aten::").rstrip("_")
     if name not in _KINKS and name not in _POOLS:

@@ -25,6 +25,7 @@ from qsync_fx.passes.lowering_registry import Role
 from qsync_fx.plan.plan import Plan
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT
 from qsync_fx.rounding import Rounding
+from qsync_fx.torch_internals import OpOverload
 
 CHOOSING: Final = frozenset(
     "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad "
@@ -73,7 +74,7 @@ def _hands_on(operator: Operator) -> bool:
     row, target = operator.row, operator.node.target
     if row is None or row.moves or row.name in CHOOSING:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
     drawn = torch.Tag.nondeterministic_seeded in target.tags
     return drawn or target._schema.is_mutable or not is_float(operator.graph.value(operator.node))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import AliasSets
@@ -24,6 +23,7 @@ from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops.spec import Kind, OperatorRow, Place
 from qsync_fx.profiler.tensor_capture.graph_capture import Run, called
 from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, gate
+from qsync_fx.torch_internals import tree_map_only
 
 Call = Callable[[Sequence[Any]], Any]
 Tap = Callable[[Operator, list[Any], Call], Any]

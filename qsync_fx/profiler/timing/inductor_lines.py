@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from qsync_fx import torch_internals as internals
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.fx_utils import format_of, tensors
 from qsync_fx.graph.node_metadata import CostAttribution, charges
@@ -104,12 +105,9 @@ class WatchedLowering(dict[str, Mapping[int, InductorKernel]]):
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
         """Disable the graph caches within the context; clear `unknown`, which recompiles."""
-        import torch._functorch.config
-        import torch._inductor.config
-
         with (
-            torch._inductor.config.patch(fx_graph_cache=False),
-            torch._functorch.config.patch(enable_autograd_cache=False),
+            internals.inductor_config.patch(fx_graph_cache=False),
+            internals.functorch_config.patch(enable_autograd_cache=False),
         ):
             yield
         self.unknown.clear()
@@ -122,11 +120,9 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
     The keys of graph caches lack the operator ids that the digest `model` contains; "" disables the
     caches.
     """
-    import torch._inductor.config
     import torch.compiler.config
-    from torch._inductor import debug
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.graph import GraphLowering
+
+    from qsync_fx.torch_internals import GraphLowering, PyCodeCache, inductor_debug as debug
 
     result = WatchedLowering()
     compile_to_module: Callable[[Any], Any] = GraphLowering.compile_to_module
@@ -163,7 +159,7 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
     PyCodeCache.load_by_key_path = loading  # type: ignore[method-assign]
     try:
         with (
-            torch._inductor.config.patch({"trace.provenance_tracking_level": 2}),
+            internals.inductor_config.patch({"trace.provenance_tracking_level": 2}),
             settings.patch(cache_key_tag=tag),
             contextlib.ExitStack() as stack,
         ):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils import _pytree as pytree
 
 from qsync_fx import environment
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
+from qsync_fx.torch_internals import tree_flatten, tree_unflatten
 
 _SECOND = "qsync_fx: the step whose memory is measured"
 
@@ -116,7 +116,7 @@ def loss_in_step(
     requires a gradient, one is not on the CPU or in a container unknown to pytree, or the step uses
     other parts of the model.
     """
-    leaves, spec = pytree.tree_flatten(returned)
+    leaves, spec = tree_flatten(returned)
     differentiated = {
         id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
     }
@@ -125,7 +125,7 @@ def loss_in_step(
 
     def loss(*results: Tensor) -> Tensor:
         inputs = dict(zip(differentiated, results, strict=True))
-        now = pytree.tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec)
+        now = tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec)
         with _returning(module, now):
             return step(module, batch)
 

@@ -18,14 +18,13 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import reset_code
 from torch.optim import Optimizer
 
 from qsync_fx.coverage.compilation_log import collecting
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.options import Options
+from qsync_fx.torch_internals import _sleep, dynamo_config, reset_code
 
 StepFunction = Callable[[Any, Any], Tensor]
 
@@ -181,7 +180,7 @@ def compiling() -> Iterator[CompileUnder]:
         return compiled
 
     limit = 2**16
-    with torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=limit):
+    with dynamo_config.patch(recompile_limit=limit, accumulated_recompile_limit=limit):
         try:
             yield compile_with
         finally:
@@ -278,7 +277,7 @@ class GpuTimer:
 
     def hold(self) -> None:
         torch.cuda.synchronize(self._device)
-        sleep: Any = torch.cuda._sleep
+        sleep: Any = _sleep
         sleep(int(_BLOCKED_S * _CYCLES))
 
     def between(self, first: Any, last: Any) -> float:

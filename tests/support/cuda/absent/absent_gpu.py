@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from qsync_fx import torch_internals
 from qsync_fx.backend import compile as compiling
 from qsync_fx.backend.cuda.kernel_config import SHARED_MEMORY, target
 from tests.support.cuda.absent import called
@@ -150,10 +151,9 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _always(answer), create=True))
-        stack.enter_context(
-            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True)
-        )
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", _always(0), create=True))
+        for module in (torch._C, torch_internals):
+            for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+                stack.enter_context(mock.patch.object(module, name, _always(0), create=True))
         stack.enter_context(mock.patch.object(async_compile.AsyncCompile, "triton", compiled))
         stack.enter_context(mock.patch.object(graph.GraphLowering, "_update_scheduler", scheduled))
         stack.enter_context(mock.patch.object(output_code.CompiledFxGraph, "__call__", ended))
