@@ -81,7 +81,7 @@ class Clock:
 def _noise(seconds: Sequence[float]) -> float:
     length = max(1, len(seconds) // _PARTS)
     starts = range(0, len(seconds) - length + 1, length)
-    return statistics.pstdev(statistics.median(seconds[at : at + length]) for at in starts)
+    return statistics.pstdev(statistics.median(seconds[start : start + length]) for start in starts)
 
 
 def _now() -> tuple[float, float]:

@@ -153,7 +153,7 @@ LAYERS = (
     "timeline",
     "allocator",
     "distributed report",
-    "cli monitoring",
+    "cli integrations monitoring",
 )
 """Packages from the bottom to the top.
 

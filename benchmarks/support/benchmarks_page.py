@@ -514,7 +514,7 @@ PREDICTIONS = [
         "ddp_accuracy",
         "without correction for the machine's current speed, largest error, %",
         "worst_%",
-        lambda row: row["way"].startswith("replayed from the profiles alone"),
+        having(way="replayed, without calibration"),
     ),
     Figure(
         "ddp_accuracy", "without overlap, largest error, %", "worst_%", having(way="no overlap")

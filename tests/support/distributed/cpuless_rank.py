@@ -72,7 +72,7 @@ def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "refused": refusals(rank),
         "routes": routes(),
         "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm)],
-        "ways": [one.way for one in reductions(["qsgd8"], 2**12, 3)],
+        "ways": [one.method for one in reductions(["qsgd8"], 2**12, 3)],
     }
 
 
