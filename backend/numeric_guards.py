@@ -152,7 +152,7 @@ def _before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"gradients of {type(model).__name__} are not finite in step {step} of its "
                 f"optimizer, which applies them to the weights. Operators run in {formats}, and "
                 "the loss was not scaled: train with torch.amp.GradScaler, as under autocast, or "
-                "plan fp32 for the operators that overflow (qsync docs options)",
+                "plan fp32 for the operators that overflow (qsync docs formats)",
                 PlanWarning,
                 stacklevel=2,
             )

@@ -56,9 +56,16 @@ def _plain_source_links(_app: object, _name: str, content: list[str]) -> None:
     text = content[0]
     text = re.sub(r"\[([^\]]+)\]\(\.\./README\.md(#[\w-]+)?\)", r"\1", text)
     text = re.sub(
-        r"\[([^\]]+)\]\(\.\./(?!benchmarks/results/)"
+        r"(\(?)\[([^\]]+)\]\(\.\./(?!benchmarks/results/)"
         r"((?:qsync_fx|passes|backend|cpp|benchmarks|tests|examples)[^)#]*)\)",
-        lambda m: f"`{m[2]}`" if m[2].endswith(m[1].strip("`/")) else f"{m[1]} (`{m[2]}`)",
+        _label_and_path,
         text,
     )
     content[0] = text
+
+
+def _label_and_path(link: re.Match[str]) -> str:
+    opening, label, path = link.groups()
+    if path.endswith(label.strip("`/")):
+        return f"{opening}`{path}`"
+    return f"({label}: `{path}`" if opening else f"{label} (`{path}`)"

@@ -1,8 +1,7 @@
-"""The documentation is true: its code runs, its outputs are those shown, its tables are those of
-the code, and adding a format, an operator or a pass takes the files that the how-to pages say.
+"""Tests of the documentation: code, outputs, generated tables, links, and files of how-to pages.
 
-`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes the outputs and tables that have changed.
-Read the difference before you commit it.
+`QSYNC_UPDATE_DOCS=1 pytest tests/test_docs.py` writes changed outputs and tables. Read the
+difference before you commit it.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def parameters(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name == "passes" else tiers.ALL) for name in names]
 
 
-# Pages that change the tree run in a copy of it. An editable install would import the tree itself,
-# whatever PYTHONPATH says.
+# Pages that change the tree run in a copy of it. The import hook of an editable install has priority
+# over PYTHONPATH and would import the original tree.
 _NOT_THE_INSTALLED = """\
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
@@ -83,10 +82,10 @@ def update_or_compare(path: Path, expected: str) -> None:
 def run(
     path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), tree: bool = False
 ) -> None:
-    """Runs a page in a process of its own, and checks that it shows what it prints.
+    """Run a page in a new process and compare its outputs.
 
-    What its shell starts are forks of one process, too; with `tree` of one that has imported what
-    is found by `pythonpath`.
+    Commands in its shell blocks are forks of a server. With `tree`, the server imports from
+    `pythonpath`.
     """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
@@ -95,7 +94,7 @@ def run(
     )
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment["HF_HUB_OFFLINE"] = "1"
-    # A page keeps profiles to itself.
+    # Each page has its own cache of profiles.
     environment |= {"QSYNC_CACHED_PLAN": "1", "QSYNC_CACHE_DIR": str(scratch / "cache")}
     outputs = scratch / "outputs.json"
     log, script, arguments = scratch / "log", Path(pages.__file__), [str(path), str(outputs)]
@@ -107,13 +106,13 @@ def run(
         status = forks.run(script, arguments, forked.shell(environment), log, folder, forked)
     assert status == 0, f"{path.name} does not run:\n{log.read_text()}"
     if torch.__version__.partition("+")[0] == PINNED:
-        # Another torch may write the same graph in other words.
+        # Another torch may print the same graph differently.
         update_or_compare(
             path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text()))
         )
 
 
-# Nothing of what a page compiles has been compiled before, on a machine that others share.
+# Pages compile without caches, possibly on a busy machine.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", parameters(name for name in PAGES if name not in FILES_TO_TOUCH))
 def test_page_runs(name: str, tmp_path: Path) -> None:
@@ -152,18 +151,15 @@ def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None
     after = contents(tree)
     touched = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert len(touched) == FILES_TO_TOUCH[name], (
-        f"the page says {FILES_TO_TOUCH[name]} files and touches {sorted(touched)}"
+        f"the page changes {sorted(touched)} instead of {FILES_TO_TOUCH[name]} files"
     )
 
 
 def copy_tree(to: Path) -> None:
-    """Copies what a build and a test run need; qsync_fx/passes and qsync_fx/backend stay links to
-    the folders beside it.
-    """
+    """Copy the files of a build and a test run; symbolic links stay relative links."""
     to.mkdir()
     for name in ("qsync_fx", "passes", "backend", "tests"):
-        # What Python has compiled of it goes along, and is good where a file's time is the same;
-        # others may be writing more of it just now.
+        # Copy bytecode, which is valid for equal file times, except files that are being written.
         shutil.copytree(
             ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*", "*.so")
         )
@@ -171,7 +167,7 @@ def copy_tree(to: Path) -> None:
 
 
 def contents(tree: Path) -> dict[str, bytes]:
-    """Returns every file of a tree that a commit would hold, by its path."""
+    """Return the content of each file that a commit would include, by path."""
     made_by_tools = {"__pycache__", ".pytest_cache", ".hypothesis"}
     return {
         str(path.relative_to(tree)): path.read_bytes()
@@ -187,7 +183,7 @@ def test_every_block_of_python_is_used() -> None:
         for block in pages.blocks(path.read_text()):
             used = block.runs or {"file", "package"} & block.values.keys()
             assert used or block.language != "python", (
-                f"{path.name} shows code that nothing runs:\n{block.text}"
+                f"{path.name} has code that does not run:\n{block.text}"
             )
 
 
@@ -214,7 +210,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_links_to_code_are_called_like_the_file() -> None:
-    """A module that moves leaves no old name on a page."""
+    """The label of a link to a file has the name of the file."""
     source = r"[^\])#\s]+\.(?:py|cpp|h|cuh)"
     for path in PAGES.values():
         for label, target in re.findall(rf"\[({source})\]\(({source})\)", path.read_text()):
@@ -256,8 +252,7 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows
-        # A new format is one row in one file: a page may leave it out, but what a page says of a
-        # format is right.
+        # A new format changes one file only: a page may lack its row, but not have wrong rows.
         shown = set(path.read_text().splitlines())
         return "\n".join(line for line in rows.splitlines() if line in shown)
 

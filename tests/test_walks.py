@@ -1,4 +1,4 @@
-"""The two walks of docs/architecture.md are the calls that happen, in this order."""
+"""Compare the two walks of docs/architecture.md with the order of real calls."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """Tuning results of one environment, by bucket; docs/tuning.md describes the file."""
+    """Tuning results of one environment, by bucket; docs/kernels.md describes the file."""
 
     environment: Environment
     choices: Mapping[Problem, TunedChoice] = field(default_factory=dict)

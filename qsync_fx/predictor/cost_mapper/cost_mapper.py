@@ -1,6 +1,6 @@
 """Cost mapper: the compute time of a plan on a device, also while single operators change format.
 
-It implements QSync, Algorithm 1, with the cast condition corrected (docs/cost-mapper.md). A change
+It implements QSync, Algorithm 1, with the cast condition corrected (docs/predictor.md). A change
 visits only operators whose formats change, their operands and their neighbours. After any changes
 and undos, the result equals that of a new mapper for the same plan, bit for bit.
 """
