@@ -403,7 +403,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     if (environment.launcher_number("WORLD_SIZE") or 1) > 1:
         _between_ranks([codec.name for codec in codecs], values, arguments)
         return
-    result = measured(codecs, values, arguments.repeats)
+    result = []
+    with output.progress("codecs", len(codecs)) as advance:
+        for codec in codecs:
+            result += measured([codec], values, arguments.repeats)
+            advance(codec.name)
     if arguments.json:
         output.as_json([dataclasses.asdict(speed) for speed in result])
         return
