@@ -149,7 +149,7 @@ LAYERS = (
     "timeline",
     "allocator",
     "distributed report",
-    "cli monitoring",
+    "cli monitoring integrations",
 )
 """Packages from the bottom to the top.
 
