@@ -6,6 +6,7 @@ Invariant: output goes to standard error only, and starts after the first `delay
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Final, Protocol
 
 from qsync_fx.formatting import roughly
 
+_SOON: Final = 2.0
+"""Seconds before `announced` names the work."""
 _EVERY: Final = 15.0
 """Minimum seconds between two lines in a log."""
 
@@ -25,6 +28,27 @@ class Advance(Protocol):
 
         With `count` 0, `part` names the running parts.
         """
+
+
+_waiting: list[threading.Timer] = []
+
+
+@contextmanager
+def announced(doing: str, shown: bool = True) -> Iterator[None]:
+    """Name the work on a terminal after `_SOON` seconds, unless a bar appears before."""
+    if not (shown and sys.stderr.isatty()):
+        yield
+        return
+    line = {"file": sys.stderr, "flush": True}
+    timer = threading.Timer(_SOON, print, [f"qsync: {doing} ..."], line)
+    timer.daemon = True
+    _waiting.append(timer)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _waiting.remove(timer)
 
 
 @contextmanager
@@ -44,6 +68,8 @@ def progress(
     if not sys.stderr.isatty():
         yield _Lines(doing, total, _EVERY if delay_s is None else delay_s)
         return
+    for timer in _waiting:
+        timer.cancel()
     bar = _Bar(doing, total, delay_s or 0.0)
     try:
         yield bar

@@ -112,3 +112,45 @@ def test_the_first_line_comes_after_the_delay_and_names_what_runs(
 )
 def test_remaining_seconds_are_rounded(seconds: float, words: str) -> None:
     assert roughly(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("work", "shown_lines"),
+    [
+        ("pass", []),
+        ("ended.wait(30)", ["qsync: loading ..."]),
+        ("with progress('measuring', 2):\n        ended.wait(1)", []),
+    ],
+    ids=["quick", "long", "bar"],
+)
+def test_long_work_without_a_bar_is_named_on_a_terminal(work: str, shown_lines: list[str]) -> None:
+    """The code waits for the line itself, so that a slow machine only needs longer."""
+    code = f"""
+import builtins, threading
+import qsync_fx.progress as module
+from qsync_fx.progress import announced, progress
+ended, write = threading.Event(), builtins.print
+def printed(*arguments, **settings):
+    write(*arguments, **settings)
+    ended.set()
+builtins.print = printed
+module._SOON = 0.2
+with announced("loading"):
+    {work}
+"""
+    main, terminal = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stderr=terminal, check=False)
+    os.close(terminal)
+    text = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(main, 4096):
+            text += part
+    os.close(main)
+    assert done.returncode == 0
+    assert [line for line in text.decode().splitlines() if line.startswith("qsync")] == shown_lines
+
+
+def test_a_log_has_no_names_of_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown.announced("loading"):
+        assert not shown._waiting
+    assert capsys.readouterr().err == ""

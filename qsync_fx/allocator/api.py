@@ -39,6 +39,7 @@ from qsync_fx.predictor.replayer.cluster import Cluster, Memory
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.measurement import GivenOptimizer
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
+from qsync_fx.progress import announced
 from qsync_fx.serialization.schema import Path
 from qsync_fx.timeline.device_profiles import (
     DeviceInputs,
@@ -241,9 +242,10 @@ def find_plan(
     check_max_replans(max_replans)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
-        problem, notes = build_problem(fleet, available, wishes)
-        shares = margins(problem, available, wishes.margin)
-        answer = with_margin(problem, shares, wishes.seconds_limit, chosen)
+        with announced("solving for a plan", progress):
+            problem, notes = build_problem(fleet, available, wishes)
+            shares = margins(problem, available, wishes.margin)
+            answer = with_margin(problem, shares, wishes.seconds_limit, chosen)
         if not answer.fits:
             raise unfit(problem, [answer.evaluation])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))

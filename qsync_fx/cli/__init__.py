@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from qsync_fx.cli.command import Command
 from qsync_fx.cli.output import status_of
 from qsync_fx.cli.parser import parsed
+from qsync_fx.progress import announced
 
 __all__ = ["Command", "main"]
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         chosen, arguments = parsed(argv)
-        chosen(arguments)
+        model = getattr(arguments, "model", None)
+        with announced("loading torch" + (f" and {model}" if model else "")):
+            chosen(arguments)
 
     return status_of(run)

@@ -57,7 +57,7 @@ from qsync_fx.profiler.timing.step_timers import (
     timing_kernels,
     timing_lines,
 )
-from qsync_fx.progress import progress as shown_progress
+from qsync_fx.progress import announced, progress as shown_progress
 from qsync_fx.serialization.schema import Path, Schema
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
@@ -193,7 +193,8 @@ class ProfilingSession:
     ) -> Profile:
         """Return the profile of all plans; later stages are for the estimated cost."""
         with without_training(self._module, self._optimizer), compiling() as compile_under:
-            visited = observed(self._module, self.training, self._options)
+            with announced("capturing the graphs of the model", self._progress):
+                visited = observed(self._module, self.training, self._options)
             plans = self._plans(visited, formats, requested)
             empty: dict[str, list[MeasuredRun]] = {label: [] for label in plans}
             samples = Samples(self._machine, visited.model, self._optimizer_name, empty)
@@ -245,7 +246,11 @@ class ProfilingSession:
 
     def measure_links(self, profile: Profile) -> list[Collective]:
         """Return the times of all-reduces, alone and during steps; synchronizes all ranks."""
-        with without_training(self._module, self._optimizer), compiling() as compile_under:
+        with (
+            announced("measuring all-reduces and joint steps of all ranks", self._progress),
+            without_training(self._module, self._optimizer),
+            compiling() as compile_under,
+        ):
 
             def compile_plan(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
                 return compile_under(wrapped, {**self._options, "plan": plan}, passes)

@@ -322,6 +322,7 @@ def test_wrong_arguments_are_refused_before_the_model_runs(
         ("plan --cluster fleet.toml", "unknown device 't44'"),
         ("plan --cluster misspelt.toml", "bandwith"),
         ("plan --cluster missing.toml", "cannot be read"),
+        ("plan --cluster syntax.toml", "not valid TOML"),
         ("replay plan.json --cluster fleet.toml", "unknown device 't44'"),
         ("replay --trace trace.json --cluster misspelt.toml", "bandwith"),
         ("measure --precision int8", "a profile covers several precisions"),
@@ -336,6 +337,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(
     arguments: str, what: str, tmp_path: Path
 ) -> None:
     (tmp_path / "fleet.toml").write_text("[devices.t4]\ndevice = 't44'\n")
+    (tmp_path / "syntax.toml").write_text("[devices")
     (tmp_path / "misspelt.toml").write_text(
         "[devices.t4]\ndevice = 't4'\n[network]\nbandwith = 1e9\n"
     )
@@ -347,6 +349,20 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 2 and what in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_version_and_help_do_not_import_torch(option: str) -> None:
+    code = f"""
+import sys
+from qsync_fx.cli import main
+try:
+    main(["{option}"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "qsync" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,11 @@ def _bench(arguments: argparse.Namespace) -> None:
             raise OptionError(message, where="--codec", do=do)
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
-    result = measured(codecs, values, arguments.repeats)
+    result = []
+    with output.progress("codecs", len(codecs)) as advance:
+        for codec in codecs:
+            result += measured([codec], values, arguments.repeats)
+            advance(codec.name)
     if arguments.json:
         output.as_json([dataclasses.asdict(speed) for speed in result])
         return
