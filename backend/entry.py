@@ -69,11 +69,9 @@ def through_dynamo(error: QSyncError) -> QSyncError:
     }
     both = type(kind.__name__, (kind, ShortenTraceback), methods)
     raised: QSyncError = both(error.what, error.where, error.do)
-    raised.__dict__.update(error.__dict__)
-    # Attributes that Dynamo's own `__init__` sets.
-    raised.first_useful_frame = None  # type: ignore[attr-defined]
-    raised._torch_dynamo_tracer_output = None  # type: ignore[attr-defined]
-    raised.frame_exec_strategy = None  # type: ignore[attr-defined]
+    # Attributes that Dynamo's own `__init__` sets, which depend on the version of torch.
+    attributes = vars(ShortenTraceback(first_useful_frame=None))
+    raised.__dict__.update(attributes | vars(error))
     raised.__traceback__ = error.__traceback__
     return raised
 
