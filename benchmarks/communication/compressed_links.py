@@ -98,10 +98,10 @@ def row(ranks: int, rate: str | None, reduction: Reduction, size: int) -> Row:
         return made
     # Two ranks exchange full messages in one phase; torch's all-reduce has two phases.
     phases, sent = 2, reduction.theory
-    if ranks == 2 and reduction.way not in TORCH:
+    if ranks == 2 and reduction.method not in TORCH:
         phases = 1
     if sent is None:
-        sent = 2 * (ranks - 1) / ranks * size * TORCH[reduction.way] / 4
+        sent = 2 * (ranks - 1) / ranks * size * TORCH[reduction.method] / 4
     model = (
         phases * (ranks - 1) * LATENCY
         + 8 * sent / links.bits_per_second(rate)
@@ -112,7 +112,7 @@ def row(ranks: int, rate: str | None, reduction: Reduction, size: int) -> Row:
         "to_model": reduction.seconds / model,
         "model reached": reduction.seconds / model <= RATES[rate],
     }
-    if ranks == 2 and (goal := GOALS.get((rate, reduction.way))):
+    if ranks == 2 and (goal := GOALS.get((rate, reduction.method))):
         made |= {"goal": goal, "reached": reduction.to_half >= goal}
     return made
 

@@ -93,7 +93,7 @@ def row(
     parameter = Parameter("gradient", values)
     transfer = coded(
         [parameter],
-        {"gradient": reduction.way},
+        {"gradient": reduction.method},
         fleet.ranks,
         of_speeds(speeds, "here"),
         size=NODES.size,

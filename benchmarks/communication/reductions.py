@@ -46,7 +46,7 @@ _WARMUP: Final = 3
 class Reduction:
     """Measured method to average gradients: a codec, or a baseline of torch."""
 
-    way: str
+    method: str
     seconds: float
     to_plain: float  # speed relative to torch in FP32
     to_half: float  # speed relative to torch's FP16 hook
