@@ -14,8 +14,7 @@ import networkx as nx
 from networkx.utils import UnionFind
 from torch import fx
 
-from qsync_fx.devices import row_on
-from qsync_fx.devices.format_support import stays
+from qsync_fx.devices.format_support import row_on, stays
 from qsync_fx.formats import FP32, Precision
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import operands

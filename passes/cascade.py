@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from qsync_fx.devices import row_on
+from qsync_fx.devices.format_support import row_on
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import operands

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from qsync_fx.devices import row_on
+from qsync_fx.devices.format_support import row_on
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.fx_utils import argument_at, arguments, is_float
 from qsync_fx.graph.node_metadata import Part

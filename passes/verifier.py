@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from qsync_fx.devices import compiles
+from qsync_fx.devices.format_support import compiles
 from qsync_fx.errors import PassError
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata

@@ -1,6 +1,6 @@
 """Progress of long tasks: a bar of rich on a terminal, occasional lines in a log.
 
-Invariant: output goes to standard error only, and starts after the first `delay_s` seconds.
+Invariant: output goes to standard error only.
 """
 
 from __future__ import annotations
@@ -52,25 +52,21 @@ def announced(doing: str, shown: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def progress(
-    doing: str, total: int, shown: bool = True, delay_s: float | None = None
-) -> Iterator[Advance]:
+def progress(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
     """Show the progress of a task with `total` parts, and yield the callback for completed parts.
 
     Args:
         shown: if false, the callback has no effect.
-        delay_s: seconds before the first output; by default a bar starts at once, and the first
-            line of a log follows after the interval between two lines.
     """
     if not shown:
         yield lambda part, left=None, count=1: None
         return
     if not sys.stderr.isatty():
-        yield _Lines(doing, total, _EVERY if delay_s is None else delay_s)
+        yield _Lines(doing, total)
         return
     for timer in _waiting:
         timer.cancel()
-    bar = _Bar(doing, total, delay_s or 0.0)
+    bar = _Bar(doing, total)
     try:
         yield bar
     finally:
@@ -95,9 +91,9 @@ class _Counter:
 
 
 class _Lines(_Counter):
-    def __init__(self, doing: str, total: int, delay_s: float) -> None:
+    def __init__(self, doing: str, total: int) -> None:
         super().__init__(total)
-        self._doing, self._next = doing, self._begin + delay_s
+        self._doing, self._next = doing, self._begin + _EVERY
 
     def __call__(self, part: str, left: float | None = None, count: int = 1) -> None:
         about = self._count(left, count)
@@ -111,13 +107,12 @@ class _Lines(_Counter):
 
 
 class _Bar(_Counter):
-    def __init__(self, doing: str, total: int, delay_s: float) -> None:
+    def __init__(self, doing: str, total: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
         super().__init__(total)
-        self._delay_s = delay_s
         one_line = Column(no_wrap=True, overflow="ellipsis")
         columns = (
             TextColumn(doing, markup=False),
@@ -127,15 +122,10 @@ class _Bar(_Counter):
         )
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=total)
-        self._show()
-
-    def _show(self) -> None:
-        if self._passed >= self._delay_s:
-            self._bar.start()
+        self._bar.start()
 
     def __call__(self, part: str, left: float | None = None, count: int = 1) -> None:
         about = self._count(left, count)
-        self._show()
         self._bar.update(self._task, advance=count, description=f"{part}{about}")
 
     def stop(self) -> None:

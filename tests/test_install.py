@@ -252,7 +252,7 @@ def test_the_wheel_compiles_cuda_kernels(
         "from qsync_fx.backend.cuda.kernel_build import kernel_cache, library; "
         "unit = small_unit(); "
         "path = build([unit])[unit]; "
-        "print(kernel_cache.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
+        "print(kernel_cache.TEMPLATES, path, library.shared_memory(path), sep='\\n')"
     )
     templates, library, memory = python(code, installed).splitlines()
     assert templates == str(installed / "qsync_fx/backend/cuda/templates")

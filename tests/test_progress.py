@@ -85,19 +85,6 @@ with progress("measuring [m]", 3) as advance:
     )
 
 
-def test_the_first_line_comes_after_the_delay_and_names_what_runs(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with shown.progress("compiling", 2, delay_s=1.0) as advance:
-        for seconds, part, count in ((0.9, "a", 0), (0.1, "a", 0), (9, "b", 1), (6, "", 1)):
-            clock[0] += seconds
-            advance(part, count=count)
-    assert capsys.readouterr().err.splitlines() == [
-        "qsync: compiling: 0 of 2 after 1 s (a)",
-        "qsync: compiling: 2 of 2 after 16 s",
-    ]
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

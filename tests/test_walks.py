@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.devices import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_unit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"

@@ -24,7 +24,7 @@ import qsync_fx.passes
 from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
-from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
+from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
 from qsync_fx.options import Options

@@ -41,7 +41,7 @@ from qsync_fx.backend.operators.product_utils import (
     uniform,
     without_gradients,
 )
-from qsync_fx.devices import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_unit
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import Context
 from qsync_fx.graph.fx_utils import arguments, memory_order

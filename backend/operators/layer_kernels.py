@@ -28,8 +28,7 @@ from qsync_fx.backend.cuda.tuning import NARROW
 from qsync_fx.backend.operators.gemm.dispatch import RecordingDispatcher
 from qsync_fx.backend.operators.product_utils import compute_product, incoming
 from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.devices import row_on, standing_for
-from qsync_fx.devices.format_support import ANY, capability
+from qsync_fx.devices.format_support import ANY, capability, row_on, standing_for
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.graph import Context, node_metadata
 from qsync_fx.graph.fx_utils import argument_at, arguments

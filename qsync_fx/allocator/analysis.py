@@ -302,7 +302,8 @@ def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
 def _compared(item: AllocatorComparison, answer: PlanResult) -> Iterator[str]:
     evaluation = answer.evaluation
     yield duration(evaluation.seconds)
-    yield _samples(answer)
+    samples = answer.problem.cluster.samples
+    yield f"{samples / evaluation.seconds:.4g}" if samples and evaluation.seconds else "?"
     for metrics in evaluation.classes.values():
         yield duration(metrics.waiting)
         yield _size(metrics.peak_bytes)
@@ -395,12 +396,3 @@ def _more(value: float | None, shown: Shown) -> str:
 
 def _size(nbytes: float | None) -> str:
     return "?" if nbytes is None else short(nbytes, "B")
-
-
-def _samples(answer: PlanResult) -> str:
-    """Return the samples per second; "?" if a batch size is unknown."""
-    devices = answer.problem.cluster.devices.values()
-    batches = [device.batch * device.count for device in devices if device.batch is not None]
-    if len(batches) < len(devices) or not answer.evaluation.seconds:
-        return "?"
-    return f"{sum(batches) / answer.evaluation.seconds:.4g}"

@@ -26,7 +26,7 @@ from qsync_fx.allocator.measure_and_replan import (
     settled,
 )
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem import Problem, width
+from qsync_fx.allocator.problem import width
 from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
@@ -105,27 +105,21 @@ def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]
     problem = answer.problem
     if len(problem.classes) == 1:
         return
-    rate = _samples(problem, list(problem.classes)) / answer.evaluation.seconds
+    cluster = problem.cluster
+    rate = (cluster.samples or cluster.ranks) / answer.evaluation.seconds
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
-        devices = {other: problem.cluster.devices[other] for other in others}
-        if sum(device.count for device in devices.values()) % problem.cluster.nodes.ranks:
+        devices = {other: cluster.devices[other] for other in others}
+        if sum(device.count for device in devices.values()) % cluster.nodes.ranks:
             continue  # the other ranks fill no complete nodes, and their links were not measured
-        alone = replace(problem.cluster, devices=devices)
+        alone = replace(cluster, devices=devices)
         owned = {other: evaluator.schedules()[other] for other in others}
         coding = problem.coding
         settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
         seconds = float(simulate(owned, alone, settings).step.seconds)
-        without = _samples(problem, others) / seconds
+        without = ((cluster.samples and alone.samples) or alone.ranks) / seconds
         kind = PlanNoteKind.JOINS if rate > without else PlanNoteKind.DOES_NOT_HELP
         yield PlanNote(kind, name, numbers={"samples a second": rate, "without it": without})
-
-
-def _samples(problem: Problem, names: list[str]) -> float:
-    devices = problem.cluster.devices
-    if any(device.batch is None for device in devices.values()):
-        return float(sum(devices[name].count for name in names))
-    return float(sum(devices[name].count * (devices[name].batch or 1) for name in names))
 
 
 def _not_faster(answer: PlanResult, evaluator: PlanEvaluator, name: str) -> Iterator[PlanNote]:

@@ -64,19 +64,17 @@ def add_options(
 
     Args:
         usage: one option per line, separated from its help text by two spaces; an indented line
-            continues the text. "--json" is a switch, "-o --output FILE" has a value, "--plot
-            [FILE]" an optional one, "" by default, and "--codec NAME..." is repeatable.
+            continues the text. "--json" is a switch, "-o --output FILE" has a value, and
+            "--codec NAME..." is repeatable.
         types: converters of values, by attribute of the namespace; by default values are strings.
         defaults: by attribute of the namespace.
     """
     for option in re.split(r"\n(?=-)", cleandoc(usage)):
         syntax, text = re.split(r"\s{2,}", option, maxsplit=1)
         *flags, metavar = syntax.split()
-        settings: dict[str, Any] = {"metavar": metavar.strip("[.]")}
+        settings: dict[str, Any] = {"metavar": metavar.rstrip(".")}
         if metavar.startswith("-"):
             flags, settings = [*flags, metavar], {"action": "store_true"}
-        elif metavar.startswith("["):
-            settings |= {"nargs": "?", "const": ""}
         elif metavar.endswith("..."):
             settings |= {"action": "append", "default": []}
         action = group.add_argument(*flags, help=" ".join(text.split()), **settings)

@@ -128,6 +128,6 @@ def formats_table() -> Table:
     for device in (torch.device("cpu"), *gpus):
         for fmt in FORMATS.values():
             result = support(device, fmt)
-            mode = Text(result.how, styles[result.how])
-            rows.append((fmt.name, str(device), mode, result.runs_as.name, result.reason))
+            support_text = Text(result.how, styles[result.how])
+            rows.append((fmt.name, str(device), support_text, result.runs_as.name, result.reason))
     return output.table(("precision", "device", "how", "runs as", "why"), rows)

@@ -123,12 +123,10 @@ def table(
 def diff(text: str) -> None:
     """Print a unified diff, colored on a terminal."""
     from rich.console import Console
-    from rich.text import Text
+    from rich.syntax import Syntax
 
-    styles = {"+": "green", "-": "red", "@": "cyan"}
     console = Console()
-    for line in text.splitlines():
-        if console.is_terminal:
-            console.print(Text(line, style=styles.get(line[:1], "")), soft_wrap=True)
-        else:
-            print(line)
+    if console.is_terminal:
+        console.print(Syntax(text, "diff", background_color="default"), soft_wrap=True)
+    else:
+        print(text)

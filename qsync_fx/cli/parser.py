@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, Final
 
 from qsync_fx import __version__
@@ -40,8 +40,10 @@ def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
     )
     parser.add_argument(
         "--version",
-        action=_Version,
-        nargs=0,
+        action="version",
+        # The import of torch would be slow.
+        version=f"qsync_fx {__version__}, torch {version('torch')}, "
+        f"Python {platform.python_version()}",
         help="print the versions of qsync_fx, torch and Python",
     )
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -82,20 +84,3 @@ def _add(choices: Any, result: Mapping[str, Command]) -> None:
         else:
             actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
             _add(actions, command.actions)
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        python = platform.python_version()
-        print(f"qsync_fx {__version__}, torch {_torch_version()}, Python {python}")
-        parser.exit()
-
-
-def _torch_version() -> str:
-    """Return the version of the installed torch without the import, which is slow."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:  # a torch that was built in place has no metadata
-        import torch
-
-        return str(torch.__version__)

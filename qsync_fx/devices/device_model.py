@@ -103,8 +103,9 @@ class Device:
         self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn"
     ) -> float:
         """Return the seconds of the product of an m x k and a k x n matrix of a precision."""
-        _check_sizes(m=m, n=n, k=k)
-        _check_name("layout", layout, LAYOUTS)
+        _check(1, m=m, n=n, k=k)
+        if layout not in LAYOUTS:
+            raise DeviceError(f"unknown layout {layout!r}", do=nearest(str(layout), LAYOUTS))
         return _gemm(self, m, n, k, self.unit(precision).name, layout)
 
     def conv_seconds(
@@ -130,10 +131,10 @@ class Device:
         """
         down, across = _pair(stride)
         vertical, horizontal = _pair(padding)
-        _check_sizes(n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
-        _check_name("product", product, PRODUCTS)
-        if min(vertical, horizontal) < 0:
-            raise _invalid("the padding", min(vertical, horizontal), "a number of 0 or more")
+        _check(1, n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
+        _check(0, padding=min(vertical, horizontal))
+        if product not in PRODUCTS:
+            raise DeviceError(f"unknown product {product!r}", do=nearest(str(product), PRODUCTS))
         if r > h + 2 * vertical or s > w + 2 * horizontal:
             message = f"the window of {r} x {s} is larger than the input of {h} x {w}"
             do = "use a smaller window, or a larger input or padding"
@@ -143,8 +144,8 @@ class Device:
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
         """Return the seconds of an all-reduce of `nbytes` bytes over devices in one server."""
-        _check_sizes(ranks=ranks)
-        _check_amount("nbytes", nbytes)
+        _check(1, ranks=ranks)
+        _check(0, nbytes=nbytes)
         result = reduced(self.reductions, self.link, nbytes, ranks)
         if result is None:
             message = f"the device file of {self.name} has no data on all-reduces"
@@ -154,12 +155,12 @@ class Device:
 
     def memory_seconds(self, nbytes: float) -> float:
         """Return the seconds of an operator that reads and writes `nbytes` bytes in total."""
-        _check_amount("nbytes", nbytes)
+        _check(0, nbytes=nbytes)
         return moved(self.memory, nbytes)
 
     def work_seconds(self, flops: float, nbytes: float, precision: str | Precision) -> float:
         """Return the seconds by the roofline model: maximum of compute time and memory time."""
-        _check_amount("flops", flops)
+        _check(0, flops=flops)
         unit = self.unit(precision).name
         return max(self.memory_seconds(nbytes), flops / (self.units[unit].peak * _USUAL.efficiency))
 
@@ -168,7 +169,7 @@ class Device:
 
         Quantization to a scaled format reads the values twice, first for the scale.
         """
-        _check_amount("numel", numel)
+        _check(0, numel=numel)
         source, target = precision(before), precision(after)
         if encoding(source) is encoding(target) or not numel:
             return 0.0
@@ -188,26 +189,11 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _invalid(name: str, value: object, requirement: str) -> DeviceError:
-    message = f"{name} is {value!r}, but must be {requirement}"
-    return DeviceError(message, where="the arguments", do=f"use {requirement}")
-
-
-def _check_sizes(**sizes: int) -> None:
+def _check(least: int, **sizes: float) -> None:
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise _invalid(name, size, "a positive integer")
-
-
-def _check_amount(name: str, size: float) -> None:
-    if isinstance(size, bool) or not 0 <= size < float("inf"):
-        raise _invalid(name, size, "a finite number of 0 or more")
-
-
-def _check_name(description: str, value: str, available: Sequence[str]) -> None:
-    if value not in available:
-        do = nearest(str(value), available)
-        raise DeviceError(f"unknown {description} {value!r}", where="the arguments", do=do)
+        if not least <= size < float("inf"):
+            message = f"{name} is {size!r}, but must be a finite number of {least} or more"
+            raise DeviceError(message, do=f"use {least} or more")
 
 
 def constants(device: Device, unit: str) -> tuple[Device, str]:

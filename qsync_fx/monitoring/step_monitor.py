@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -22,6 +21,7 @@ from torch.optim.optimizer import (
 
 from qsync_fx.communication.compressor_state import CompressorHandle
 from qsync_fx.communication.statistics import DuoReport
+from qsync_fx.distributed.agreement import uncompiled
 from qsync_fx.errors import OptionError
 from qsync_fx.monitoring.metric_sinks import Destination, MetricSink, sinks
 from qsync_fx.monitoring.weight_statistics import weight_statistics
@@ -130,11 +130,11 @@ class Monitor:
     def __enter__(self) -> Monitor:
         """Install the hooks."""
         stack = self._stack
-        before, after = map(_uncompiled, (self._before_step, self._after_step))
+        before, after = map(uncompiled, (self._before_step, self._after_step))
         stack.callback(register_optimizer_step_pre_hook(before).remove)
         stack.callback(register_optimizer_step_post_hook(after).remove)
         if (this_process().world or 1) > 1:
-            gradient = _uncompiled(self._gradient)
+            gradient = uncompiled(self._gradient)
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
                     hooked: Any = parameter
@@ -220,8 +220,3 @@ class Monitor:
         result = {"sent_bytes": float(sent - self._sent), "codec_s": coding - self._coding}
         self._sent, self._coding = sent, coding
         return result
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    result: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return result

@@ -19,7 +19,6 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qsync_fx.errors import ProfileError, QSyncError
 from qsync_fx.formatting import duration, many, short
 from qsync_fx.html_view import HtmlView
 from qsync_fx.predictor.cost_mapper.times import Part
@@ -89,11 +88,8 @@ class Timeline(HtmlView):
     @property
     def throughput(self) -> float | None:
         """Samples/s of the cluster; None if the batch of a device is unknown."""
-        devices = self.played.cluster.devices.values()
-        batches = [item.batch * item.count for item in devices if item.batch is not None]
-        if len(batches) < len(devices) or not self.seconds:
-            return None
-        return sum(batches) / self.seconds
+        samples = self.played.cluster.samples
+        return samples / self.seconds if samples and self.seconds else None
 
     @property
     def waiting(self) -> Mapping[str, float]:
@@ -132,12 +128,8 @@ class Timeline(HtmlView):
         return {name: tuple(self._communicating(index)) for index, name in names}
 
     def save_perfetto(self, path: Path) -> None:
-        """Write a trace for ui.perfetto.dev or chrome://tracing; raise `ProfileError` on error."""
-        try:
-            write_text(pathlib.Path(path), json.dumps(trace(self), allow_nan=False) + "\n")
-        except QSyncError as error:
-            message = f"the timeline cannot be saved: {error.what}"
-            raise ProfileError(message, where=error.where, do=error.do) from error
+        """Write a trace for ui.perfetto.dev or chrome://tracing; raise `QSyncError` on error."""
+        write_text(pathlib.Path(path), json.dumps(trace(self), allow_nan=False) + "\n")
 
     def __repr__(self) -> str:
         """Return a one-line summary for notebooks and debuggers."""
@@ -282,18 +274,6 @@ def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Rend
     return table
 
 
-_COLORS = {
-    "forward": "thread_state_running",
-    "backward": "rail_animation",
-    "cast": "rail_load",
-    "outside": "generic_work",
-    "optimizer": "rail_response",
-    "waiting": "terrible",
-    "sending": "thread_state_iowait",
-}
-"""Reserved color names of the format; Perfetto picks a color by slice name for unknown ones."""
-
-
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline as an object of the Trace Event Format; times are microseconds."""
     events: list[dict[str, Any]] = []
@@ -313,8 +293,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             for piece in pieces:
                 begin, length = piece.begin * 1e6, (piece.end - piece.begin) * 1e6
                 where = {"pid": pid, "tid": tid, "ts": begin, "dur": length}
-                kinds = {"cat": piece.kind, "cname": _COLORS[piece.kind]}
-                events.append({"ph": "X", "name": piece.name, **kinds, **where})
+                events.append({"ph": "X", "name": piece.name, "cat": piece.kind, **where})
     return {
         "displayTimeUnit": "ms",
         "otherData": {"seconds": timeline.seconds},

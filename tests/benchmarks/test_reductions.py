@@ -25,7 +25,7 @@ def test_several_ranks_average_gradients_over_their_group() -> None:
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=200
     )
-    found = {row["way"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
+    found = {row["method"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
     assert list(found) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]
     assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in found.values())
     assert found["torch fp32"]["to_plain"] == found["torch fp16"]["to_half"] == 1

@@ -18,9 +18,17 @@ pytestmark = pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("arguments", ["--version", "doctor"])
 def test_full_standard_output_is_an_error(arguments: str, folder: Path) -> None:
     command = [sys.executable, "-m", "qsync_fx.cli", arguments]
+    # argparse ignores errors of writes that are not buffered.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, check=False
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=buffered,
+            check=False,
         )
     assert result.returncode and "No space left on device" in result.stderr
 

@@ -49,9 +49,9 @@ def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
-    assert lines[0].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
-    assert [line.split()[0] for line in lines[1:4]] == ["0/linear", "2/linear", "4/linear"]
-    assert lines[5].startswith(
+    assert lines[1].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
+    assert [line.split()[0] for line in lines[3:6]] == ["0/linear", "2/linear", "4/linear"]
+    assert lines[7].startswith(
         "variance added to the gradients of Sequential, method second_order, mean over 2 steps"
     )
     assert "wrote s.json" in told.err and not (here / "s.json.partial").exists()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qsync_fx import _C
-from qsync_fx.devices import format_support, support, wrong_path
-from qsync_fx.devices.cpu_features import Cpu
+from qsync_fx.devices import format_support, support
+from qsync_fx.devices.cpu_features import Cpu, wrong_path
 from qsync_fx.errors import OptionError
 from qsync_fx.formats import precision
 

@@ -23,7 +23,8 @@ from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import FORMATS
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.operators.layer_kernels import problems_of
-from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
+from qsync_fx.devices import TARGETS, support
+from qsync_fx.devices.format_support import compiles, row_on, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
 from tests.support import tiers
 from tests.support.models.small_models import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
-from qsync_fx.devices import default_precision
+from qsync_fx.devices.format_support import default_precision
 from tests.support import tiers
 from tests.support.models.small_models import (
     assert_equal,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.devices import default_precision
+from qsync_fx.devices.format_support import default_precision
 from tests.support.models.small_models import (
     Convolutional,
     assert_equal,

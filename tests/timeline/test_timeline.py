@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qsync_fx.errors import ProfileError
+from qsync_fx.errors import ProfileError, QSyncError
 from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import (
     Buckets,
@@ -239,5 +239,5 @@ def test_perfetto_file_has_the_required_fields(tmp_path: Path) -> None:
 
 
 def test_unwritable_perfetto_path_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="the timeline cannot be saved"):
+    with pytest.raises(QSyncError, match="cannot be written"):
         timeline().save_perfetto(tmp_path / "none" / "timeline.json")

@@ -241,7 +241,7 @@ def compile_units(
     memory = available_memory() // local_processes()
     idle_until: float | None = time.monotonic() + _LONG
     shown = progress and not environment.launcher_number("RANK")
-    bar = shown_progress("compiling CUDA kernels", len(jobs), shown, delay_s=1.0)
+    bar = shown_progress("compiling CUDA kernels", len(jobs), shown)
     with bar as advance:
         try:
             while waiting or running:

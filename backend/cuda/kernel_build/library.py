@@ -199,11 +199,6 @@ class Library:
                 do="run `qsync doctor` to check the device and its driver",
             )
 
-    def shared_memory(self) -> int:
-        """Return the bytes of shared memory per threadblock."""
-        size: int = self._handle.qsync_shared_memory()
-        return size
-
     def error(self, status: int) -> str:
         text: bytes | None = self._handle.qsync_error(status)
         return text.decode("utf-8", errors="replace") if text else f"status {status}"

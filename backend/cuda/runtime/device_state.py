@@ -17,7 +17,6 @@ from typing import Final
 
 import torch
 
-from qsync_fx import devices
 from qsync_fx.backend.cuda import kernel_config, toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit, unit_of
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, library
@@ -26,7 +25,8 @@ from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.selection.candidates import candidates
 from qsync_fx.backend.cuda.selection.select import Candidates, KernelDecision, decide
 from qsync_fx.backend.cuda.tuning import Environment, TuningError, TuningTable, load_table, path_in
-from qsync_fx.devices import Kernels, offer
+from qsync_fx.devices import format_support
+from qsync_fx.devices.format_support import Kernels, offer
 from qsync_fx.environment import switch
 from qsync_fx.errors import QSyncError, ToolchainError
 from qsync_fx.formats import FORMATS
@@ -66,12 +66,12 @@ def assumed(
     if arch is None:
         reason = "the device is assumed to have no kernels"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
-    devices.forget()
+    format_support.forget()
     try:
         yield
     finally:
         _assumed.reset(token)
-        devices.forget()
+        format_support.forget()
 
 
 def known_of(device: torch.device) -> DeviceState:
@@ -79,7 +79,7 @@ def known_of(device: torch.device) -> DeviceState:
     assumption = _assumed.get()
     if assumption is not None and assumption[0] == device.type:
         return assumption[1]
-    target = devices.target_of(device)
+    target = format_support.target_of(device)
     if target is not None:
         # A target device's tuning table exists only there, so the first suitable kernel is used.
         arch = kernel_config.target(target)
@@ -247,10 +247,10 @@ def _driver() -> str:
 def _kernels(device: torch.device) -> Kernels:
     result, assumption = known_of(device), _assumed.get()
     if result.arch is None:
-        return Kernels(None, result.reason, capability=devices.target_of(device))
+        return Kernels(None, result.reason, capability=format_support.target_of(device))
     formats = _multiplied(result.arch)
     assumed = assumption is not None and assumption[0] == device.type
-    if not assumed and devices.target_of(device) is None:
+    if not assumed and format_support.target_of(device) is None:
         return Kernels(result.arch, "", formats)
     number = int(result.arch.strip("sm_a"))
     return Kernels(result.arch, "", formats, (number // 10, number % 10))

@@ -33,7 +33,8 @@ from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
 from qsync_fx.backend.cuda.tuning import shown
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.gemm.gemm import conv2d_product, gemm, multiplies
-from qsync_fx.devices import native_integer_unit, row_on
+from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.format_support import row_on
 from qsync_fx.formats import Precision
 
 

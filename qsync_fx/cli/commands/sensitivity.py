@@ -67,7 +67,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sensitivity(arguments: argparse.Namespace) -> None:
-    from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
+    from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, sensitivity_table
     from qsync_fx.profiler.sensitivity.estimate import several
     from qsync_fx.profiler.sensitivity.gradient_step import method
 
@@ -96,17 +96,9 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.as_json(SENSITIVITY.plain(result[0].finite()))
         return
-    _show(result[0])
+    output.show(sensitivity_table(result[0]))
     if arguments.check:
         _show_agreement(result)
-
-
-def _show(result: Sensitivity) -> None:
-    from qsync_fx.predictor.indicator.sensitivity_map import rows, summary
-
-    heading, *body = rows(result)
-    output.show(output.table(heading, body, heading[1:]))
-    print(f"\n{summary(result)}")
 
 
 def _show_agreement(result: Sequence[Sensitivity]) -> None:

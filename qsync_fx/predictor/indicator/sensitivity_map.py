@@ -13,35 +13,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from qsync_fx.errors import PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path, Schema
+from qsync_fx.text_tables import Fitted, plain, table_of
 
 
-def rows(result: Sensitivity) -> list[list[str]]:
-    """Return a header, then each operator's variance by precision with its share of the total."""
+def sensitivity_table(result: Sensitivity) -> RenderableType:
+    """Return each operator's variance by precision with its share of the total, and a summary."""
     names = result.precisions
     sums = {name: sum(by.get(name, 0.0) for by in result.variance.values()) for name in names}
-    cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
+    numeric = [cell for name in names for cell in (name, f"of {name}")]
+    table = table_of(["operator", *numeric], right=numeric)
     for operator, by in result.variance.items():
-        cells.append([operator])
+        cells = []
         for name in names:
             variance, share = "-", "-"
             if name in by:
                 variance = f"{by[name]:.2e}"
             if name in by and 0 < sums[name] < math.inf:
                 share = f"{by[name] / sums[name]:.1%}"
-            cells[-1] += [variance, share]
-    return cells
-
-
-def summary(result: Sensitivity) -> str:
-    """Return one line with the model, the method, its steps and its duration."""
+            cells += [variance, share]
+        table.add_row(Text(operator), *cells)
     parts = [f"variance added to the gradients of {result.model}", f"method {result.method}"]
     if result.steps:
         parts.append(f"mean over {result.steps} steps")
-    return ", ".join([*parts, f"{result.seconds:.0f} s"])
+    return Group(Fitted(table), Text(", ".join([*parts, f"{result.seconds:.0f} s"])))
 
 
 Values = Mapping[str, Mapping[str, float]]
@@ -138,13 +139,7 @@ class Sensitivity:
         return replace(self, variance=variance, trace=trace, gradients=gradients)
 
     def __str__(self) -> str:
-        cells = rows(self)
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = []
-        for first, *others in cells:
-            numbers = map(str.rjust, others, widths[1:])
-            lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
-        return "\n".join([*lines, "", summary(self)])
+        return plain(sensitivity_table(self))
 
 
 def _finite(values: Values) -> dict[str, dict[str, float]]:

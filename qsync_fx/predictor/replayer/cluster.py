@@ -272,6 +272,12 @@ class Cluster:
         """Number of devices."""
         return sum(device.count for device in self.devices.values())
 
+    @property
+    def samples(self) -> int | None:
+        """Samples of a step; None if the batch of a device is unknown."""
+        batches = [item.batch * item.count for item in self.devices.values() if item.batch]
+        return sum(batches) if len(batches) == len(self.devices) else None
+
     def bytes_of(self, name: str, memory: Memory) -> float | None:
         """Return an amount of memory of a device class in bytes; None if unknown or invalid.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -45,14 +44,6 @@ class Interrupted:
         return min((len(item.trace) for item in self.methods.values()), default=0)
 
 
-def _check(result: MethodProgress) -> str | None:
-    tables = [by for table in (*result.trace, *result.learned.values()) for by in table.values()]
-    numbers = [result.seconds, *(value for by in tables for value in by.values())]
-    if all(value >= 0 and math.isfinite(value) for value in numbers):
-        return None
-    return " holds a number that is negative or not finite"
-
-
 INTERRUPTED = Schema(
     Interrupted,
     noun="interrupted sensitivity",
@@ -61,7 +52,6 @@ INTERRUPTED = Schema(
     name="qsync-interrupted-sensitivity",
     largest=256 * 2**20,
     smaller="ask for fewer steps",
-    checks={MethodProgress: _check},
 )
 
 

@@ -27,7 +27,7 @@ from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
 from qsync_fx.backend.operators.layer_kernels import _quantizers, computed, problems_of
 from qsync_fx.backend.operators.product_utils import compute_product
-from qsync_fx.devices import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_unit
 from qsync_fx.diagnostics import explain
 from qsync_fx.formats import FORMATS
 from tests.support import tiers

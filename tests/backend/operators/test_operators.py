@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
-from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.devices.cpu_features import cpu_multiplies_integers
 from qsync_fx.formats import FORMATS
 from tests.support.computing.layers_in_fp64 import assert_right
 from tests.support.computing.lowered_layers import (

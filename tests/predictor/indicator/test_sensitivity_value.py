@@ -45,9 +45,11 @@ def test_ranks_of_each_step() -> None:
 
 def test_it_prints_as_a_table() -> None:
     assert str(FOUND).splitlines() == [
-        "operator      int8  of int8      bf16  of bf16",
-        "a/linear  3.00e+00    75.0%  5.00e-01   100.0%",
-        "b/linear  1.00e+00    25.0%  0.00e+00     0.0%",
+        "",
+        " operator       int8   of int8       bf16   of bf16",
+        " " + "\N{BOX DRAWINGS LIGHT HORIZONTAL}" * 50,
+        " a/linear   3.00e+00     75.0%   5.00e-01    100.0%",
+        " b/linear   1.00e+00     25.0%   0.00e+00      0.0%",
         "",
         "variance added to the gradients of Net, method second_order, mean over 2 steps, 2 s",
     ]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_fx.backend.operators.product_utils import round_gradients
-from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.devices.cpu_features import cpu_multiplies_integers
 from qsync_fx.formats import FORMATS
 from tests.support.computing.lowered_layers import OUT, STREAM, Layer
 from tests.support.computing.products_in_fp64 import SEED, Operand, Product

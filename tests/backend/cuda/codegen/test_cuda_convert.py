@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS
-from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, load
+from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, load, shared_memory
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime import layout_convert
 from qsync_fx.errors import KernelError, ToolchainError
@@ -214,4 +214,4 @@ def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> 
             loaded.can_implement(ConvertArguments(x=64, y=64, turned=turned, **kinds, **square))
             is None
         )
-    assert loaded.shared_memory() <= 48 << 10
+    assert shared_memory(loaded.path) <= 48 << 10

@@ -324,4 +324,4 @@ def test_compiles_for_the_device(tmp_path: Path) -> None:
         loaded.can_implement(arguments(x, case, q=64, scale=64))
         == "a pointer that is missing or not aligned to its elements"
     )
-    assert 128 * 128 <= loaded.shared_memory() <= 48 << 10
+    assert 128 * 128 <= libraries.shared_memory(loaded.path) <= 48 << 10

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qsync_fx import progress
 from qsync_fx.backend.cuda.kernel_build import compiler
 from tests.support import tiers
 from tests.support.cuda.compiled.kernel_caches import (
@@ -93,10 +94,11 @@ def test_waiting_for_another_process_is_reported_once(
     assert "qsync kernels build" in line
 
 
-def test_progress_is_printed_after_a_second_by_rank_0(
+def test_progress_is_printed_by_rank_0(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(progress, "_EVERY", 1.0)
     watched(tmp_path, monkeypatch, before="sleep 1.2; exit 9")
 
     def said(wanted: bool = True) -> str:

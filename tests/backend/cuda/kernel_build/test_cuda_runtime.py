@@ -77,4 +77,5 @@ def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
     )
     unit = small_unit("linked")
     path = build([unit])[unit]
-    assert library.load(path, unit).shared_memory() == 4096
+    library.load(path, unit)
+    assert library.shared_memory(path) == 4096

@@ -154,5 +154,5 @@ def test_parts_keep_the_device_busy(kernel: tuple[KernelConfig, libraries.Librar
     wide = dataclasses.replace(small, n=1, h=7, w=7, c=1024, k=1024)
     assert library.workspace(arguments(wide)) == 0
     assert library.workspace(arguments(wide, split=2)) == 4 * 16 * 144
-    assert library.shared_memory() >= 6 * (64 + 64) * 32 * 2
+    assert libraries.shared_memory(library.path) >= 6 * (64 + 64) * 32 * 2
     assert config.stages == 6

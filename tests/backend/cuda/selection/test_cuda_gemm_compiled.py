@@ -200,6 +200,6 @@ def test_workspace_and_shared_memory(config: KernelConfig) -> None:
     m, n, k = config.tile
     assert (
         (m + n) * k * max(config.stages, 2)
-        <= found.shared_memory()
+        <= library.shared_memory(found.path)
         <= kernel_config.SHARED_MEMORY[config.arch]
     )
