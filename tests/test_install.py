@@ -5,9 +5,11 @@ and editable.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -304,3 +306,19 @@ def test_import_is_light() -> None:
         "scipy",
     }
     assert not [name for name in loaded if name.startswith("qsync_fx.passes")]
+
+
+def test_the_demo_needs_no_tools_of_development() -> None:
+    """`make -n` lists the commands of a set-up after a change of pyproject.toml."""
+    demo, full = (
+        run("make", "-n", "-W", "pyproject.toml", target, cwd=ROOT) for target in ("demo", "setup")
+    )
+    assert 'extras["demo"]' in demo and 'extras["dev"]' not in demo
+    assert 'extras["demo"]' in full and 'extras["dev"]' in full
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["demo"] == ["scikit-learn"]
+    runtime = {re.split(r"[<>=]", item)[0] for item in project["dependencies"]}
+    standard = sys.stdlib_module_names | {path.stem for path in (ROOT / "examples").glob("*.py")}
+    for path in (ROOT / "examples").glob("*.py"):
+        names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+        assert {*names} <= standard | runtime | {"qsync_fx", "sklearn"}, path
