@@ -148,7 +148,10 @@ def changes(
                     for op in operators
                     if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
                 }
-                sites[name] = _change(owned, narrow, options)
+                sites[name] = site = _change(owned, narrow, options)
+                if owned.precision is not None and not _wide(owned.precision):
+                    # An operator without this precision computes in another one.
+                    sites.setdefault(owned.precision.name, site)
     return result
 
 
