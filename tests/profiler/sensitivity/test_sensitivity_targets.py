@@ -29,3 +29,23 @@ def test_it_is_that_of_the_formats_of_the_target() -> None:
     for operator, variance in there.items():
         assert 0 < variance < here[operator] / 16
         assert abs(variance - exact[operator]) < 0.2 * exact[operator]
+
+
+def test_an_operator_without_the_format_has_the_variance_of_the_format_that_it_computes_in() -> (
+    None
+):
+    """An embedding has no INT8 and computes in BF16, so a plan with INT8 needs both."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 8)), torch.randint(32, (16,))
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    sensitivity = qsync_fx.sensitivity(model, step, [x], precisions=["int8"], steps=1)
+    assert sensitivity.variance["0/embedding"]["bf16"] > 0
+    profile = qsync_fx.measure(
+        model, step, [x], ["fp32", "int8"], repeats=1, sensitivity=None, all_reduce=False
+    )
+    plan = qsync_fx.find_plan(profile, sensitivity=sensitivity, objective="fastest", budget=1e9)
+    assert {"int8", "fp32"} >= set(plan.plans["cpu"].values())
+    assert not [note for note in plan.notes if note.kind.name == "LEFT_OUT"]
