@@ -18,7 +18,7 @@ from qsync_fx.errors import OptionError, QSyncError
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.report import Report, document
 from tests.report.browser import needs_chromium, rendered, result_of, with_script
-from tests.report.conftest import Fleet, bert_of, planned
+from tests.report.conftest import Fleet, bert_of, even_sensitivity, planned
 from tests.support import tiers
 
 MARKS = {
@@ -290,3 +290,32 @@ def test_the_verb_explains_a_model(
     )
     assert main(["report", "nets_of_report:small", "--precision", "int8", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["tabs"]) == ["summary", "graph", "plan"]
+
+
+def test_the_graph_of_a_profiled_model_is_that_of_the_computed_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nets_to_plan.py").write_text(
+        "import torch\n"
+        "def small():\n"
+        "    layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)\n"
+        "    return torch.nn.Sequential(*layers), (torch.randn(256, 256),)\n"
+    )
+    model, batch = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)), [1.0]
+
+    def step(model: nn.Module, _: object) -> torch.Tensor:
+        result: torch.Tensor = model(torch.randn(256, 256)).square().mean()
+        return result
+
+    profile = qsync_fx.catalog_profile("t4", model, step, batch, ["fp32", "int8"])
+    sensitivity = even_sensitivity(profile)
+    plan = qsync_fx.find_plan(profile, sensitivity=sensitivity).plan()
+    profile.save("t4.json")
+    sensitivity.save("sensitivity.json")
+    files = ["--profile", "t4.json", "--sensitivity", "sensitivity.json"]
+    assert main(["report", "nets_to_plan:small", *files, "--points", "0"]) == 0
+    graph = data_of(Path("report.html").read_text())["tabs"]["graph"]
+    formats = graph["passes"][-1]["formats"]
+    shown = {node["id"]: formats[str(at)][0] for at, node in enumerate(graph["nodes"])}
+    assert {str(op): fmt.name for op, fmt in plan.operators.items()}.items() <= shown.items()

@@ -6,6 +6,7 @@ Invariant: the file shows results of the other verbs; only planning and the fron
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output
@@ -84,7 +85,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _values(arguments: argparse.Namespace) -> list[Any]:
-    """Return the values of the report, read from files or computed."""
+    """Return the values of the report, read from files or computed.
+
+    The graph is that of the plan: of --plan, or computed from one profile, or of --precision.
+    """
+    from qsync_fx.allocator.plan_result import PlanResult
     from qsync_fx.plan.cluster_plan import read_plan
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
     from qsync_fx.profiler.profile import Profile
@@ -96,14 +101,20 @@ def _values(arguments: argparse.Namespace) -> list[Any]:
     if arguments.sensitivity is not None:
         sensitivity = Sensitivity.load(arguments.sensitivity)
     plan = read_plan(arguments.plan) if arguments.plan is not None else None
+    computed: Plan | None = None
     if plan is None and profiles:
         values += _planned(arguments, profiles, sensitivity)
+        if isinstance(values[0], PlanResult) and len(profiles) == 1:
+            computed = values[0].plan()
     elif plan is not None and profiles:
         values += [_timeline(arguments, plan, profiles), profiles]
     if sensitivity is not None:
         values.append(sensitivity)
     if arguments.model is not None:
-        values.append(model_args.read(arguments).explain())
+        inputs = model_args.read(arguments)
+        if computed is not None and arguments.precision is None:
+            inputs = replace(inputs, options=replace(inputs.options, plan=computed))
+        values.append(inputs.explain())
     if plan is not None:
         values.append(plan)
     return values
