@@ -294,13 +294,16 @@ def _head(answer: PlanResult) -> Iterator[str]:
 
 
 def variance_share(answer: PlanResult) -> str:
-    """Return the variance relative to uniform plans in the narrowest formats; "" if that is 0."""
-    problem = answer.problem
-    narrowest = problem.variance_of(problem.uniform())
-    if not narrowest:
-        return ""
-    names = "/".join(dict.fromkeys(problem.classes[name].lowest for name in problem.open))
-    return f"{answer.evaluation.variance / narrowest:.2g} of uniform {names}'s"
+    """Return the variance relative to uniform plans in the narrowest formats, and to the variance
+    of the gradient between batches, where these are known.
+    """
+    problem, variance, shares = answer.problem, answer.evaluation.variance, list[str]()
+    if narrowest := problem.variance_of(problem.uniform()):
+        names = "/".join(dict.fromkeys(problem.classes[name].lowest for name in problem.open))
+        shares.append(f"{variance / narrowest:.2g} of uniform {names}'s")
+    if noise := problem.noise:
+        shares.append(f"{variance / noise:.2g} of the gradient's own noise between batches")
+    return ", ".join(shares)
 
 
 def limit_lines(answer: PlanResult) -> Iterator[str]:

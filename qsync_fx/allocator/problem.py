@@ -187,6 +187,14 @@ class Problem:
             self.weight(name) * item.variance(plans[name]) for name, item in self.classes.items()
         )
 
+    @property
+    def noise(self) -> float | None:
+        """Variance of the mean gradient between batches; None if a class has no measurement."""
+        noises = {name: item.sensitivity.noise for name, item in self.classes.items()}
+        if None in noises.values():
+            return None
+        return sum(self.weight(name) * (noise or 0.0) for name, noise in noises.items())
+
     def completed(self, plans: Plans) -> dict[str, Asked]:
         """Return plans of all classes, given plans of the open ones."""
         saved = {name: item.fixed_plan for name, item in self.classes.items()}

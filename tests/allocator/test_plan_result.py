@@ -65,6 +65,18 @@ def test_notebook_representation_has_one_line() -> None:
     assert len(line) < 120
 
 
+def test_variance_is_compared_with_the_noise_of_the_gradient() -> None:
+    answer = an_answer()
+    assert "own noise" not in str(answer)
+    noise = 4 * answer.evaluation.variance / sum(map(answer.problem.weight, answer.plans))
+    classes = {
+        name: replace(item, sensitivity=replace(item.sensitivity, noise=noise))
+        for name, item in answer.problem.classes.items()
+    }
+    measured = replace(answer, problem=replace(answer.problem, classes=classes))
+    assert "0.25 of the gradient's own noise between batches" in str(measured)
+
+
 def test_printed_result() -> None:
     answer = an_answer()
     text = str(answer)

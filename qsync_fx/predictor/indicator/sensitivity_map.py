@@ -58,6 +58,8 @@ class Sensitivity:
         trace: `variance` of each step, in order; empty for a method without steps.
         gradients: by parameter and gradient codec, the variance that encoding the gradient once
             adds to it; empty if codecs were not measured.
+        noise: variance of the exact gradient between batches, summed over all elements; None if it
+            was not measured, as with a single batch.
     """
 
     method: str
@@ -67,6 +69,7 @@ class Sensitivity:
     trace: Sequence[Values] = field(default=(), repr=False)
     seconds: float = 0.0
     gradients: Values = field(default_factory=dict, repr=False)
+    noise: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", tuple(self.trace))
@@ -153,6 +156,8 @@ def check(result: Sensitivity) -> str | None:
     """Return why the contents of a file are invalid; None if they are valid."""
     if result.steps < 0 or result.seconds < 0:
         return "neither steps nor seconds are negative"
+    if result.noise is not None and not result.noise >= 0:
+        return "the noise of the gradient is not negative"
     for values in (result.variance, *result.trace):
         for operator, by in values.items():
             try:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -29,6 +30,7 @@ from qsync_fx.options import Options
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
 from qsync_fx.profiler.sensitivity.checkpoint import SensitivityCheckpoint
 from qsync_fx.profiler.sensitivity.gradient_step import (
+    GradientNoise,
     GradientStep,
     Key,
     Method,
@@ -148,6 +150,7 @@ def several(
         bar = shown_progress(f"sensitivity of {name}", steps, progress)
         advance = stack.enter_context(bar)
         run = _SensitivityRun(captured, step, names, seed)
+        noise = GradientNoise()
         trainer = optimizer and optimizer(list(trained(root).values()))
         for index, batch in enumerate(stepped(batches, steps, fraction)):
             if index == 0:
@@ -173,13 +176,18 @@ def several(
                         values = run.settled(made[method], now)
                         checkpoint.add(method, values, time.perf_counter() - begin)
                     checkpoint.save()
+                    if not (isinstance(batches, Sequence) and len(batches) == 1):
+                        noise.add(now().gradients())
                 else:
                     run.through(now)
                 if trainer is not None:
                     _train(trainer, now())
             advance(f"step {index + 1}", checkpoint.seconds_left(steps, index + 1))
     return [
-        run.result(method, checkpoint.traces[method], checkpoint.seconds[method])
+        replace(
+            run.result(method, checkpoint.traces[method], checkpoint.seconds[method]),
+            noise=noise.value(fraction),
+        )
         for method in methods
     ]
 

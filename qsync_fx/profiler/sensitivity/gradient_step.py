@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,31 @@ class GradientStep:
             for name, gradient in self.gradients(run, sample).items():
                 total += float((gradient.double() - exact[name].double()).square().sum())
         return total / draws
+
+
+class GradientNoise:
+    """Variance of the gradient between batches, summed over all elements.
+
+    Half of the mean square difference of successive steps is unbiased, and needs one copy of the
+    gradient (J. von Neumann et al., "The Mean Square Successive Difference", 1941).
+    """
+
+    def __init__(self) -> None:
+        self._last: Gradients = {}
+        self._squares: list[float] = []
+
+    def add(self, gradients: Gradients) -> None:
+        if self._last:
+            common = self._last.keys() & gradients.keys()
+            changes = (gradients[name] - self._last[name] for name in common)
+            self._squares.append(sum(float(change.double().square().sum()) for change in changes))
+        self._last = gradients
+
+    def value(self, fraction: float) -> float | None:
+        """Return the variance of a whole batch's gradient; None after fewer than two steps."""
+        if not self._squares:
+            return None
+        return fraction * statistics.fmean(self._squares) / 2
 
 
 def samples(batch: Any) -> int:

@@ -1,11 +1,13 @@
-"""Parts of batches."""
+"""Parts of batches, and the noise of gradients between batches."""
 
 from __future__ import annotations
 
 from collections import namedtuple
 
 import torch
+from torch import Tensor, nn
 
+import qsync_fx
 from qsync_fx.profiler.sensitivity.gradient_step import part_of, samples, stepped
 
 Point = namedtuple("Point", "x y")
@@ -26,3 +28,27 @@ def test_parts_of_batches() -> None:
     assert len(part_of(x, 0.01)) == 1
     assert [len(one) for one in stepped([x], 3, 0.5)] == [5, 5, 5]
     assert len(list(stepped(iter([x, x]), 3, 1.0))) == 2
+
+
+def test_noise_is_the_variance_of_the_gradient_between_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    data = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(40)]
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def noise(batches: list[tuple[Tensor, Tensor]], fraction: float = 1.0) -> float | None:
+        return qsync_fx.sensitivity(
+            model, step, batches, precisions=["int8"], steps=len(batches), fraction=fraction
+        ).noise
+
+    rows = []
+    for batch in data:
+        gradients = torch.autograd.grad(step(model, batch), list(model.parameters()))
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    expected = float(torch.stack(rows).double().var(0).sum())
+    whole, halves = noise(data), noise(data, fraction=0.5)
+    assert whole is not None and abs(whole / expected - 1) < 0.4
+    assert halves is not None and abs(halves / expected - 1) < 0.4
+    assert noise(data[:1]) is None
