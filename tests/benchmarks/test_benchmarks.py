@@ -27,6 +27,7 @@ ELSEWHERE = {
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
     "plots": "draws the charts of the pages: tests/test_site.py",
+    "reductions": "needs several ranks: test_reductions.py",
 }
 MORE_OF_A_KIND = {
     "allocator": "fleets",
