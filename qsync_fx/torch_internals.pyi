@@ -1,0 +1,168 @@
+"""Types of torch_internals.py, in the order of its table."""
+
+# ruff: noqa: I001
+
+from typing import Any
+
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, OperatorBase
+from torch._C import DispatchKey, _current_graph_task_id, _dispatch_has_kernel
+from torch._C import _dispatch_has_kernel_for_dispatch_key, _set_deterministic_algorithms
+from torch._C import _cuda_getCurrentRawStream, _cuda_getDevice
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch import _check, _int_mm, _native_multi_head_attention, _scaled_mm
+from torch import _transformer_encoder_layer_fwd
+from torch.cuda import _sleep
+from torch._prims_common import suggest_memory_format
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_map, tree_map_only, tree_unflatten
+from torch.utils._sympy import functions as sympy_functions
+from torch._C._autograd import _profiler_enabled
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental._backward_state import BackwardState
+from torch._guards import CompileContext, Guard, TracingContext, active_fake_mode
+from torch._dynamo import config as dynamo_config, mark_dynamic, maybe_mark_dynamic
+from torch._dynamo import optimize as dynamo_optimize, trace_rules
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS, lookup_backend
+from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock, input_codes
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, get_compiler_fn
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, ShortenTraceback
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import ConstantSource, GlobalStateSource, LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters, get_optimize_ddp_mode
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import get_default_op_list
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config, debug as inductor_debug
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ExternKernel, Pointwise
+from torch._inductor.lowering import constrain_to_fx_strides, lowerings as inductor_lowerings
+from torch._inductor.lowering import make_fallback, make_pointwise, register_lowering, to_dtype
+from torch._inductor.virtualized import V, ops as inductor_ops
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
+
+__all__ = [
+    "_BACKENDS",
+    "_COMPILER_FNS",
+    "BackendCompilerFailed",
+    "BackwardState",
+    "CatchErrorsWrapper",
+    "CompileContext",
+    "ConstantSource",
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "DispatchKey",
+    "ExternKernel",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GlobalStateSource",
+    "GraphLowering",
+    "Guard",
+    "GuardBuilder",
+    "HigherOrderOperator",
+    "InstructionTranslator",
+    "LocalSource",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OperatorBase",
+    "OptimizeContext",
+    "OptimizedModule",
+    "Pointwise",
+    "PyCodeCache",
+    "RestartAnalysis",
+    "ShortenTraceback",
+    "SkipFrame",
+    "TracingContext",
+    "V",
+    "_FrameAction",
+    "_FrameExecStrategy",
+    "_LazyGraphModule",
+    "_check",
+    "_cuda_getCurrentRawStream",
+    "_cuda_getDevice",
+    "_current_graph_task_id",
+    "_debug_get_cache_entry_list",
+    "_disable_current_modes",
+    "_dispatch_has_kernel",
+    "_dispatch_has_kernel_for_dispatch_key",
+    "_enter_autocast",
+    "_exit_autocast",
+    "_get_default_group",
+    "_get_default_store",
+    "_int_mm",
+    "_native_multi_head_attention",
+    "_profiler_enabled",
+    "_scaled_mm",
+    "_set_deterministic_algorithms",
+    "_sleep",
+    "_transformer_encoder_layer_fwd",
+    "_world",
+    "active_fake_mode",
+    "callback_handler",
+    "compile_fx_inner",
+    "compile_lock",
+    "constrain_to_fx_strides",
+    "counters",
+    "dynamo_config",
+    "dynamo_optimize",
+    "enable_python_dispatcher",
+    "functorch_config",
+    "get_compiler_fn",
+    "get_default_op_list",
+    "get_hash_for_files",
+    "get_optimize_ddp_mode",
+    "inductor_config",
+    "inductor_debug",
+    "inductor_lowerings",
+    "inductor_ops",
+    "innermost_backend",
+    "input_codes",
+    "install_guard",
+    "is_in_torch_dispatch_mode",
+    "keystr",
+    "lookup_backend",
+    "make_fallback",
+    "make_pointwise",
+    "mark_dynamic",
+    "maybe_mark_dynamic",
+    "min_cut_rematerialization_partition",
+    "register_backend",
+    "register_lowering",
+    "reset_code",
+    "select_decomp_table",
+    "set_code_exec_strategy",
+    "suggest_memory_format",
+    "sympy_functions",
+    "to_dtype",
+    "trace_rules",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+# Without annotations in torch.
+_execution_engine: Any
+_get_data_attr: Any
+_saved_tensors_hooks_is_enabled: Any
+_get_active_ddp_module: Any
+
+OPTIONAL: frozenset[str]
+PATHS: dict[str, tuple[str, str]]
