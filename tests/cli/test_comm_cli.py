@@ -155,40 +155,6 @@ def test_predict_recommends_no_compression_without_a_gain(
     assert "A codec would pay below" in told
 
 
-def test_predict_reads_measured_speeds(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--json"]) == 0
-    path = tmp_path / "rates.json"
-    path.write_text(capsys.readouterr().out)
-    how = [
-        "comm",
-        "predict",
-        model,
-        "--gpus",
-        "2",
-        "--bandwidth",
-        "100mbit",
-        "--codec",
-        "qsgd4",
-        "--json",
-    ]
-    assert main([*how, "--rates", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["rates"] == f"measured, {path}"
-    rows = [{"codec": name, "encode": 1e9, "decode": 1e9} for name in ("fp32", "qsgd4")]
-    path.write_text(json.dumps(rows))
-    assert main([*how[:-3], "--json", "--rates", str(path)]) == 0
-    printed = capsys.readouterr()
-    assert [row["codec"] for row in json.loads(printed.out)["codecs"]] == ["none", "qsgd4"]
-    assert f"{path} has no speed of bf16, fp16, 1bit*, qsgd2, qsgd8, qsgd16" in printed.err
-    path.write_text(json.dumps(rows[:1]))
-    assert main([*how[:-3], "--rates", str(path)]) == 2
-    assert "the file contains no codec that can be predicted" in capsys.readouterr().err
-    path.write_text('[{"codec": "qsgd4"}]')
-    assert main([*how, "--rates", str(path)]) == 2
-    assert "the codec speeds cannot be read" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("how", "said"),
     [

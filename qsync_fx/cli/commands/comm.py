@@ -32,9 +32,7 @@ examples:
   qsync comm predict bert:small --gpus 16 --bandwidth 1gbit
   qsync comm predict bert:small --gpus 8 --device v100 --bandwidth 100gbit
   qsync comm predict bert:small --gpus 16 --gpus-per-node 4 --inside 100gbit --bandwidth 1gbit
-  qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json
-  qsync comm bench --json > rates.json
-  qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
+  qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json"""
 
 _UNITS: Final = {"bit": 1 / 8, "b": 1.0}
 _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -78,7 +76,6 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         requested,
         """
         --codec NAME...  codec to compare; repeatable; by default all codecs
-        --rates FILE     codec speeds: the output of qsync comm bench --json
         --json           print one JSON object
         """,
     )
@@ -108,30 +105,15 @@ def _predict(arguments: argparse.Namespace) -> None:
     fleet = Cluster({"devices": ClusterDevice(arguments.gpus)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
-    if arguments.rates:
-        how_fast = _read(arguments.rates)
-    else:
-        how_fast = rates(fleet, {"devices": profile})
+    speeds = rates(fleet, {"devices": profile})
     # 1bit codes columns of parameters, whose shapes a profile lacks; 1bit* is the same rule for
     # consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
-    if arguments.rates and not arguments.codec:
-        # A file may contain only some codecs.
-        missing = [name for name in codecs if name not in how_fast.by_codec]
-        codecs = [name for name in codecs if name in how_fast.by_codec]
-        if not codecs:
-            raise OptionError(
-                "the file contains no codec that can be predicted",
-                where=arguments.rates,
-                do="measure more codecs with qsync comm bench --json",
-            )
-        if missing:
-            output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
-    without, result = paying(schedules, fleet, codecs, how_fast)
+    without, result = paying(schedules, fleet, codecs, speeds)
     if arguments.json:
-        output.as_json(_as_json(profile, fleet, how_fast, without, result))
+        output.as_json(_as_json(profile, fleet, speeds, without, result))
     else:
-        _show(profile, fmt, fleet, how_fast, without, result)
+        _show(profile, fmt, fleet, speeds, without, result)
 
 
 def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
@@ -159,25 +141,6 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
     return catalog_profile(
         arguments.device or "t4", trained.module, trained.step, trained.batches[0], [fmt], optimizer
     )
-
-
-def _read(path: str) -> Rates:
-    import json
-    import pathlib
-
-    from qsync_fx.communication.codec_cost_model import Rate, Rates
-
-    do = "write the file with qsync comm bench --json"
-    try:
-        rows = json.loads(pathlib.Path(path).read_text())
-        result = {
-            str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OptionError(f"the codec speeds cannot be read: {error}", where=path, do=do) from error
-    if any(not (rate.encode > 0 and rate.decode > 0) for rate in result.values()):
-        raise OptionError("a codec speed is not positive", where=path, do=do)
-    return Rates(f"measured, {path}", result)
 
 
 def _inside(arguments: argparse.Namespace) -> float | None:
