@@ -139,6 +139,7 @@ def test_single_file_reads_environment_variables() -> None:
 
 
 LAYERS = (
+    "lazy_names",
     "errors torch_internals formatting text_tables module_paths option_help html_view",
     "autocast_policy environment entry_points formats progress rounding",
     "serialization ops",
@@ -185,12 +186,14 @@ def imported_modules(path: Path, deferred: bool = True) -> frozenset[str]:
     """Return all modules of the project that a file imports; those as it is loaded unless
     `deferred`.
 
-    Imports inside functions and under TYPE_CHECKING count. In a file that uses importlib every
-    string that is the
-    name of a module counts, too: importlib takes such strings, directly or by way of a table.
+    Imports inside functions, under TYPE_CHECKING and in the stub of the file count. In a file that
+    uses importlib every string that is the name of a module counts, too: importlib takes such
+    strings, directly or by way of a table.
     """
     result: set[str] = set()
     tree = ast.parse(path.read_text())
+    if deferred and (stub := path.with_suffix(".pyi")).exists():
+        tree.body += ast.parse(stub.read_text()).body
     has_importlib = deferred and any(
         isinstance(node, ast.Name) and node.id == "importlib" for node in ast.walk(tree)
     )
@@ -398,7 +401,7 @@ def test_types_of_private_names_are_those_of_the_table() -> None:
         for alias in node.names
     }
     declared = {ast.unparse(node.target) for node in stub.body if isinstance(node, ast.AnnAssign)}
-    untyped = declared - {"OPTIONAL", "PATHS"}
     assert imported.items() <= torch_internals.PATHS.items()
-    rest = torch_internals.PATHS.keys() - imported.keys() - untyped
-    assert rest <= torch_internals.OPTIONAL and untyped <= torch_internals.PATHS.keys()
+    assert declared - {"OPTIONAL", "PATHS"} == torch_internals.PATHS.keys() - imported.keys()
+    exported = next(node.value for node in stub.body if isinstance(node, ast.Assign))
+    assert set(ast.literal_eval(exported)) == imported.keys()
