@@ -9,7 +9,6 @@ Invariant: importing this package imports only torch; each name is imported on f
 
 from __future__ import annotations
 
-from qsync_fx import html_view
 from qsync_fx.lazy_names import declared, importer
 
 __version__ = "0.1.0"
@@ -17,14 +16,6 @@ __version__ = "0.1.0"
 _NAMES = declared(__file__)
 __getattr__ = importer(__name__, _NAMES)
 __all__ = ["__version__", *sorted(name for name, (home, _) in _NAMES.items() if home != __name__)]
-
-
-def _report(value: object) -> html_view.Page:
-    page: html_view.Page = __getattr__("Report")(value)
-    return page
-
-
-html_view.register(_report)
 
 
 def __dir__() -> list[str]:
