@@ -48,11 +48,13 @@ def kept(sensitivity: Sensitivity) -> float:
 
 
 def ordered(sensitivity: Sensitivity) -> list[dict[str, int]]:
-    """Return the ranks of each update, with operators in execution order."""
-    return [
-        {name: ranks[name] for name in sensitivity.operators}
-        for ranks in sensitivity.ranks(PRECISION)
-    ]
+    """Return each operator's rank in each update, 0 for the most sensitive, in execution order."""
+    result = []
+    for values in sensitivity.trace:
+        order = sorted(values, key=lambda name: -values[name][PRECISION])
+        ranks = {name: rank for rank, name in enumerate(order)}
+        result.append({name: ranks[name] for name in sensitivity.operators})
+    return result
 
 
 def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:

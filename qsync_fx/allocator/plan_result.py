@@ -279,7 +279,7 @@ def answer_table(answer: PlanResult) -> RenderableType:
     conditions = {name: part.conditions for name, part in answer.problem.classes.items()}
     measured = [f"{name}: measured with {text}" for name, text in conditions.items() if text]
     lines = [*limit_lines(answer), *_coding(answer), *_trials(answer), *measured]
-    lines += [*note_lines(answer), _bound(answer)]
+    lines += [*note_lines(answer), bound_line(answer)]
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
@@ -332,12 +332,14 @@ def limit_lines(answer: PlanResult) -> Iterator[str]:
         yield f"no limit is reached: the plan has the least {goal} that was found"
 
 
-def _bound(answer: PlanResult) -> str:
+def bound_line(answer: PlanResult) -> str:
+    """Return a sentence on the lower bound of the objective."""
     bound = "no bound is known"
-    if answer.bound is not None and answer.problem.least == "variance":
-        bound = f"no plan has a variance below {answer.bound:.4g}, gap {answer.gap:.2%}"
-    elif answer.bound is not None:
-        bound = f"no plan has a step below {duration(answer.bound)}, gap {answer.gap:.2%}"
+    if answer.bound is not None and answer.gap != 1:  # a bound of 0 holds for every plan
+        figure = f"step below {duration(answer.bound)}"
+        if answer.problem.least == "variance":
+            figure = f"variance below {answer.bound:.4g}"
+        bound = f"no plan has a {figure}, gap {answer.gap:.2%}"
     return f"allocator {answer.allocator}, {answer.took:.2f} s: {bound}"
 
 

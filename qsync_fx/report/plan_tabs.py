@@ -7,7 +7,13 @@ from typing import Any, Final
 
 from qsync_fx.allocator.analysis import ParetoFront
 from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator
-from qsync_fx.allocator.plan_result import PlanResult, limit_lines, note_lines, variance_share
+from qsync_fx.allocator.plan_result import (
+    PlanResult,
+    bound_line,
+    limit_lines,
+    note_lines,
+    variance_share,
+)
 from qsync_fx.allocator.problem import Problem, width
 from qsync_fx.formatting import duration, many
 from qsync_fx.predictor.memory.peak_memory import StepMemory
@@ -15,7 +21,6 @@ from qsync_fx.report.timeline_tab import add_timeline
 
 _IDLE: Final = 0.01
 """Share of a step below which waiting is not worth a sentence."""
-_PROVED: Final = 5e-5
 """Gap below which a plan counts as the best."""
 _MOST_MOMENTS: Final = 1500
 """Moments of a memory chart; of more, neighbours are combined to the one with more bytes."""
@@ -80,7 +85,8 @@ def _add_summary(tabs: Any, answer: PlanResult, before: Evaluation) -> None:
     peaks = [item.peak_bytes for item in evaluation.classes.values() if item.peak_bytes]
     if peaks:
         facts.append({"label": "highest peak memory", "bytes": max(peaks), "note": "of a device"})
-    summary["sentences"] += [*map(_sentence, limit_lines(answer)), *_pace(answer), *_bound(answer)]
+    summary["sentences"] += [*map(_sentence, limit_lines(answer)), *_pace(answer)]
+    summary["sentences"].append(_sentence(bound_line(answer)))
     summary["details"] += list(note_lines(answer))
 
 
@@ -108,17 +114,6 @@ def _pace(answer: PlanResult) -> list[str]:
         share = f"{sending / seconds:.0%} of a step"
         result.append(f"Devices wait up to {duration(sending)} for gradients, {share}.")
     return result
-
-
-def _bound(answer: PlanResult) -> list[str]:
-    if answer.gap is None or answer.gap >= 1:  # a bound of 0 holds for every plan
-        return [f"The allocator {answer.allocator} proves no bound."]
-    if answer.gap < _PROVED:
-        return [f"The allocator {answer.allocator} proves that no plan is better."]
-    return [
-        f"The allocator {answer.allocator} proves that no plan is better by more than "
-        f"{answer.gap:.2%}."
-    ]
 
 
 def _add_plan(tabs: Any, answer: PlanResult) -> None:

@@ -19,6 +19,7 @@ from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES
 from qsync_fx.predictor.cost_mapper.times import Times
+from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
 from qsync_fx.predictor.memory import ADAM
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Compression, Network, NodeGroup
 from qsync_fx.profiler.sensitivity.gradient_step import of_gradients
@@ -209,7 +210,7 @@ def test_sensitivity_contains_codec_variance_by_gradient() -> None:
         assert by["bf16"] == pytest.approx(
             float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3
         )
-    assert Sensitivity.from_json(found.to_json()) == found
+    assert SENSITIVITY.decode(found.to_json()) == found
 
 
 def test_codec_variance_requires_no_extra_step() -> None:

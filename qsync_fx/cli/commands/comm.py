@@ -339,9 +339,11 @@ def _bench(arguments: argparse.Namespace) -> None:
 
     import torch
 
+    from qsync_fx import _C
     from qsync_fx.communication.codec_benchmarks import measured
     from qsync_fx.communication.codecs import NAMES, codec_named
     from qsync_fx.communication.duo.sign_codecs import DUOS
+    from qsync_fx.formatting import many
 
     for name in ("megabytes", "threads", "repeats"):
         if not getattr(arguments, name) > 0:
@@ -370,7 +372,10 @@ def _bench(arguments: argparse.Namespace) -> None:
         numbers = [f"{value / 1e9:.1f}" for value in speeds] + [f"{ratio:.2f}" for ratio in ratios]
         rows.append((speed.codec, f"{speed.bits:.3f}", *numbers))
     copy = statistics.median(speed.copy for speed in result) / 1e9
-    print(f"{_setup(values, arguments)}; memcpy {copy:.1f} GB/s\n")
+    print(
+        f"{values / 2**18:.3g} MiB of FP32 gradients, {many(arguments.threads, 'thread')}, "
+        f"{_C.isa()} kernels, medians of {many(arguments.repeats, 'run')}; memcpy {copy:.1f} GB/s\n"
+    )
     operations = ("encode", "decode", "decode and add")
     speed_names = (f"{operation} GB/s" for operation in operations)
     ratio_names = (f"{operation} / memcpy" for operation in operations)
@@ -379,16 +384,6 @@ def _bench(arguments: argparse.Namespace) -> None:
     notes = [_WITHOUT_MODEL[speed.codec] for speed in result if speed.codec in _WITHOUT_MODEL]
     if notes:
         print("\n" + "\n".join(notes))
-
-
-def _setup(values: int, arguments: argparse.Namespace) -> str:
-    from qsync_fx import _C
-    from qsync_fx.formatting import many
-
-    return (
-        f"{values / 2**18:.3g} MiB of FP32 gradients, {many(arguments.threads, 'thread')}, "
-        f"{_C.isa()} kernels, medians of {many(arguments.repeats, 'run')}"
-    )
 
 
 COMMAND = Command(

@@ -108,23 +108,9 @@ class Sensitivity:
         message = f"the sensitivity in {shown(precision)} was not computed"
         raise ProfileError(message, where=name, do=nearest(precision, by))
 
-    def ranks(self, precision: str) -> list[dict[str, int]]:
-        """Return each operator's rank in each step, 0 for the most sensitive (QSync, Fig. 8)."""
-        result = []
-        for values in self.trace:
-            available = [(by[precision], name) for name, by in values.items() if precision in by]
-            order = sorted(available, key=lambda pair: -pair[0])
-            result.append({name: rank for rank, (_, name) in enumerate(order)})
-        return result
-
     def to_json(self) -> str:
         """Return the sensitivity as JSON text."""
         return SENSITIVITY.encode(self.finite())
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Sensitivity:
-        """Return the sensitivity of a `to_json` text; raise `ProfileError` for any other text."""
-        return SENSITIVITY.decode(text)
 
     def save(self, path: Path) -> None:
         """Write the sensitivity to a file atomically; raise `ProfileError` if that fails."""
@@ -154,10 +140,8 @@ def _finite(values: Values) -> dict[str, dict[str, float]]:
 
 def check(result: Sensitivity) -> str | None:
     """Return why the contents of a file are invalid; None if they are valid."""
-    if result.steps < 0 or result.seconds < 0:
-        return "neither steps nor seconds are negative"
-    if result.noise is not None and not result.noise >= 0:
-        return "the noise of the gradient is not negative"
+    if min(result.steps, result.seconds, result.noise or 0.0) < 0:
+        return "steps, seconds and noise are not negative"
     for values in (result.variance, *result.trace):
         for operator, by in values.items():
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.indicator.sensitivity_map import CHECKS, Sensitivity
+from qsync_fx.predictor.indicator.sensitivity_map import CHECKS, SENSITIVITY, Sensitivity
 from qsync_fx.serialization import Schema
 
 FOUND = Sensitivity(
@@ -38,11 +38,6 @@ def test_sensitivity_gives_the_added_variance() -> None:
         FOUND.of("a/linear", "fp16")
 
 
-def test_ranks_of_each_step() -> None:
-    assert FOUND.ranks("int8") == [{"b/linear": 0, "a/linear": 1}, {"a/linear": 0, "b/linear": 1}]
-    assert FOUND.ranks("bf16") == [{}, {}]
-
-
 def test_it_prints_as_a_table() -> None:
     assert str(FOUND).splitlines() == [
         "",
@@ -59,7 +54,7 @@ def test_a_file_gives_back_the_value(tmp_path: Path) -> None:
     FOUND.save(tmp_path / "s.json")
     assert Sensitivity.load(tmp_path / "s.json") == FOUND
     overflow = Sensitivity("second_order", "Net", {"a/linear": {"int8": math.inf}})
-    assert Sensitivity.from_json(overflow.to_json()).of("a/linear", "int8") > 1e308
+    assert SENSITIVITY.decode(overflow.to_json()).of("a/linear", "int8") > 1e308
 
 
 HEAD = {"format": "qsync-sensitivity", "version": 1, "method": "second_order", "model": "Net"}
@@ -87,7 +82,7 @@ HEAD = {"format": "qsync-sensitivity", "version": 1, "method": "second_order", "
 )
 def test_hostile_text_is_an_error_with_a_remedy(text: str) -> None:
     with pytest.raises(ProfileError) as raised:
-        Sensitivity.from_json(text)
+        SENSITIVITY.decode(text)
     assert raised.value.do
 
 

@@ -86,7 +86,7 @@ def test_the_trace_of_a_model_that_trains() -> None:
         optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
     )
     assert still.trace[0] == still.trace[1] == trained.trace[0] != trained.trace[1]
-    assert all(sorted(ranks.values()) == [0, 1, 2, 3, 4] for ranks in trained.ranks("int8"))
+    assert all(len(values) == 5 for values in trained.trace)
 
 
 def test_unary_operators_of_the_paper_have_no_backward_variance() -> None:
