@@ -192,7 +192,7 @@ def test_every_option_is_documented() -> None:
         ),
         (
             {3: 1},
-            "unknown option a value of type int",
+            "unknown option the number 3",
             "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, "
             "device_class,",
         ),
@@ -201,9 +201,9 @@ def test_every_option_is_documented() -> None:
             "\"precision\" cannot be 'int9'",
             "did you mean 'int8'? known: bf16,",
         ),
-        ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
+        ({"precision": 8}, '"precision" cannot be the number 8', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),
-        ({"plan": 8}, '"plan" cannot be a value of type int', "pass a Plan, a path"),
+        ({"plan": 8}, '"plan" cannot be the number 8', "pass a Plan, a path"),
         (
             {"inner_backend": "inducter"},
             "\"inner_backend\" cannot be 'inducter'",
@@ -218,7 +218,7 @@ def test_every_option_is_documented() -> None:
         ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
         (
             {"emulate_unsupported": 1},
-            '"emulate_unsupported" cannot be a value of type int',
+            '"emulate_unsupported" cannot be the number 1',
             "use True or False",
         ),
         (
