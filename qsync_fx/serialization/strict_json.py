@@ -58,7 +58,7 @@ def kind(value: object) -> str:
         case bool():
             return str(value).lower()
         case int() | float():
-            return f"the number {json.dumps(value)[:40]}"
+            return f"the number {str(value)[:40]}"
         case str():
             return "text"
         case Mapping():

@@ -142,7 +142,7 @@ def test_fields_with_a_default_may_be_missing() -> None:
         (
             ("shapes", 0, "radius"),
             math.inf,
-            "has the number Infinity instead of a number",
+            "has the number inf instead of a number",
             "shapes[0].radius",
         ),
         (("shapes", 0, "radius"), -1, "a circle has no negative radius", "shapes[0]"),
