@@ -176,10 +176,10 @@ def several(
                         values = run.settled(made[method], now)
                         checkpoint.add(method, values, time.perf_counter() - begin)
                     checkpoint.save()
-                    if not (isinstance(batches, Sequence) and len(batches) == 1):
-                        noise.add(now().gradients())
                 else:
                     run.through(now)
+                if not (isinstance(batches, Sequence) and len(batches) == 1):
+                    noise.add(now().gradients())
                 if trainer is not None:
                     _train(trainer, now())
             advance(f"step {index + 1}", checkpoint.seconds_left(steps, index + 1))
