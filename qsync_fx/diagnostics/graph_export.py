@@ -30,10 +30,10 @@ def dot(graphs: Sequence[PrecisionGraph]) -> str:
     for index, model in enumerate(graphs):
         for graph in model.walk():
             lines.append(f'  subgraph cluster_{clusters} {{\n    label="graph {clusters}";')
-            lines += [_box(index, operator) for operator in _shown(graph)]
+            lines += [_box(index, operator) for operator in shown(graph)]
             lines.append("  }")
             clusters += 1
-        for edge in _edges(model):
+        for edge in edges(model):
             attributes = edge.text and f" [tooltip={json.dumps(edge.text)}]"
             source, reader = _name(index, edge.source), _name(index, edge.reader)
             lines.append(f"  {source} -> {reader}{attributes};")
@@ -60,7 +60,7 @@ def model_explorer(graphs: Sequence[PrecisionGraph], label: str) -> str:
     collection = []
     for index, model in enumerate(graphs):
         incoming: dict[str, list[dict[str, str]]] = defaultdict(list)
-        for edge in _edges(model):
+        for edge in edges(model):
             inputs = incoming[edge.reader]
             inputs.append({"sourceNodeId": edge.source, "sourceNodeOutputId": "0"})
             inputs[-1]["targetNodeInputId"] = str(len(inputs) - 1)
@@ -74,7 +74,7 @@ def model_explorer(graphs: Sequence[PrecisionGraph], label: str) -> str:
                 "style": {"backgroundColor": colour(operator.precision)},
             }
             for graph in model.walk()
-            for operator in _shown(graph)
+            for operator in shown(graph)
         ]
         collection.append({"id": f"graph {index}", "nodes": nodes})
     return json.dumps({"label": label, "graphs": collection}, indent=1) + "\n"
@@ -96,13 +96,13 @@ def _attributes(operator: Operator) -> Iterator[tuple[str, str]]:
         yield "source", f"{operator.source}: {operator.source.code}"
 
 
-def _shown(graph: PrecisionGraph) -> list[Operator]:
+def shown(graph: PrecisionGraph) -> list[Operator]:
     """Return the operators except calls of bodies, as the bodies are shown themselves."""
     return [op for op in graph.own_operators() if not node_metadata.bodies(op.node)]
 
 
 @dataclass(frozen=True)
-class _Edge:
+class Edge:
     """Tensor between two operators, by their ids; `text` is "" for inserted operators."""
 
     source: str
@@ -110,10 +110,11 @@ class _Edge:
     text: str = ""
 
 
-def _edges(graph: PrecisionGraph) -> Iterator[_Edge]:
+def edges(graph: PrecisionGraph) -> Iterator[Edge]:
+    """Yield the tensors that operators pass to others, one for each role of a reader."""
     flow = graph.costing.flow
     written = {str(site.id) for site in flow.sites}
-    operators = {str(op.id): op for part in graph.walk() for op in _shown(part)}
+    operators = {str(op.id): op for part in graph.walk() for op in shown(part)}
     for site in flow.sites:
         for operand, need in zip(site.operands, site.needs, strict=True):
             note = node_metadata.NOTE.get(flow.source(operand.node))
@@ -122,12 +123,12 @@ def _edges(graph: PrecisionGraph) -> Iterator[_Edge]:
                 continue
             count = sum((expression(t.numel()) for t in values), start=0)
             suffix = "" if need else ", without a gradient"
-            yield _Edge(str(note.id), str(site.id), f"{operand.role}: {count} values{suffix}")
+            yield Edge(str(note.id), str(site.id), f"{operand.role}: {count} values{suffix}")
     # Operators that a pass inserts after the decisions are not in the written graph.
     for reader, operator in operators.items():
         for source in dict.fromkeys(_sources(operator.node)):
             if source in operators and not {source, reader} <= written:
-                yield _Edge(source, reader)
+                yield Edge(source, reader)
 
 
 def _sources(node: fx.Node) -> list[str]:

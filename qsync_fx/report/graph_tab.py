@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from qsync_fx.diagnostics.explanation import Explained, Explanation, ReplayedPlan
+from qsync_fx.diagnostics.explanation import Explanation
+from qsync_fx.diagnostics.graph_export import edges, shown
 from qsync_fx.formatting import number
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.cost_algebra import Cost
@@ -22,15 +23,15 @@ def add_explanation(tabs: Any, explanation: Explanation) -> None:
         nodes: list[dict[str, Any]] = []
         places: dict[tuple[int, str], int] = {}
         for index, part in enumerate(explanation.graphs):
-            for operator in _shown(part.operators):
-                places[index, str(operator.id)] = len(nodes)
-                nodes.append(_node(operator))
-        edges = sorted(
+            for graph in part.graph.walk():
+                for operator in shown(graph):
+                    places[index, str(operator.id)] = len(nodes)
+                    nodes.append(_node(operator))
+        pairs = sorted(
             {
-                (places[source], places[reader])
+                (places[index, edge.source], places[index, edge.reader])
                 for index, part in enumerate(explanation.graphs)
-                for source, reader in _edges(part, index)
-                if source in places and reader in places
+                for edge in edges(part.graph)
             }
         )
         passes = [_pass(explanation, name, places) for name in explanation.passes]
@@ -38,7 +39,7 @@ def add_explanation(tabs: Any, explanation: Explanation) -> None:
         passes, explanation.passes, ["", *explanation.passes], strict=False
     ):
         entry["diff"] = _diff(explanation, before, name)
-    tabs["graph"] = {"nodes": nodes, "edges": edges, "passes": passes}
+    tabs["graph"] = {"nodes": nodes, "edges": pairs, "passes": passes}
     summary = tabs.summary()
     adjustable = explanation.adjustable
     if not summary["sentences"]:
@@ -59,11 +60,6 @@ def add_explanation(tabs: Any, explanation: Explanation) -> None:
             for op in adjustable
         ]
         tabs["plan"] = {"devices": [{"name": "this model", "count": None}], "layers": layers}
-
-
-def _shown(operators: list[Operator]) -> list[Operator]:
-    """Return the operators except calls of bodies, as the bodies are shown themselves."""
-    return [operator for operator in operators if not node_metadata.bodies(operator.node)]
 
 
 def _node(operator: Operator) -> dict[str, Any]:
@@ -93,16 +89,6 @@ def _costs(cost: Cost) -> dict[str, Any]:
 
 
 Place = tuple[int, str]
-
-
-def _edges(part: Explained | ReplayedPlan, index: int) -> Iterator[tuple[Place, Place]]:
-    """Yield the pairs of operators between which a tensor is passed."""
-    flow = part.costing.flow
-    for site in flow.sites:
-        for operand in site.operands:
-            note = node_metadata.NOTE.get(flow.source(operand.node))
-            if note is not None:
-                yield (index, str(note.id)), (index, str(site.id))
 
 
 def _pass(explanation: Explanation, name: str, places: dict[Place, int]) -> dict[str, Any]:

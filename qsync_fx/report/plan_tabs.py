@@ -21,7 +21,6 @@ from qsync_fx.report.timeline_tab import add_timeline
 
 _IDLE: Final = 0.01
 """Share of a step below which waiting is not worth a sentence."""
-"""Gap below which a plan counts as the best."""
 _MOST_MOMENTS: Final = 1500
 """Moments of a memory chart; of more, neighbours are combined to the one with more bytes."""
 
