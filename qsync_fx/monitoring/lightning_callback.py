@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning
 
-from qsync_fx.monitoring.plan_schedule import PlanInput, PlanSchedule
+from qsync_fx.monitoring.plan_schedule import PlanSchedule
 
 
-class LightningMonitor(lightning.Callback):
-    """Monitor and plan switches of a lightning.Trainer.
-
-    Args:
-        to: as of `qsync_fx.monitor`; None for no metrics.
-        plans: plan that becomes active before a step, by the number of steps before it.
-        monitoring: keyword arguments of `qsync_fx.monitor`.
-    """
-
-    def __init__(
-        self, to: Any = None, *, plans: Mapping[int, PlanInput] | None = None, **monitoring: Any
-    ) -> None:
-        self._schedule = PlanSchedule(to, plans or {}, monitoring)
+class LightningMonitor(PlanSchedule, lightning.Callback):
+    """Monitor and plan switches of a lightning.Trainer."""
 
     def on_train_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        self._schedule.begin(pl_module, trainer.global_step)
+        self._begin(pl_module, trainer.global_step)
 
     def on_train_batch_start(
         self,
@@ -36,12 +24,12 @@ class LightningMonitor(lightning.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._schedule.before_step(pl_module, trainer.global_step)
+        self._before_step(pl_module, trainer.global_step)
 
     def on_train_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        self._schedule.end()
+        self._end()
 
     def on_exception(
         self,
@@ -49,4 +37,4 @@ class LightningMonitor(lightning.Callback):
         pl_module: lightning.LightningModule,
         exception: BaseException,
     ) -> None:
-        self._schedule.end()
+        self._end()

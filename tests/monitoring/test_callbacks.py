@@ -126,4 +126,4 @@ def test_lightning_reports_steps_and_switches_plans(tmp_path: Path) -> None:
 
 def test_steps_of_plans_are_checked() -> None:
     with pytest.raises(OptionError, match="'2' is not a number of steps"):
-        PlanSchedule(None, {"2": LATER}, {})  # type: ignore[dict-item]
+        PlanSchedule(plans={"2": LATER})  # type: ignore[dict-item]
