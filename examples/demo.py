@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 SLOWER = 4 / 3
 """Ratio of rank 1's images per step to rank 0's."""
-_ROUNDS = 21
+_ROUNDS = 15
 """Interleaved runs of each measured plan.
 
 A step takes about 50 ms and the machine's speed varies, so a profile needs many runs.
