@@ -1,11 +1,13 @@
 """Share of `qsync_fx.monitor` in a training step at its default interval.
 Forward, backward and fused SGD in INT8, without a monitor and with one that writes a CSV file.
 "step ms" and "statistics ms" are medians of the monitor's own seconds in a step without and with
-statistics of weights. "share" is their mean over 100 steps, relative to a step without a monitor.
+statistics of weights. "every" is the default number of steps between statistics for this step.
+"share" is their mean over that number, relative to a step without a monitor.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx.monitoring.metric_sinks import CsvSink
-from qsync_fx.monitoring.step_monitor import EVERY
+from qsync_fx.monitoring.step_monitor import EVERY, SHARE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -87,12 +89,14 @@ def row_of(name: str, case: Case, repeats: int, folder: str) -> Row:
     measure({"statistics": monitored(1, with_statistics)}, repeats)
     seconds = times.median("without") / STEPS
     cost, most = statistics.median(alone), statistics.median(with_statistics)
+    every = EVERY * max(1, math.ceil(most / SHARE / seconds / EVERY))
     return {
         "case": name,
         "milliseconds": seconds * 1e3,
         "step ms": cost * 1e3,
         "statistics ms": most * 1e3,
-        "share": (cost * (EVERY - 1) + most) / EVERY / seconds,
+        "every": every,
+        "share": (cost * (every - 1) + most) / every / seconds,
     }
 
 

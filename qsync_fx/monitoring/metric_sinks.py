@@ -46,19 +46,31 @@ class CsvSink:
                 where=str(path),
                 do="use another path",
             ) from error
-        self._flushed = time.monotonic()
+        self._written = time.monotonic()
+        self._steps: list[tuple[int, Mapping[str, float]]] = []
         self._writer = csv.writer(self._file)
         self._writer.writerow(("step", "metric", "value"))
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._writer.writerows((step, name, repr(value)) for name, value in metrics.items())
+        self._steps.append((step, metrics))
         # A run that is killed loses the rows of a second.
-        if (now := time.monotonic()) > self._flushed + 1:
-            self._file.flush()
-            self._flushed = now
+        if time.monotonic() > self._written + 1:
+            self._write()
+
+    def _write(self) -> None:
+        self._writer.writerows(
+            (step, name, repr(value))
+            for step, metrics in self._steps
+            for name, value in metrics.items()
+        )
+        self._file.flush()
+        self._steps.clear()
+        self._written = time.monotonic()
 
     def close(self) -> None:
-        self._file.close()
+        if not self._file.closed:
+            self._write()
+            self._file.close()
 
 
 class TensorBoardSink:

@@ -29,14 +29,16 @@ from qsync_fx.plan.cluster_plan import this_process
 from qsync_fx.plan_switching import options_of, switch_count
 
 EVERY: Final = 100
-"""Default number of steps between statistics of weights."""
+"""Least number of steps between statistics of weights, by default."""
+SHARE: Final = 0.005
+"""Largest share of the training time that statistics of weights take, by default."""
 
 
 def monitor(
     model: nn.Module,
     to: Destination | Sequence[Destination],
     *,
-    every: int = EVERY,
+    every: int | None = None,
     compression: CompressorHandle | None = None,
     first_step: int = 0,
 ) -> Monitor:
@@ -55,7 +57,8 @@ def monitor(
     - `sent_bytes`, `codec_s`, with `compression`: bytes that this rank sent, and seconds in codecs.
     - `monitor_s`: seconds of this monitor in the last step.
 
-    Every `every` steps these metrics of each operator are added, as "underflow/encoder.fc/linear".
+    Every `every` steps these metrics of each operator are added, as "underflow/encoder.fc/linear"
+    (by default every 100 steps, or a multiple of it with which they take up to 0.5% of the time).
     They are computed outside compiled code from the parameters, by rounding to nearest in the
     format of the operator; scales in compiled code, activations, and gradients of activations are
     not measured. With FSDP they describe the shard of this rank. An operator is included if its
@@ -73,7 +76,7 @@ def monitor(
         to: a path that ends with ".csv" (with several ranks, "run.csv" becomes "run.rank1.csv"),
             "tensorboard", "wandb" (the active run, or a new one), a SummaryWriter, a run of wandb,
             a callable that receives a step number and a dictionary of floats, or a list.
-        every: steps between statistics of weights; 0 for never.
+        every: steps between statistics of weights; 0 for never, None for the default.
         compression: the result of `qsync_fx.distributed.compress`.
         first_step: number of steps before, of a run that is resumed.
 
@@ -85,7 +88,7 @@ def monitor(
             f"monitor requires a torch.nn.Module, not {type(model).__name__}",
             do="pass the model that is trained",
         )
-    for name, value in (("every", every), ("first_step", first_step)):
+    for name, value in (("every", 0 if every is None else every), ("first_step", first_step)):
         if not isinstance(value, int) or value < 0:
             raise OptionError(
                 f"{name} must be a number of steps, not {value!r}",
@@ -112,12 +115,15 @@ class Monitor:
         self,
         model: nn.Module,
         destinations: Sequence[MetricSink],
-        every: int,
+        every: int | None,
         compression: CompressorHandle | None,
         first_step: int,
     ) -> None:
         self.step = first_step
-        self._model, self._sinks, self._every = model, destinations, every
+        self._model, self._sinks = model, destinations
+        self._every = EVERY if every is None else every
+        self._pause = 1 / SHARE if every is None else 0.0  # seconds per second of statistics
+        self._statistics_due = 0.0  # by time.perf_counter
         self._compression = compression
         self._stack = contextlib.ExitStack()
         self._parameters = {id(p) for p in model.parameters()}
@@ -186,13 +192,16 @@ class Monitor:
             "monitor_s": self._overhead,
         }
         metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        if self._every and self.step % self._every == 0:
+        statistics = self._every and self.step % self._every == 0 and now >= self._statistics_due
+        if statistics:
             metrics |= weight_statistics(self._model)
         for sink in self._sinks:
             sink(self.step, metrics)
         self._last_gradient = math.nan
         self._ended = time.perf_counter()
         self._overhead = self._ended - now
+        if statistics:
+            self._statistics_due = self._ended + self._pause * self._overhead
 
     def _trains(self, optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import OptionError, Plan
 from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.monitoring import step_monitor
 from tests.support.compiling.switched import NOT_FOLLOWED
 from tests.support.distributed.monitored_rank import LATE, STEPS
 from tests.support.models.small_models import Perceptron, build, compiled
@@ -44,6 +45,18 @@ def recorder(rows: Rows) -> Any:
         rows[step] = dict(metrics)
 
     return record
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1e9, [2, 4, 6]), (1e-9, [2])])
+def test_statistics_wait_until_their_share_of_the_time_is_small(
+    share: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_monitor, "EVERY", 2)
+    monkeypatch.setattr(step_monitor, "SHARE", share)
+    model, rows = compiled(build(Perceptron), plan=PLAN), Rows()
+    with qsync_fx.monitor(model, recorder(rows)):
+        train(model, 6)
+    assert [step for step, row in rows.items() if "scale/layers.0/linear" in row] == expected
 
 
 def test_each_step_has_its_seconds_and_the_prediction_of_the_active_plan() -> None:
