@@ -135,7 +135,8 @@ test-all: setup lint ## all models, formats and kernels (45 minutes on two cores
 test-torch: ## run tests on another torch in .venv-torch-VERSION (VERSION=2.14.1, optionally PYTHON=python3.13 and TESTS='tests/models/test_models.py')
 	@[ -n '$(VERSION)' ] || { echo "test-torch: set the version of torch: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.qsync-installed
-	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) $(TESTS)
+	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) $(TESTS) --junitxml=$(TORCH_VENV)/tests.xml; status=$$?; \
+	  [ -n '$(TESTS)' ] || PYTHONPATH=. $(TORCH_VENV)/bin/python tests/support/compatibility.py $(TORCH_VENV)/tests.xml; exit $$status
 
 # A torch with CUDA needs 6 GB. The limits of pyproject.toml for torch and Python are ignored, its other dependencies are installed.
 .venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)

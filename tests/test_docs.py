@@ -29,7 +29,7 @@ from qsync_fx.devices import Support, support
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.option_help import DOCUMENTED, RECIPES
 from qsync_fx.options import Options
-from tests.support import communication_tables, experiment_tables, pages, tiers
+from tests.support import communication_tables, compatibility, experiment_tables, pages, tiers
 from tests.support.cuda import cuda_tables
 from tests.support.processes import forks
 
@@ -248,6 +248,7 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "formats": formats,
             "devices": lambda: devices(monkeypatch),
             "verbs": verbs,
+            "compatibility": compatibility.table,
         } | cuda_tables.TABLES
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
