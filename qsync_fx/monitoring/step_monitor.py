@@ -30,7 +30,7 @@ from qsync_fx.plan_switching import options_of, switch_count
 
 EVERY: Final = 100
 """Least number of steps between statistics of weights, by default."""
-SHARE: Final = 0.005
+SHARE: Final = 0.002
 """Largest share of the training time that statistics of weights take, by default."""
 
 
@@ -58,7 +58,7 @@ def monitor(
     - `monitor_s`: seconds of this monitor in the last step.
 
     Every `every` steps these metrics of each operator are added, as "underflow/encoder.fc/linear"
-    (by default every 100 steps, or a multiple of it with which they take up to 0.5% of the time).
+    (by default every 100 steps, or a multiple of it with which they take up to 0.2% of the time).
     They are computed outside compiled code from the parameters, by rounding to nearest in the
     format of the operator; scales in compiled code, activations, and gradients of activations are
     not measured. With FSDP they describe the shard of this rank. An operator is included if its
