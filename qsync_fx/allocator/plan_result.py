@@ -74,7 +74,7 @@ class PlanNoteKind(StrEnum):
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a higher limit may allow a better plan"
-    RECKONED = "the optimality gap is not proved; bound of the last program, for similar plans only"
+    RECKONED = "the certified gap exceeds the goal; for similar plans only, the bound is tighter"
     KEEPS = "this class is the fastest, and trains in its widest format"
     WAITS = "the device waits for gradients"
     LEAVES = "the plan leaves a margin, in case this device is slower than predicted"
