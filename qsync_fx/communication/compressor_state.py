@@ -5,7 +5,6 @@ Invariant: a rank that resumes from its saved state sends the same bits as one t
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -69,9 +68,15 @@ def scale_of(scaler: Any) -> float:
 
 def finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite, in one pass over the values."""
+    return bool(finite_flag(values))
+
+
+def finite_flag(values: Tensor) -> Tensor:
+    """Return the same as `finite` as a tensor on the device of the values, without waiting."""
     if not values.numel():
-        return True
-    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
+        return torch.ones((), dtype=torch.bool)
+    smallest, largest = torch.aminmax(values)
+    return smallest.isfinite() & largest.isfinite()
 
 
 @dataclass

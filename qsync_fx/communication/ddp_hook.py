@@ -22,11 +22,11 @@ from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.communication_thread import Worker
 from qsync_fx.communication.compressor_state import (
     CompressorHandle,
     CompressorState,
-    finite,
     is_scaled,
     scale_of,
 )
@@ -95,6 +95,7 @@ class DdpCompressor(CompressorHandle):
         check_every: int,
         scaler: Any = None,
         nodes: NodeGroups | None = None,
+        collectives: CollectiveGroups | None = None,
     ) -> None:
         self.assigned, self.nodes = assigned, nodes
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
@@ -107,14 +108,17 @@ class DdpCompressor(CompressorHandle):
             text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
         # AQGB codes on the host, where the progress of the bytes is known.
         self._state = CompressorState(rank, world, text, seed, device if adaptive is None else CPU)
-        self._reducer = Reducer(group, self._state, members)
-        self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
+        coded = inside = None
+        if collectives is not None:
+            coded, inside = collectives.coded, collectives.inside
+        self._reducer = Reducer(group, self._state, members, coded)
+        self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer, inside)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
         if adaptive is not None:
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
-        self._worker = Worker("qsync communication", device)
+        self._worker = Worker("qsync communication", device, blocking=collectives is None)
         self._check_every, self._watched = check_every, -1
         self._loss_scaler, self._scale, self._undone = scaler, 1.0, False
 
@@ -142,7 +146,7 @@ class DdpCompressor(CompressorHandle):
                     if values is not buffer:
                         buffer.copy_(values)
                     if undone:
-                        self._reducer.outcome.finite &= finite(buffer)
+                        self._reducer.require_finite(buffer)
                 if last:
                     self._reducer.settle(step, compared=self._checks(step))
             return buffer
@@ -222,7 +226,14 @@ class DdpCompressor(CompressorHandle):
         if self.controller is not None:
             adapted = self.controller.adapted()
         return Report(
-            self.assigned.name, state.rank, state.world, coded, size - coded, tally, adapted
+            self.assigned.name,
+            state.rank,
+            state.world,
+            coded,
+            size - coded,
+            tally,
+            adapted,
+            transport=str(self._reducer.transport),
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -232,6 +243,7 @@ class DdpCompressor(CompressorHandle):
         return {
             "gradient codec": codec,
             "node layout": [str(self.nodes or "none")],
+            "transport": [self._reducer.transport.name],
             "gradient seed": [str(self._state.seed)],
             "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],
         }

@@ -18,9 +18,10 @@ from qsync_fx.communication import compressor_state
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
-from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState, finite
+from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
 from qsync_fx.communication.control_group import CPU
-from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
+from qsync_fx.communication.message_header import HEADER, MessageHeader
+from qsync_fx.communication.point_to_point import exchange
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import QSyncError
 from qsync_fx.torch_internals import _execution_engine
@@ -132,7 +133,7 @@ class ShardedCompression(CompressorHandle):
                     self._add(unit, sender, incoming[sender], total, about)
             output.copy_(total.div_(divisor))
             if state.sent.undone:
-                self._reducer.outcome.finite &= finite(output)
+                self._reducer.require_finite(output)
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received

@@ -71,6 +71,7 @@ class Report:
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     adapted: BitLevelSummary | None = None  # AQGB's choices; None for other codecs
     replicated: bool = True  # whether every rank has all parameters
+    transport: str = ""  # description of the transport of coded gradients
 
     @property
     def ratio(self) -> float:
@@ -109,6 +110,8 @@ class Report:
         if self.variance is not None:
             norm = "the squared norm of a rank's gradient"
             lines.append(f"added variance: {self.variance:.3g} of {norm}")
+        if self.transport:
+            lines.append(f"transport: {self.transport}")
         return start + "\n".join(f"  {line}" for line in lines)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from qsync_fx import OptionError
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
-from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.devices.roofline import share
 from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import qsync_fx
-from qsync_fx.communication import allreduce, aqgb
+from qsync_fx.communication import aqgb, point_to_point
 from qsync_fx.distributed import compress, guard
 from tests.support.communication import compressed_training, sharded_training
 from tests.support.communication.compressed_training import parallel, said, sgd, train
@@ -34,7 +34,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and "bucket 1" in about and how == "payload":
             message[60:90] ^= 5
 
-    class Harmed(allreduce.PendingTransfers):
+    class Harmed(point_to_point.PendingTransfers):
         """Corrupt the first message of rank 1, and then AQGB's message, on receipt."""
 
         def __init__(self, group: Any, about: str) -> None:
@@ -51,7 +51,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    aqgb.PendingTransfers = allreduce.PendingTransfers = Harmed
+    aqgb.PendingTransfers = point_to_point.PendingTransfers = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:

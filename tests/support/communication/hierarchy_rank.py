@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.allocator import PlanEvaluator
-from qsync_fx.communication import allreduce
+from qsync_fx.communication import point_to_point
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.distributed import Replanning, check_replicas, compress, measure_and_plan
@@ -240,7 +240,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = sgd(model)
     list(train(model, optimizer, range(2)))
 
-    class Harmed(allreduce.PendingTransfers):
+    class Harmed(point_to_point.PendingTransfers):
         def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
             super().expect(rank, message, number)
             self.received = {**getattr(self, "received", {}), (rank, number): message}
@@ -250,7 +250,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, sender, number) == (2, 3, 0) and "bucket 1" in self._about:
                 self.received[sender, number][8] ^= 5
 
-    allreduce.PendingTransfers = Harmed
+    point_to_point.PendingTransfers = Harmed
     try:
         list(train(model, optimizer, range(2, 4)))
     except qsync_fx.RankError as error:
