@@ -20,6 +20,11 @@ from qsync_fx.communication.point_to_point import exchange
 from qsync_fx.communication.step_outcome import StepOutcome, settle
 from qsync_fx.communication.transport import COLLECTIVE, HeaderFault, Sizes
 
+# Torch 2.13 deprecates the old name.
+_ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
+if _ALL_GATHER is None:
+    _ALL_GATHER = distributed.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class CollectiveGroups:
@@ -74,7 +79,7 @@ class Collective:
             width = max(received)
             source = self._buffer("send", number, width)
             target = self._buffer("receive", number, width * world)
-            start = partial(distributed.all_gather_into_tensor, target, source)
+            start = partial(_ALL_GATHER, target, source)
             slots = target.view(world, width).unbind()
             chunks = [slot[:size] for slot, size in zip(slots, received, strict=True)]
             result.add([source[: received[self.own]]], chunks, start if width else None)

@@ -118,6 +118,9 @@ class DdpCompressor(CompressorHandle):
         if adaptive is not None:
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
+        self._transport = str(self._reducer.transport)
+        if (hosted := next((c.name for c in assigned.codecs if c.on_host), None)) is not None:
+            self._transport += f", as {hosted} is encoded in host memory"
         self._worker = Worker("qsync communication", device, blocking=collectives is None)
         self._check_every, self._watched = check_every, -1
         self._loss_scaler, self._scale, self._undone = scaler, 1.0, False
@@ -174,6 +177,11 @@ class DdpCompressor(CompressorHandle):
         if adapts or self.nodes is not None:
             description = "codecs between nodes, and AQGB, cannot change during training"
             do = "remove hierarchical=True, use another codec, or train without replanning"
+            raise OptionError(description, where="codecs", do=do)
+        hosted = next((codec.name for codec in assigned.codecs if codec.on_host), None)
+        if hosted is not None and self._reducer.transport.on_device:
+            description = f"{hosted} is encoded in host memory, but gradients stay on the device"
+            do = 'pass transport="point_to_point" to compress, or plan without this codec'
             raise OptionError(description, where="codecs", do=do)
         pieces = self._pieces(assigned, self._state.world)
         for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
@@ -233,7 +241,7 @@ class DdpCompressor(CompressorHandle):
             size - coded,
             tally,
             adapted,
-            transport=str(self._reducer.transport),
+            transport=self._transport,
         )
 
     def statement(self) -> dict[str, list[str]]:

@@ -18,10 +18,10 @@ from qsync_fx.communication import compressor_state
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
+from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
 from qsync_fx.communication.control_group import CPU
-from qsync_fx.communication.message_header import HEADER, MessageHeader
-from qsync_fx.communication.point_to_point import exchange
+from qsync_fx.communication.message_header import MessageHeader
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import QSyncError
 from qsync_fx.torch_internals import _execution_engine
@@ -50,9 +50,9 @@ class FsdpUnit:
         return self.rows[0].codec
 
     @property
-    def length(self) -> int:
-        """Bytes of a message, header included."""
-        return HEADER + self.codec.nbytes(self.row)
+    def nbytes(self) -> int:
+        """Bytes of a message, without its header."""
+        return self.codec.nbytes(self.row)
 
 
 class ShardedCompression(CompressorHandle):
@@ -70,6 +70,7 @@ class ShardedCompression(CompressorHandle):
         check_every: int,
         scaler: Any = None,
         device: torch.device = CPU,
+        collectives: CollectiveGroups | None = None,
     ) -> None:
         self.codec, units = codec, []
         for index, (name, row) in enumerate(sizes.items()):
@@ -78,7 +79,9 @@ class ShardedCompression(CompressorHandle):
         self.units = tuple(units)
         self._check_every, self._begun = check_every, False
         self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
-        self._reducer = Reducer(group, self._state)  # for statistics and the end of steps
+        coded = None if collectives is None else collectives.coded
+        # For the transport, statistics and the end of steps.
+        self._reducer = Reducer(group, self._state, collective=coded)
         self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
@@ -95,7 +98,17 @@ class ShardedCompression(CompressorHandle):
         coded = sum(unit.row * world for unit in self.units if unit.codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
         tally = replace(self._reducer.tally)
-        return Report(self.codec.name, rank, world, coded, plain, tally, replicated=False)
+        transport = str(self._reducer.transport)
+        return Report(
+            self.codec.name,
+            rank,
+            world,
+            coded,
+            plain,
+            tally,
+            replicated=False,
+            transport=transport,
+        )
 
     def statement(self) -> dict[str, list[str]]:
         codec = [repr(self.codec), f"measured every {self._check_every} steps"]
@@ -103,7 +116,12 @@ class ShardedCompression(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         rows = [f"{unit.name}: rows of {unit.row} by {unit.codec!r}" for unit in self.units]
         seed = [str(self._state.seed)]
-        return {"gradient codec": codec, "gradient seed": seed, "tensor codec": rows}
+        return {
+            "gradient codec": codec,
+            "gradient seed": seed,
+            "transport": [self._reducer.transport.name],
+            "tensor codec": rows,
+        }
 
     def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
         """Write the sum or mean of all ranks' rows for this rank into `output` [row].
@@ -119,32 +137,41 @@ class ShardedCompression(CompressorHandle):
         with torch.no_grad():
             rows = value.to(torch.float32).view(state.world, row)
             begin = time.perf_counter()
-            peers = [peer for peer in range(state.world) if peer != state.rank]
-            outgoing = {peer: self._encoded(unit, peer, rows[peer]) for peer in peers}
+            sizes = [[unit.nbytes]] * state.world
+            header = MessageHeader(state.codec, state.rank, unit.index, state.step)
+            transfer = self._reducer.transport.scatter(header, about, sizes)
+            for peer, (sent,) in enumerate(transfer.outgoing):
+                if peer != state.rank:
+                    self._encode(unit, peer, rows[peer], sent)
+                transfer.send(peer, 0)
             encoded = time.perf_counter()
-            incoming = {peer: buffers.host(unit.length, rows.device) for peer in peers}
-            exchange(self._reducer.group, outgoing, incoming, about)
+            descriptions = [transfer.wait(sender, 0) for sender in range(state.world)]
+            transfer.end()
             received = time.perf_counter()
             total = torch.zeros(row, dtype=torch.float32, device=rows.device)
-            for sender in range(state.world):
+            for sender, description in enumerate(descriptions):
                 if sender == state.rank:
                     total += rows[sender]
+                elif description is not None:
+                    self._reducer.fault(about, sender, description)
                 else:
-                    self._add(unit, sender, incoming[sender], total, about)
+                    self._add(unit, transfer.incoming[sender][0], total)
             output.copy_(total.div_(divisor))
+            if not self._reducer.transport.on_device:
+                buffers.synchronize(output)
             if state.sent.undone:
                 self._reducer.require_finite(output)
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received
-        tally.wire += unit.length * len(peers)
-        self._reducer.count(4 * row * len(peers), unit.codec.theory(row) * len(peers))
+        tally.wire += transfer.nbytes
+        others = state.world - 1
+        self._reducer.count(4 * row * others, unit.codec.theory(row) * others)
 
-    def _encoded(self, unit: FsdpUnit, peer: int, values: Tensor) -> Tensor:
-        piece, state = unit.rows[peer], self._state
-        message = buffers.host(unit.length, values.device)
-        near = buffers.device_buffer(message[HEADER:], values)
-        self._header(unit, state.rank).write(message)
+    def _encode(self, unit: FsdpUnit, peer: int, values: Tensor, sent: Tensor) -> None:
+        piece, state, near = unit.rows[peer], self._state, sent
+        if not self._reducer.transport.on_device:
+            near = buffers.device_buffer(sent, values)
         residual, full = state.residual(piece, slice(0, piece.size), summed=False), values
         measured = self._check_every > 0 and state.step % self._check_every == 0
         if measured and residual is not None:
@@ -152,16 +179,13 @@ class ShardedCompression(CompressorHandle):
         piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
             self._reducer.tally.measure(full, piece.codec, near)
-        if not buffers.native(values):
-            message[HEADER:].copy_(near)
-        return message
+        if near is not sent:
+            sent.copy_(near)
 
-    def _add(self, unit: FsdpUnit, sender: int, message: Tensor, total: Tensor, about: str) -> None:
-        if (fault := self._header(unit, sender).fault(message)) is None:
-            wire = buffers.on_device_of(message[HEADER:], total)
-            unit.codec.decode(wire, total, add=True)
-            return
-        self._reducer.fault(about, sender, fault)
+    def _add(self, unit: FsdpUnit, message: Tensor, total: Tensor) -> None:
+        if not self._reducer.transport.on_device:
+            message = buffers.on_device_of(message, total)
+        unit.codec.decode(message, total, add=True)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:
@@ -170,10 +194,6 @@ class ShardedCompression(CompressorHandle):
             do = "call model.set_reduce_scatter_unused_params(True), or use a codec like qsgd4"
             raise QSyncError(text, where=unit.name or "the model", do=do)
         return FsdpUnit.of(unit.name, unit.index, row, unit.codec, self._state.world)
-
-    def _header(self, unit: FsdpUnit, sender: int) -> MessageHeader:
-        state, length = self._state, unit.length - HEADER
-        return MessageHeader(state.codec, sender, unit.index, state.step, length)
 
     def _watch(self) -> None:
         """Start a step, and queue its end after the backward pass."""

@@ -6,11 +6,10 @@ rank. This is the only file that reads private attributes of torch's FSDP.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, overload
 
@@ -25,6 +24,7 @@ from qsync_fx.communication.bucket import threshold
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compressor_state import CompressorHandle
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.ddp_hook import DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
@@ -32,6 +32,11 @@ from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
 from qsync_fx.distributed import agreement
 from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
+from qsync_fx.distributed.gradient_groups import (
+    agreed_transport,
+    checked_transport,
+    gradient_groups,
+)
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
@@ -248,6 +253,7 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
 ) -> ShardedCompression: ...
 @overload
 def compress(
@@ -261,6 +267,7 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
 ) -> DdpCompressor: ...
 def compress(
     model: Any,
@@ -273,6 +280,7 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
 ) -> DdpCompressor | ShardedCompression:
     """Install gradient compression on a model, and return its handle.
 
@@ -303,6 +311,10 @@ def compress(
             the largest size with which more than 99% of all values are coded; 0 with "duo0".
         check_every: steps between bit-exact comparisons of gradients over ranks and measurements of
             the codec's error; 0 for never.
+        transport: "point_to_point" sends messages from host memory over gloo. "collective" encodes,
+            sends and decodes on the device by collectives of the backend of the process group, such
+            as NCCL; AQGB does not support it. "auto": "collective" where it is supported and the
+            backend is not gloo.
     """
     with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
@@ -311,6 +323,8 @@ def compress(
         chosen = request.way
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
+            device = next(p.device for p in model.parameters() if p.requires_grad)
+            coding: Iterable[Codec] = [units]
         else:
             parallel, named = trained(model)
             sizes = [p.numel() for _, p in named]
@@ -324,21 +338,23 @@ def compress(
                     updates = weights_codec(chosen, None if sharded is True else sharded)
                     weights = ddp_hook.to_all(updates, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
+            device = next((p.device for _, p in named), CPU)
+            coding = assigned.codecs
+        preferred = checked_transport(transport, coding, device)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
-    nodes = group = None
+    nodes = group = collectives = None
     if several_ranks():
         nodes = nodes_of_ranks(request.hierarchical, patience())
         request.tell(nodes)
-        timeout = datetime.timedelta(seconds=patience())
-        group = distributed.new_group(backend="gloo", timeout=timeout)
+        transport = agreed_transport(transport, preferred, patience())
+        group, collectives = gradient_groups(transport, device, nodes, patience())
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if fsdp:
-        device = next(p.device for p in model.parameters() if p.requires_grad)
         if least is None:
             least = threshold([row * world for row in rows.values()])
         compression = ShardedCompression(
-            group, rank, world, rows, units, seed, least, check_every, scaler, device
+            group, rank, world, rows, units, seed, least, check_every, scaler, device, collectives
         )
         _agree(compression)
         modules = _units(model)
@@ -348,12 +364,14 @@ def compress(
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
         settings = *common, chosen.ahead, stepped, scaler
-        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights)
+        duo = DuoCompressor(
+            *settings, lambda: bool(parallel._join_config.enable), weights, collectives
+        )
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)
         return duo
-    result = DdpCompressor(*common, scaler, nodes)
+    result = DdpCompressor(*common, scaler, nodes, collectives)
     _agree(result)
     result.attach(lambda: parallel.register_comm_hook(None, result.hook))
     return result
