@@ -10,14 +10,14 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
-from qsync_fx.communication.codecs import PLAIN, buffers
+from qsync_fx.communication.codecs import PLAIN, Codec, buffers
 from qsync_fx.communication.collective import Collective
 from qsync_fx.communication.compressor_state import CompressorState, finite_flag
 from qsync_fx.communication.message_header import MessageHeader
@@ -61,6 +61,7 @@ class Reducer:
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     outcome: StepOutcome = field(default_factory=StepOutcome)  # callers may clear `finite`
     used: bool = True  # whether the last step was finite on all ranks
+    own: int = field(init=False)  # index of this rank in `members`
     transport: Transport = field(init=False)
     checked: list[Transport] = field(init=False)  # whose headers are checked at the end of a step
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -68,8 +69,8 @@ class Reducer:
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.state.world))
-        self._own = self.members.index(self.state.rank)
-        settings = self.members, self._own, self.state.device
+        self.own = self.members.index(self.state.rank)
+        settings = self.members, self.own, self.state.device
         if self.collective is None:
             self.transport = PointToPoint(self.group, *settings)
         else:
@@ -81,7 +82,7 @@ class Reducer:
         flats = self.flats(bucket)
         self.mean(bucket, flats)
         self.put_back(bucket, flats)
-        self.end(bucket, *geometry.volumes(bucket.pieces, self._own, len(self.members)))
+        self.end(bucket, *geometry.volumes(bucket.pieces, self.own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
@@ -101,17 +102,17 @@ class Reducer:
                 self._gather_and_sum(part, values)
             else:
                 self.reduce_scatter(part, values)
-                self.all_gather(part, _cut(values, part.parts(self._own)), values)
+                self.all_gather(part, _cut(values, part.parts(self.own)), values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
         flats = self.flats(bucket)
         self.reduce_scatter(bucket, flats)
-        for part, flat in zip(bucket.parts(self._own), flats, strict=True):
+        for part, flat in zip(bucket.parts(self.own), flats, strict=True):
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self.count(*geometry.scattering(bucket.pieces, self._own))
+        self.count(*geometry.scattering(bucket.pieces, self.own))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -121,7 +122,7 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self.count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
+        self.count(*geometry.giving(bucket.pieces, self.own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
         self.count(raw, theory)
@@ -205,7 +206,7 @@ class Reducer:
             outgoing.append(self._message(bucket, _cut(flats, parts), parts))
         sizes = [sizes_of(message.chunks) for message in outgoing]
         transfer = self.transport.scatter(self._header(bucket), bucket.about, sizes)
-        mine, world = outgoing[self._own], len(self.members)
+        mine, world = outgoing[self.own], len(self.members)
         means = _cut(flats, mine.parts)
         incoming = IncomingMessages(mine.chunks, range(world), means, divisor=world)
         self._exchange(bucket, transfer, outgoing, [incoming])
@@ -219,7 +220,7 @@ class Reducer:
             IncomingMessages(chunks_of(bucket.pieces, item), [owner], _cut(flats, item), add)
             for owner, item in enumerate(parts)
         ]
-        mine = self._message(bucket, shards, parts[self._own], summed=True)
+        mine = self._message(bucket, shards, parts[self.own], summed=True)
         sizes = [sizes_of(item.chunks) for item in incoming]
         header = self._header(bucket, summed=True)
         transfer = self.transport.gather(header, bucket.about, sizes)
@@ -321,6 +322,9 @@ class Reducer:
         return MessageHeader(self.state.codec, rank, number, bucket.step)
 
 
+_INSIDE: Final = 0x5851F42D4C957F2D  # any constant: it separates the random streams of two levels
+
+
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
     return [flat[part] for flat, part in zip(flats, parts, strict=True)]
 
@@ -350,21 +354,21 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reducer that codes gradients only between nodes, and reduces in FP32 within them.
+    """Reducer of two levels: inside nodes, and between them with the codecs of the parameters.
 
-    Each rank averages one shard of its node's gradients with the same shard of the other nodes.
+    Each rank averages one shard of its node's gradients with the same shard of the other nodes, as
+    in ZeRO++ (G. Wang et al., 2023) and SDP4Bit (J. Jia et al., 2024).
     """
 
     nodes: NodeGroups
     reducer: Reducer  # over the ranks of other nodes; its group contains all ranks
+    codec: Codec = PLAIN  # inside nodes, of parameters that are not FP32 between them
     collective: Any = None  # process group of this node on the device; None: point to point
 
     def __post_init__(self) -> None:
-        state, node = self.reducer.state, self.nodes.node_of(self.reducer.state.rank)
-        inside = state.like(f"inside a node, {state.codec}")
-        self._inside = Reducer(self.reducer.group, inside, node, self.collective)
-        self.reducer.checked.append(self._inside.transport)
-        self._place = node.index(state.rank)
+        node = self.nodes.node_of(self.reducer.state.rank)
+        self._inside = inside_node(self.nodes, self.reducer, self.collective)
+        self._place = node.index(self.reducer.state.rank)
 
     def share(self, piece: ParameterSlice) -> ParameterSlice:
         """Return the slice of a parameter that this rank averages between nodes."""
@@ -376,20 +380,18 @@ class Hierarchy:
 
     def reduce(self, bucket: Bucket) -> None:
         flats = self.reducer.flats(bucket)
-        pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
-        plain = replace(bucket, pieces=pieces, measured=False)
+        pieces = [
+            replace(self._in_node(piece), codec=PLAIN if piece.codec == PLAIN else self.codec)
+            for piece in bucket.pieces
+        ]
+        local = replace(bucket, pieces=pieces, measured=False)
         shares = [self.share(piece) for piece in bucket.pieces]
-        shards = _cut(flats, plain.parts(self._place))
-        self._inside.reduce_scatter(plain, flats)
+        shards = _cut(flats, local.parts(self._place))
+        self._inside.state.seed = inside_seed(self.reducer.state)
+        self._inside.reduce_scatter(local, flats)
         self.reducer.mean(replace(bucket, pieces=shares), shards)
-        self._inside.all_gather(plain, shards, flats)
-        tally, inside = self.reducer.tally, self._inside.tally
-        tally.encode += inside.encode
-        tally.decode += inside.decode
-        tally.transfer += inside.transfer
-        tally.inside += inside.wire
-        self.reducer.outcome.faults += self._inside.outcome.faults
-        self._inside.tally, self._inside.outcome = CommunicationStatistics(), StepOutcome()
+        self._inside.all_gather(local, shards, flats)
+        add_inside(self.reducer, self._inside)
         self.reducer.put_back(bucket, flats)
         rank = self.reducer.state.rank
         across = self.nodes.across(rank)
@@ -397,3 +399,35 @@ class Hierarchy:
 
     def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
+
+
+def layout(nodes: NodeGroups | None, inside: Codec) -> str:
+    """Return a description of the nodes and of the codec inside them, which ranks compare."""
+    if nodes is None or inside == PLAIN:
+        return str(nodes or "none")
+    return f"{nodes}; {inside!r} inside"
+
+
+def inside_node(nodes: NodeGroups, reducer: Reducer, collective: Any = None) -> Reducer:
+    """Return the reducer inside the node of a rank; `reducer` ends its steps."""
+    state = reducer.state
+    inside = state.like(f"inside a node, {state.codec}")
+    result = Reducer(reducer.group, inside, nodes.node_of(state.rank), collective)
+    reducer.checked.append(result.transport)
+    return result
+
+
+def inside_seed(state: CompressorState) -> int:
+    """Return the seed inside nodes, whose random numbers must not repeat those between nodes."""
+    return state.seed ^ _INSIDE
+
+
+def add_inside(reducer: Reducer, inside: Reducer) -> None:
+    """Move the statistics and faults inside a node to the reducer between nodes."""
+    tally, other = reducer.tally, inside.tally
+    tally.encode += other.encode
+    tally.decode += other.decode
+    tally.transfer += other.transfer
+    tally.inside += other.wire
+    reducer.outcome.faults += inside.outcome.faults
+    inside.tally, inside.outcome = CommunicationStatistics(), StepOutcome()

@@ -30,7 +30,7 @@ if _ALL_GATHER is None:
 class CollectiveGroups:
     """Process groups of a rank for collectives on its device, which no other code uses."""
 
-    coded: Any  # of the ranks that exchange coded gradients: all, or one of each node
+    coded: Any = None  # of the ranks that exchange coded gradients: all, or one of each node
     inside: Any = None  # of the ranks of this node, if gradients are reduced there first
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication import bucket as geometry
-from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer
+from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer, layout
 from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
@@ -96,8 +96,9 @@ class DdpCompressor(CompressorHandle):
         scaler: Any = None,
         nodes: NodeGroups | None = None,
         collectives: CollectiveGroups | None = None,
+        inside: Codec = PLAIN,
     ) -> None:
-        self.assigned, self.nodes = assigned, nodes
+        self.assigned, self.nodes, self._inside_codec = assigned, nodes, inside
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
@@ -106,13 +107,15 @@ class DdpCompressor(CompressorHandle):
         adaptive, text, members = assigned.adaptive, assigned.text, tuple[int, ...]()
         if nodes is not None:
             text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
+            if inside != PLAIN:
+                text += f", {inside!r} inside"
         # AQGB codes on the host, where the progress of the bytes is known.
         self._state = CompressorState(rank, world, text, seed, device if adaptive is None else CPU)
-        coded = inside = None
-        if collectives is not None:
-            coded, inside = collectives.coded, collectives.inside
-        self._reducer = Reducer(group, self._state, members, coded)
-        self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer, inside)
+        groups = collectives or CollectiveGroups()
+        self._reducer = Reducer(group, self._state, members, groups.coded)
+        self._hierarchy = None
+        if nodes is not None:
+            self._hierarchy = Hierarchy(nodes, self._reducer, inside, groups.inside)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
         if adaptive is not None:
@@ -242,6 +245,7 @@ class DdpCompressor(CompressorHandle):
             tally,
             adapted,
             transport=self._transport,
+            inside=self._inside_codec.name,
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -250,7 +254,7 @@ class DdpCompressor(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         return {
             "gradient codec": codec,
-            "node layout": [str(self.nodes or "none")],
+            "node layout": [layout(self.nodes, self._inside_codec)],
             "transport": [self._reducer.transport.name],
             "gradient seed": [str(self._state.seed)],
             "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],

@@ -1,7 +1,8 @@
 """Compressed reduce-scatter of FSDP2.
 
 FSDP passes the gradients of one unit as one row for each rank, with that rank's shards. A rank sums
-the rows that it receives and its own, which is not coded, in rank order.
+the rows that it receives and its own, which is not coded, in rank order. With nodes, the ranks of a
+node first sum the rows for the ranks of all nodes with the same position.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, distributed
 
 from qsync_fx.communication import compressor_state
-from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.allreduce import (
+    NodeGroups,
+    Reducer,
+    add_inside,
+    inside_node,
+    inside_seed,
+    layout,
+)
 from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
 from qsync_fx.communication.collective import CollectiveGroups
@@ -49,11 +57,6 @@ class FsdpUnit:
     def codec(self) -> Codec:
         return self.rows[0].codec
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a message, without its header."""
-        return self.codec.nbytes(self.row)
-
 
 class ShardedCompression(CompressorHandle):
     """Compressor of a model that FSDP2 shards; `sizes` has the values of a row by unit name."""
@@ -70,7 +73,9 @@ class ShardedCompression(CompressorHandle):
         check_every: int,
         scaler: Any = None,
         device: torch.device = CPU,
+        nodes: NodeGroups | None = None,
         collectives: CollectiveGroups | None = None,
+        inside: Codec = PLAIN,
     ) -> None:
         self.codec, units = codec, []
         for index, (name, row) in enumerate(sizes.items()):
@@ -78,10 +83,16 @@ class ShardedCompression(CompressorHandle):
             units.append(FsdpUnit.of(name, index, row, chosen, world))
         self.units = tuple(units)
         self._check_every, self._begun = check_every, False
-        self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
-        coded = None if collectives is None else collectives.coded
-        # For the transport, statistics and the end of steps.
-        self._reducer = Reducer(group, self._state, collective=coded)
+        self.nodes, self._inside_codec, text = nodes, inside, f"sharded, {codec!r}"
+        groups, members = collectives or CollectiveGroups(), tuple[int, ...]()
+        if nodes is not None:
+            text += f" between nodes of {nodes.size} ranks, {inside!r} inside"
+            members = nodes.across(rank)
+        self._state = CompressorState(rank, world, text, seed, device)
+        # For transports, statistics and the end of steps.
+        self._reducer, self._inside = Reducer(group, self._state, members, groups.coded), None
+        if nodes is not None:
+            self._inside = inside_node(nodes, self._reducer, groups.inside)
         self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
@@ -108,6 +119,7 @@ class ShardedCompression(CompressorHandle):
             tally,
             replicated=False,
             transport=transport,
+            inside=self._inside_codec.name,
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -119,6 +131,7 @@ class ShardedCompression(CompressorHandle):
         return {
             "gradient codec": codec,
             "gradient seed": seed,
+            "node layout": [layout(self.nodes, self._inside_codec)],
             "transport": [self._reducer.transport.name],
             "tensor codec": rows,
         }
@@ -128,7 +141,7 @@ class ShardedCompression(CompressorHandle):
 
         `value` [world * row] has this rank's rows for all ranks.
         """
-        state, row, tally = self._state, output.numel(), self._reducer.tally
+        state, row = self._state, output.numel()
         divisor = _divisor(op, state.world)
         self._watch()
         if row != unit.row:
@@ -136,56 +149,91 @@ class ShardedCompression(CompressorHandle):
         about = f"{unit.name or 'the model'} in step {state.step}"
         with torch.no_grad():
             rows = value.to(torch.float32).view(state.world, row)
-            begin = time.perf_counter()
-            sizes = [[unit.nbytes]] * state.world
-            header = MessageHeader(state.codec, state.rank, unit.index, state.step)
-            transfer = self._reducer.transport.scatter(header, about, sizes)
-            for peer, (sent,) in enumerate(transfer.outgoing):
-                if peer != state.rank:
-                    self._encode(unit, peer, rows[peer], sent)
-                transfer.send(peer, 0)
-            encoded = time.perf_counter()
-            descriptions = [transfer.wait(sender, 0) for sender in range(state.world)]
-            transfer.end()
-            received = time.perf_counter()
-            total = torch.zeros(row, dtype=torch.float32, device=rows.device)
-            for sender, description in enumerate(descriptions):
-                if sender == state.rank:
-                    total += rows[sender]
-                elif description is not None:
-                    self._reducer.fault(about, sender, description)
-                else:
-                    self._add(unit, transfer.incoming[sender][0], total)
+            if self.nodes is not None and self._inside is not None:
+                rows = self._summed_in_node(unit, rows, about)
+            peers = [unit.rows[rank] for rank in self._reducer.members]
+            total = self._summed(self._reducer, peers, rows, unit.index, about)
             output.copy_(total.div_(divisor))
-            if not self._reducer.transport.on_device:
-                buffers.synchronize(output)
             if state.sent.undone:
                 self._reducer.require_finite(output)
+        others = len(self._reducer.members) - 1
+        self._reducer.count(4 * row * others, unit.codec.theory(row) * others)
+
+    def _summed_in_node(self, unit: FsdpUnit, rows: Tensor, about: str) -> Tensor:
+        """Return the node's sums of the rows for this rank's position in each node, in FP32.
+
+        `rows` [world, row] are this rank's; the result is [nodes, row].
+        """
+        nodes, inside, row = self.nodes, self._inside, rows.shape[1]
+        assert nodes is not None and inside is not None
+        codec, count = PLAIN if unit.codec == PLAIN else self._inside_codec, len(nodes.ranks)
+        size, pieces, values = count * row, list[ParameterSlice](), list[Tensor]()
+        for position in range(nodes.size):
+            name, index = f"{unit.name} to position {position}", unit.index * nodes.size + position
+            pieces.append(ParameterSlice(name, index, size, codec, (0, size)))
+            values.append(torch.stack([rows[node[position]] for node in nodes.ranks]).view(-1))
+        inside.state.seed, inside.state.step = inside_seed(self._state), self._state.step
+        total = self._summed(inside, pieces, values, unit.index, about)
+        add_inside(self._reducer, inside)
+        return total.view(count, row)
+
+    def _summed(
+        self,
+        reducer: Reducer,
+        pieces: Sequence[ParameterSlice],
+        rows: Sequence[Tensor] | Tensor,
+        index: int,
+        about: str,
+    ) -> Tensor:
+        """Send `rows[i]`, FP32, to member i; return the sum of this rank's rows of all members."""
+        begin, own, tally = time.perf_counter(), reducer.own, reducer.tally
+        state, members = reducer.state, reducer.members
+        nbytes = pieces[own].codec.nbytes(pieces[own].size)
+        header = MessageHeader(state.codec, state.rank, index, state.step)
+        transfer = reducer.transport.scatter(header, about, [[nbytes]] * len(members))
+        for peer, (sent,) in enumerate(transfer.outgoing):
+            if peer != own:
+                self._encode(reducer, pieces[peer], rows[peer], sent)
+            transfer.send(peer, 0)
+        encoded = time.perf_counter()
+        descriptions = [transfer.wait(sender, 0) for sender in range(len(members))]
+        transfer.end()
+        received = time.perf_counter()
+        total = torch.zeros_like(rows[own])
+        for sender, description in enumerate(descriptions):
+            if sender == own:
+                total += rows[own]
+            elif description is not None:
+                reducer.fault(about, members[sender], description)
+            else:
+                message = transfer.incoming[sender][0]
+                if not reducer.transport.on_device:
+                    message = buffers.on_device_of(message, total)
+                pieces[own].codec.decode(message, total, add=True)
+        if not reducer.transport.on_device:
+            buffers.synchronize(total)
         tally.encode += encoded - begin
         tally.transfer += received - encoded
         tally.decode += time.perf_counter() - received
         tally.wire += transfer.nbytes
-        others = state.world - 1
-        self._reducer.count(4 * row * others, unit.codec.theory(row) * others)
+        return total
 
-    def _encode(self, unit: FsdpUnit, peer: int, values: Tensor, sent: Tensor) -> None:
-        piece, state, near = unit.rows[peer], self._state, sent
-        if not self._reducer.transport.on_device:
+    def _encode(
+        self, reducer: Reducer, piece: ParameterSlice, values: Tensor, sent: Tensor
+    ) -> None:
+        state, near = reducer.state, sent
+        if not reducer.transport.on_device:
             near = buffers.device_buffer(sent, values)
         residual, full = state.residual(piece, slice(0, piece.size), summed=False), values
-        measured = self._check_every > 0 and state.step % self._check_every == 0
+        is_checked = self._check_every > 0 and state.step % self._check_every == 0
+        measured = is_checked and reducer is self._reducer
         if measured and residual is not None:
             full = values + residual
         piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
-            self._reducer.tally.measure(full, piece.codec, near)
+            reducer.tally.measure(full, piece.codec, near)
         if near is not sent:
             sent.copy_(near)
-
-    def _add(self, unit: FsdpUnit, message: Tensor, total: Tensor) -> None:
-        if not self._reducer.transport.on_device:
-            message = buffers.on_device_of(message, total)
-        unit.codec.decode(message, total, add=True)
 
     def _without_unused(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         if self.codec.residual:

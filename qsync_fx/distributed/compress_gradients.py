@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from qsync_fx.communication import ddp_hook
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.bucket import threshold
+from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compressor_state import CompressorHandle
@@ -57,6 +58,7 @@ class CompressRequest:
     way: Way
     hierarchical: bool | int = False
     planned: int = 0
+    inside: Codec = PLAIN  # codec inside nodes
 
     def tell(self, nodes: NodeGroups | None) -> None:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
@@ -81,6 +83,7 @@ def checked(
     hierarchical: bool | int | None,
     least: int | None,
     fsdp: bool,
+    inside: object = PLAIN.name,
 ) -> CompressRequest:
     """Return the request; raise `OptionError` or `PlanError` if it is invalid."""
     plan: Any = given_plan(codec)
@@ -108,18 +111,30 @@ def checked(
     elif scaler is not None and not all(hasattr(scaler, method) for method in _SCALER_METHODS):
         name, do, kind = "scaler", "pass the torch.amp.GradScaler", type(scaler).__name__
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
-    elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
+    elif hierarchical and (sharded or isinstance(chosen, Adaptive)):
         name = "hierarchical"
-        description = "hierarchical compression does not support FSDP, DUO and AQGB"
-        do = "remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel"
+        description = "hierarchical compression does not support sharded DUO and AQGB"
+        do = "remove hierarchical=..., remove sharded=..., or use a codec such as qsgd8"
+    local = codec_named(inside) if isinstance(inside, str) else inside
+    if not isinstance(local, Codec) or local.residual or local.gathered or fitted(local):
+        name, do = "inside", 'use "fp32", "bf16" or "qsgd8"'
+        description = "inside nodes, a codec must code consecutive values without error feedback"
+    size = 0
+    if planned and (noted := nodes_noted(plan.notes)) is not None:
+        size, in_a_row = noted
+        if hierarchical is None:
+            hierarchical = size if in_a_row else True
+    if description is None and local != PLAIN and not hierarchical:
+        name, do = "inside", "add hierarchical=True, or remove inside=..."
+        description = "gradients are not reduced inside nodes first, so this codec has no use"
     if description is not None:
         raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
-    if not planned or (noted := nodes_noted(plan.notes)) is None:
-        return CompressRequest(chosen, hierarchical or False)
-    size, in_a_row = noted
-    if hierarchical is None:
-        hierarchical = size if in_a_row else True
-    return CompressRequest(chosen, hierarchical, size)
+    return CompressRequest(chosen, hierarchical or False, size, local)
+
+
+def fitted(codec: Codec) -> bool:
+    """Return whether a codec depends on the shape of a parameter."""
+    return codec.fitted((3, 5)) != codec
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
@@ -183,7 +198,7 @@ def of_units(chosen: Way) -> Codec:
         text = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
     elif isinstance(chosen, Adaptive):
         text = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
-    elif chosen.fitted((3, 5)) != chosen:
+    elif fitted(chosen):
         text = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
         do = 'use a codec of consecutive values, such as "1bit*"'
     else:
@@ -254,6 +269,7 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
     transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> ShardedCompression: ...
 @overload
 def compress(
@@ -268,6 +284,7 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
     transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> DdpCompressor: ...
 def compress(
     model: Any,
@@ -281,6 +298,7 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
     transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> DdpCompressor | ShardedCompression:
     """Install gradient compression on a model, and return its handle.
 
@@ -303,7 +321,7 @@ def compress(
             ranks exchange the updates. True codes updates in 4 bits ("duo8": 8 bits, "duo32":
             FP32); a codec such as "qsgd8" replaces this default. The parameters of the optimizer
             become the shards.
-        hierarchical: whether gradients are summed in FP32 inside a node and coded only between
+        hierarchical: whether gradients are summed inside a node first and coded only between
             nodes. True uses the nodes of torchrun, or else host names; an int is the number of
             consecutive ranks per node. Default: as the plan specifies, otherwise False.
         seed: seed of stochastic rounding. The same seed reproduces training bit by bit.
@@ -315,11 +333,13 @@ def compress(
             sends and decodes on the device by collectives of the backend of the process group, such
             as NCCL; AQGB does not support it. "auto": "collective" where it is supported and the
             backend is not gloo.
+        inside: codec inside nodes, with `hierarchical`: "fp32", or for example "qsgd8". It needs
+            consecutive values and no error feedback.
     """
     with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
         fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-        request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
+        request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp, inside)
         chosen = request.way
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
@@ -350,11 +370,22 @@ def compress(
         transport = agreed_transport(transport, preferred, patience())
         group, collectives = gradient_groups(transport, device, nodes, patience())
     rank, world = distributed.get_rank(), distributed.get_world_size()
+    levels = nodes, collectives, request.inside
     if fsdp:
         if least is None:
             least = threshold([row * world for row in rows.values()])
         compression = ShardedCompression(
-            group, rank, world, rows, units, seed, least, check_every, scaler, device, collectives
+            group,
+            rank,
+            world,
+            rows,
+            units,
+            seed,
+            least,
+            check_every,
+            scaler,
+            device,
+            *levels,
         )
         _agree(compression)
         modules = _units(model)
@@ -364,14 +395,12 @@ def compress(
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
         settings = *common, chosen.ahead, stepped, scaler
-        duo = DuoCompressor(
-            *settings, lambda: bool(parallel._join_config.enable), weights, collectives
-        )
+        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights, *levels)
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)
         return duo
-    result = DdpCompressor(*common, scaler, nodes, collectives)
+    result = DdpCompressor(*common, scaler, *levels)
     _agree(result)
     result.attach(lambda: parallel.register_comm_hook(None, result.hook))
     return result

@@ -29,9 +29,10 @@ FAULTS = "compressed_faults_rank.py"
 
 def of_both(part: str, world: int, folder: Path, **job: Any) -> list[list[Any]]:
     """Return the results of all ranks with each transport."""
+    settings = job.pop("compress", {})
     return [
-        ranks.results(part, world, folder / transport, transport=transport, **job)
-        for transport in TRANSPORTS
+        ranks.results(part, world, folder / name, compress={"transport": name, **settings}, **job)
+        for name in TRANSPORTS
     ]
 
 
@@ -127,7 +128,7 @@ def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path
         reason = reason.removesuffix("its") + "it begins with"
     if how == "payload":
         reason = "they must be bit-identical"
-    job = {"script": FAULTS, "how": how, "transport": COLLECTIVE}
+    job = {"script": FAULTS, "how": how, "compress": {"transport": COLLECTIVE}}
     for found in ranks.results("faults", world, tmp_path, **job):
         assert found["kind"] == "RankError"
         assert reason in found["text"]
@@ -137,7 +138,13 @@ def test_corrupt_message_is_an_error_on_all_ranks(how: str, world: int, tmp_path
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
     ended = ranks.run(
-        FAULTS, world, tmp_path, name="faults", how="kill", limit=30, transport=COLLECTIVE
+        FAULTS,
+        world,
+        tmp_path,
+        name="faults",
+        how="kill",
+        limit=30,
+        compress={"transport": COLLECTIVE},
     )
     assert ended[1].code == -signal.SIGKILL
     for rank in (0, *range(2, world)):
