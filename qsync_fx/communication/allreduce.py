@@ -322,6 +322,7 @@ class Reducer:
         return MessageHeader(self.state.codec, rank, number, bucket.step)
 
 
+_FEEDBACK: Final = 0  # number of a message with error feedback, between two steps
 _INSIDE: Final = 0x5851F42D4C957F2D  # any constant: it separates the random streams of two levels
 
 
@@ -377,6 +378,29 @@ class Hierarchy:
         index = piece.index * self.nodes.size + self._place
         size, count = part.stop - part.start, len(self.nodes.ranks)
         return geometry.cut(piece.name, index, size, piece.codec, count)
+
+    def recode(
+        self, changes: Sequence[tuple[ParameterSlice, ParameterSlice, Tensor]], step: int
+    ) -> None:
+        """Convert the error feedback of old slices to new ones; call it on all ranks of a node.
+
+        Each change is an old slice, a new one, and a tensor with the layout of the gradients.
+        Codecs cut shards differently, so the ranks of a node first gather their feedback.
+        """
+        state, part = self.reducer.state, self._place
+        local = [replace(self._in_node(old), codec=PLAIN) for old, _, _ in changes]
+        flats = [like.new_zeros(old.size, dtype=torch.float32) for old, _, like in changes]
+        shards = _cut(flats, [piece.part(part) for piece in local])
+        for (old, _, _), shard in zip(changes, shards, strict=True):
+            state.take_feedback(self.share(old), self.reducer.own, len(self.reducer.members), shard)
+        bucket = Bucket(_FEEDBACK, step, torch.empty(0), local, ())
+        self._inside.all_gather(bucket, shards, flats)
+        add_inside(self.reducer, self._inside)
+        for (old, new, like), flat in zip(changes, flats, strict=True):
+            feedback = geometry.recoded(old, new, like, flat)[self._in_node(new).part(part)]
+            if feedback.any():
+                state.sent.values[new.name] = feedback.clone()
+                state.sent.scales[new.name] = state.sent.scale
 
     def reduce(self, bucket: Bucket) -> None:
         flats = self.reducer.flats(bucket)

@@ -104,11 +104,10 @@ class DdpCompressor(CompressorHandle):
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
         device = next((p.device for p in self._parameters), CPU)
-        adaptive, text, members = assigned.adaptive, assigned.text, tuple[int, ...]()
+        adaptive, members = assigned.adaptive, tuple[int, ...]()
+        text = self._identity(assigned)
         if nodes is not None:
-            text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
-            if inside != PLAIN:
-                text += f", {inside!r} inside"
+            members = nodes.across(rank)
         # AQGB codes on the host, where the progress of the bytes is known.
         self._state = CompressorState(rank, world, text, seed, device if adaptive is None else CPU)
         groups = collectives or CollectiveGroups()
@@ -177,9 +176,9 @@ class DdpCompressor(CompressorHandle):
         """
         self.wait()
         adapts = self.controller is not None or assigned.adaptive is not None
-        if adapts or self.nodes is not None:
-            description = "codecs between nodes, and AQGB, cannot change during training"
-            do = "remove hierarchical=True, use another codec, or train without replanning"
+        if adapts:
+            description = "AQGB cannot change during training, as it chooses its own bits"
+            do = "use another codec, or train without replanning"
             raise OptionError(description, where="codecs", do=do)
         hosted = next((codec.name for codec in assigned.codecs if codec.on_host), None)
         if hosted is not None and self._reducer.transport.on_device:
@@ -187,11 +186,26 @@ class DdpCompressor(CompressorHandle):
             do = 'pass transport="point_to_point" to compress, or plan without this codec'
             raise OptionError(description, where="codecs", do=do)
         pieces = self._pieces(assigned, self._state.world)
-        for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
-            if old != new:
-                self._state.recode(old, new, parameter.detach().float())
-        self.assigned, self.pieces, self._state.codec = assigned, pieces, assigned.text
+        changes = [
+            (old, new, parameter.detach().float())
+            for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True)
+            if old != new
+        ]
+        with torch.no_grad():
+            if changes and self._hierarchy is not None:
+                self._hierarchy.recode(changes, self._state.step)
+            elif self._hierarchy is None:
+                for change in changes:
+                    self._state.recode(*change)
+        self.assigned, self.pieces = assigned, pieces
+        self._state.codec = self._identity(assigned)
         self._register_if_coded()
+
+    def _identity(self, assigned: Assigned) -> str:
+        if self.nodes is None:
+            return assigned.text
+        text = f"{assigned.text} between nodes of {self.nodes.size} ranks"
+        return text if self._inside_codec == PLAIN else f"{text}, {self._inside_codec!r} inside"
 
     def _register_if_coded(self) -> None:
         if self._register is not None and any(self.assigned.coded):

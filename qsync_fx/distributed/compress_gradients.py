@@ -62,6 +62,8 @@ class CompressRequest:
 
     def tell(self, nodes: NodeGroups | None) -> None:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
+        if not self.way:  # a plan without codecs
+            return
         size = 1 if nodes is None else nodes.size
         if nodes is not None and len(nodes.ranks) == 1:
             text = (
@@ -120,7 +122,8 @@ def checked(
         name, do = "inside", 'use "fp32", "bf16" or "qsgd8"'
         description = "inside nodes, a codec must code consecutive values without error feedback"
     size = 0
-    if planned and (noted := nodes_noted(plan.notes)) is not None:
+    # Without codecs, too: replanning may add some.
+    if planned is not None and (noted := nodes_noted(plan.notes)) is not None:
         size, in_a_row = noted
         if hierarchical is None:
             hierarchical = size if in_a_row else True
