@@ -65,7 +65,8 @@ class Collective:
             source = self._buffer("send", number, sum(sent))
             target = self._buffer("receive", number, sum(received))
             start = partial(distributed.all_to_all_single, target, source, received, sent)
-            result.add(source.split(sent), target.split(received), start if any(sent) else None)
+            chunks = torch.split(source, sent), torch.split(target, received)
+            result.add(*chunks, start if any(sent) else None)
             result.nbytes += sum(sent) - sent[self.own]
         return result
 

@@ -186,30 +186,30 @@ class ShardedCompression(CompressorHandle):
         about: str,
     ) -> Tensor:
         """Send `rows[i]`, FP32, to member i; return the sum of this rank's rows of all members."""
-        begin, own, tally = time.perf_counter(), reducer.own, reducer.tally
+        begin, position, tally = time.perf_counter(), reducer.own, reducer.tally
         state, members = reducer.state, reducer.members
-        nbytes = pieces[own].codec.nbytes(pieces[own].size)
+        nbytes = pieces[position].codec.nbytes(pieces[position].size)
         header = MessageHeader(state.codec, state.rank, index, state.step)
         transfer = reducer.transport.scatter(header, about, [[nbytes]] * len(members))
         for peer, (sent,) in enumerate(transfer.outgoing):
-            if peer != own:
+            if peer != position:
                 self._encode(reducer, pieces[peer], rows[peer], sent)
             transfer.send(peer, 0)
         encoded = time.perf_counter()
         descriptions = [transfer.wait(sender, 0) for sender in range(len(members))]
         transfer.end()
         received = time.perf_counter()
-        total = torch.zeros_like(rows[own])
+        total = torch.zeros_like(rows[position])
         for sender, description in enumerate(descriptions):
-            if sender == own:
-                total += rows[own]
+            if sender == position:
+                total += rows[position]
             elif description is not None:
                 reducer.fault(about, members[sender], description)
             else:
                 message = transfer.incoming[sender][0]
                 if not reducer.transport.on_device:
                     message = buffers.on_device_of(message, total)
-                pieces[own].codec.decode(message, total, add=True)
+                pieces[position].codec.decode(message, total, add=True)
         if not reducer.transport.on_device:
             buffers.synchronize(total)
         tally.encode += encoded - begin

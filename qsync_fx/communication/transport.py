@@ -52,7 +52,7 @@ class Transfer(Protocol):
     def send(self, message: int, number: int) -> None:
         """Send a chunk. Call it for chunk 0 of all messages in order, then for chunk 1, ...
 
-        A call for a chunk that a message does not have is required, and sends nothing.
+        Call it, too, for chunks that a message does not have; they are not sent.
         """
 
     def wait(self, member: int, number: int) -> str | None:

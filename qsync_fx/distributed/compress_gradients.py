@@ -117,7 +117,7 @@ def checked(
         name = "hierarchical"
         description = "hierarchical compression does not support sharded DUO and AQGB"
         do = "remove hierarchical=..., remove sharded=..., or use a codec such as qsgd8"
-    local = codec_named(inside) if isinstance(inside, str) else inside
+    local: Any = codec_named(inside) if isinstance(inside, str) else inside
     if not isinstance(local, Codec) or local.residual or local.gathered or fitted(local):
         name, do = "inside", 'use "fp32", "bf16" or "qsgd8"'
         description = "inside nodes, a codec must code consecutive values without error feedback"

@@ -84,6 +84,7 @@ def gradient_groups(
         return control, CollectiveGroups(distributed.new_group(**settings))
     across = [list(nodes.across(rank)) for rank in nodes.ranks[0]]
     inside = [list(ranks) for ranks in nodes.ranks]
-    coded, _ = distributed.new_subgroups_by_enumeration(across, **settings)
-    reduced, _ = distributed.new_subgroups_by_enumeration(inside, **settings)
+    new_subgroups: Any = distributed.new_subgroups_by_enumeration
+    coded, _ = new_subgroups(across, **settings)
+    reduced, _ = new_subgroups(inside, **settings)
     return control, CollectiveGroups(coded, reduced)
