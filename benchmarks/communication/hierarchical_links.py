@@ -4,7 +4,9 @@ one link of 1 Gbps or 100 Mbps (links.py), and its ranks communicate inside it. 
 all-reduce times inside and between nodes, and codec speeds in CPU time, measured in the same run by
 all ranks concurrently (docs/replayer.md). Columns: "model" is the predicted time with pipelined
 coding and transfer, "in turns" without pipelining, and "to_*" the measured "seconds" divided by
-each. Without root only loopback is measured.
+each. "transport" is point to point over gloo, or gloo's collectives in groups of a node and between
+nodes; "to_pairwise" is the time of the second relative to the first. Without root only loopback is
+measured.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from qsync_fx.communication import codec_benchmarks
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
+from qsync_fx.communication.transport import TRANSPORTS
 from qsync_fx.distributed import node_topology
 from qsync_fx.predictor.cost_mapper.times import Parameter
 from qsync_fx.predictor.replayer import cluster
@@ -46,7 +49,9 @@ def main() -> None:
         rank(job)
         return
     options = arguments(
-        __doc__, repeats={"type": int, "default": 15, "help": "turns (%(default)s)"}
+        __doc__,
+        repeats={"type": int, "default": 15, "help": "turns (%(default)s)"},
+        transport={"action": "append", "help": "these alone", "choices": TRANSPORTS},
     )
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -56,6 +61,7 @@ def main() -> None:
             "codecs": by_size(options.quick, CODECS[:1], CODECS),
             "values": by_size(options.quick, VALUES // 100, VALUES),
             "repeats": by_size(options.quick, 2, options.repeats),
+            "transports": options.transport or TRANSPORTS,
         }
         result = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
         rows += [
@@ -73,7 +79,9 @@ def rank(job: dict[str, Any]) -> None:
     distributed.barrier()
     codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
     speeds = codec_benchmarks.measured(codecs, job["values"], job["repeats"])
-    results = reductions(job["codecs"], job["values"], job["repeats"], NODES)
+    results = reductions(
+        job["codecs"], job["values"], job["repeats"], NODES, transports=job["transports"]
+    )
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
         fleet = Cluster({"all": cluster.ClusterDevice(world)}, nodes=measured)

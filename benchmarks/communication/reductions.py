@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -31,6 +32,9 @@ from qsync_fx.communication.codec_benchmarks import VALUES
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
+from qsync_fx.communication.transport import COLLECTIVE, POINT_TO_POINT, TRANSPORTS
+from qsync_fx.distributed.agreement import patience
+from qsync_fx.distributed.gradient_groups import gradient_groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,6 +44,7 @@ PLAIN: Final = "torch fp32"  # all-reduce
 HALF: Final = "torch fp16"  # comm hook that converts to FP16
 _WIDTH: Final = 1024
 _WARMUP: Final = 3
+_BY: Final = " by "
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,21 @@ class Reduction:
     coding: float | None = None  # seconds of encoding and decoding; None for torch's hooks
     wire: float | None = None
     theory: float | None = None
+    transport: str | None = None  # of a codec
+    to_pairwise: float | None = None  # time relative to the same codec point to point
 
 
 def reductions(
-    codecs: Sequence[str], values: int = VALUES, repeats: int = 15, nodes: NodeGroups | None = None
+    codecs: Sequence[str],
+    values: int = VALUES,
+    repeats: int = 15,
+    nodes: NodeGroups | None = None,
+    transports: Sequence[str] = (POINT_TO_POINT,),
 ) -> list[Reduction]:
     """Return the duration of each method; all ranks call it together and get the same result.
 
-    The number of FP32 values is rounded to 1024. With `nodes`, the codec is used between them.
+    The number of FP32 values is rounded to 1024. With `nodes`, the codec is used between them. AQGB
+    is measured point to point only.
     """
     rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
@@ -77,12 +89,17 @@ def reductions(
     hooks: dict[str, Callable[[Any, Any], Any]] = {PLAIN: default_hooks.allreduce_hook}
     hooks[HALF] = default_hooks.fp16_compress_hook
     handles: dict[str, DdpCompressor] = {}
-    for name in codecs:
-        # One group for each codec, as `compress` creates.
-        group = distributed.new_group(backend="gloo") if world > 1 else None
+    for name, transport in itertools.product(codecs, transports):
+        if transport == COLLECTIVE and codec_named(name).on_host:
+            continue
+        # Groups for each codec, as `compress` creates.
+        group = collectives = None
+        if world > 1:
+            group, collectives = gradient_groups(transport, CPU, nodes, patience())
         codec, named = to_all(codec_named(name), [1], 0), [("gradient", parameter)]
-        handle = DdpCompressor(group, rank, world, named, codec, seed=0, check_every=0, nodes=nodes)
-        handles[name], hooks[name] = handle, handle.hook
+        settings = group, rank, world, named, codec, 0, 0, None, nodes, collectives
+        handle, method = DdpCompressor(*settings), method_of(name, transport)
+        handles[method], hooks[method] = handle, handle.hook
 
     def seconds(method: str) -> float:
         values_of_bucket.copy_(source)
@@ -120,8 +137,24 @@ def reductions(
             for name in ("coding", "wire", "theory"):
                 traffic[name] = (getattr(now, name) - getattr(then, name)) / repeats
         ratios = speedup(PLAIN, method), speedup(HALF, method)
-        result.append(Reduction(method, statistics.median(by_method[method]), *ratios, **traffic))
+        name, _, transport = method.partition(_BY)
+        to_pairwise = speedup(method, name) if transport and name in by_method else None
+        result.append(
+            Reduction(
+                name,
+                statistics.median(by_method[method]),
+                *ratios,
+                **traffic,
+                transport=(transport or POINT_TO_POINT) if method in handles else None,
+                to_pairwise=to_pairwise,
+            )
+        )
     return result
+
+
+def method_of(codec: str, transport: str) -> str:
+    """Return the name of a measured method."""
+    return codec if transport == POINT_TO_POINT else f"{codec}{_BY}{transport}"
 
 
 def main() -> None:
@@ -131,6 +164,7 @@ def main() -> None:
     parser.add_argument("--codec", action="append", choices=NAMES, help="these alone")
     parser.add_argument("--megabytes", type=float, default=26.0, help="of gradients (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="turns (%(default)s)")
+    parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="these alone")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -138,7 +172,12 @@ def main() -> None:
     values, rank = max(1, round(options.megabytes * 2**18)), distributed.get_rank()
     result = [
         dataclasses.asdict(item)
-        for item in reductions(options.codec or NAMES, values, options.repeats)
+        for item in reductions(
+            options.codec or NAMES,
+            values,
+            options.repeats,
+            transports=options.transport or TRANSPORTS,
+        )
     ]
     distributed.barrier()
     distributed.destroy_process_group()

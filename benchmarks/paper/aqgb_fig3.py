@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from qsync_fx.communication import allreduce, aqgb
+from qsync_fx.communication import aqgb, point_to_point
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
@@ -215,7 +215,7 @@ def rank(job: dict[str, Any]) -> None:
                 before = busy[-1][1] if busy else 0.0
                 busy.append((max(self.sent[number], before), time.perf_counter() - began))
 
-    for module in (aqgb, allreduce):
+    for module in (aqgb, point_to_point):
         vars(module)["PendingTransfers"] = Recorded
     steps = []
     for step in range(job["steps"]):

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import bucket as geometry, point_to_point
+from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
-from qsync_fx.communication.codecs import PLAIN, buffers
-from qsync_fx.communication.compressor_state import CompressorState
-from qsync_fx.communication.point_to_point import MessageHeader, PendingTransfers, StepOutcome
+from qsync_fx.communication.codecs import PLAIN, Codec, buffers
+from qsync_fx.communication.collective import Collective
+from qsync_fx.communication.compressor_state import CompressorState, finite_flag
+from qsync_fx.communication.message_header import MessageHeader
+from qsync_fx.communication.point_to_point import Chunk, PointToPoint, chunks_of, sizes_of
 from qsync_fx.communication.statistics import CommunicationStatistics
+from qsync_fx.communication.step_outcome import GRADIENTS, StepOutcome, settle
+from qsync_fx.communication.transport import Transfer, Transport
 
 
 @dataclass(frozen=True)
 class OutgoingMessage:
     """Message to send, in chunks, with values of each parameter of a bucket."""
 
-    memory: Tensor  # uint8 on the host; the header is written
-    chunks: Sequence[point_to_point.Chunk]
+    chunks: Sequence[Chunk]
     parts: Sequence[slice]  # of each parameter
     values: Sequence[Tensor]  # of each part, FP32
     residuals: Sequence[Tensor | None]  # error feedback of each part, FP32
@@ -39,10 +42,9 @@ class OutgoingMessage:
 class IncomingMessages:
     """Messages in chunks, with the same parts of a bucket, to be summed and divided."""
 
-    chunks: Sequence[point_to_point.Chunk]
-    messages: Mapping[int, Tensor]  # by member index, in summation order
+    chunks: Sequence[Chunk]
+    senders: Sequence[int]  # member indexes, in summation order
     values: Sequence[Tensor]  # output of each part, FP32
-    summed: bool = False  # whether the messages are means
     add: bool = False  # whether coded parts are added to `values`; FP32 parts replace them
     divisor: int = 1
     unread: set[int] = field(default_factory=set)  # members with another message
@@ -52,25 +54,35 @@ class IncomingMessages:
 class Reducer:
     """All-reduce of one bucket after another. Its methods raise `RankError` if a rank is gone."""
 
-    group: Any  # a process group that no other code uses
+    group: Any  # a process group on the CPU that no other code uses
     state: CompressorState
     members: tuple[int, ...] = ()  # in summation order; all ranks by default
+    collective: Any = None  # process group of the members on the device; None: point to point
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     outcome: StepOutcome = field(default_factory=StepOutcome)  # callers may clear `finite`
     used: bool = True  # whether the last step was finite on all ranks
+    own: int = field(init=False)  # index of this rank in `members`
+    transport: Transport = field(init=False)
+    checked: list[Transport] = field(init=False)  # whose headers are checked at the end of a step
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _finite: list[Tensor] = field(default_factory=list)  # flags on the device
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.state.world))
-        self._own = self.members.index(self.state.rank)
-        self._others = [index for index in range(len(self.members)) if index != self._own]
+        self.own = self.members.index(self.state.rank)
+        settings = self.members, self.own, self.state.device
+        if self.collective is None:
+            self.transport = PointToPoint(self.group, *settings)
+        else:
+            self.transport = Collective(self.collective, self.group, *settings)
+        self.checked = [self.transport]
 
     def reduce(self, bucket: Bucket) -> None:
         """Replace the values of a bucket by their mean over the members."""
         flats = self.flats(bucket)
         self.mean(bucket, flats)
         self.put_back(bucket, flats)
-        self.end(bucket, *geometry.volumes(bucket.pieces, self._own, len(self.members)))
+        self.end(bucket, *geometry.volumes(bucket.pieces, self.own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
@@ -90,17 +102,17 @@ class Reducer:
                 self._gather_and_sum(part, values)
             else:
                 self.reduce_scatter(part, values)
-                self.all_gather(part, _cut(values, part.parts(self._own)), values)
+                self.all_gather(part, _cut(values, part.parts(self.own)), values)
 
     def scatter(self, bucket: Bucket) -> None:
         """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros."""
         flats = self.flats(bucket)
         self.reduce_scatter(bucket, flats)
-        for part, flat in zip(bucket.parts(self._own), flats, strict=True):
+        for part, flat in zip(bucket.parts(self.own), flats, strict=True):
             flat[: part.start].zero_()
             flat[part.stop :].zero_()
         self.put_back(bucket, flats)
-        self.count(*geometry.scattering(bucket.pieces, self._own))
+        self.count(*geometry.scattering(bucket.pieces, self.own))
 
     def give(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
@@ -110,7 +122,7 @@ class Reducer:
         With `add`, coded shards are added to `flats`; FP32 shards replace its values.
         """
         self.all_gather(bucket, shards, flats, add)
-        self.count(*geometry.giving(bucket.pieces, self._own, len(self.members)))
+        self.count(*geometry.giving(bucket.pieces, self.own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
         self.count(raw, theory)
@@ -128,16 +140,23 @@ class Reducer:
         text = f"rank {self.state.rank} cannot read the message of rank {sender} for {about}"
         self.outcome.faults.append(f"{text}: {description}")
 
-    def settle(
-        self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
-    ) -> None:
-        """End a step as `point_to_point.settle`; `compared` counts as a check."""
+    def require_finite(self, values: Tensor) -> None:
+        """End the step as not finite on all ranks if any value is NaN or infinite."""
+        self._finite.append(finite_flag(values))
+
+    def settle(self, step: int, compared: bool = False, reported: str = GRADIENTS) -> None:
+        """End a step as `step_outcome.settle`; `compared` counts as a check."""
         self.tally.steps += 1
         rank, world = self.state.rank, self.state.world
         if world == 1:
             return
+        for transport in self.checked:
+            for item in transport.faults():
+                self.fault(item.about, item.sender, item.description)
+        self.outcome.finite &= all(map(bool, self._finite))
+        self._finite.clear()
         outcome, self.outcome = self.outcome, StepOutcome()
-        self.used = point_to_point.settle(self.group, rank, world, step, outcome, reported)
+        self.used = settle(self.group, rank, world, step, outcome, reported)
         self.state.settle(self.used)
         self.tally.checks += compared
 
@@ -171,9 +190,11 @@ class Reducer:
 
     def _gather_and_sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
-        mine = self._message(bucket, flats, parts, "mine")
-        incoming = self._mean_of_all(bucket, mine, "all of", flats)
-        self._exchange(bucket, [(mine, self._others)], [incoming])
+        mine, world = self._message(bucket, flats, parts), len(self.members)
+        sizes = [sizes_of(mine.chunks)] * world
+        transfer = self.transport.gather(self._header(bucket), bucket.about, sizes)
+        incoming = IncomingMessages(mine.chunks, range(world), flats, divisor=world)
+        self._exchange(bucket, transfer, [mine], [incoming])
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             piece.codec.settle(flat)
 
@@ -182,91 +203,76 @@ class Reducer:
         outgoing = []
         for owner in range(len(self.members)):
             parts = bucket.parts(owner)
-            message = self._message(bucket, _cut(flats, parts), parts, f"to {owner}")
-            outgoing.append((message, [owner]))
-        mine, _ = outgoing[self._own]
-        outgoing[self._own] = mine, []
-        incoming = self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))
-        self._exchange(bucket, outgoing, [incoming])
+            outgoing.append(self._message(bucket, _cut(flats, parts), parts))
+        sizes = [sizes_of(message.chunks) for message in outgoing]
+        transfer = self.transport.scatter(self._header(bucket), bucket.about, sizes)
+        mine, world = outgoing[self.own], len(self.members)
+        means = _cut(flats, mine.parts)
+        incoming = IncomingMessages(mine.chunks, range(world), means, divisor=world)
+        self._exchange(bucket, transfer, outgoing, [incoming])
 
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], flats: Sequence[Tensor], add: bool = False
     ) -> None:
         """Send this rank's shards to all, and write the shards of all ranks into `flats`."""
-        incoming = []
-        mine = self._message(bucket, shards, bucket.parts(self._own), "mean", summed=True)
-        for owner in range(len(self.members)):
-            chunks, memory, parts = mine.chunks, mine.memory, bucket.parts(owner)
-            if owner != self._own:
-                chunks = point_to_point.chunks_of(bucket.pieces, parts)
-                nbytes = chunks[-1].wire.stop
-                memory = self.buffer(bucket.index, f"mean of {owner}", nbytes=nbytes)
-            means = IncomingMessages(chunks, {owner: memory}, _cut(flats, parts), True, add)
-            incoming.append(means)
-        self._exchange(bucket, [(mine, self._others)], incoming)
-
-    def _mean_of_all(
-        self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
-    ) -> IncomingMessages:
-        nbytes, messages = mine.memory.numel(), {self._own: mine.memory}
-        for peer in self._others:
-            messages[peer] = self.buffer(bucket.index, f"{name} {peer}", nbytes=nbytes)
-        in_rank_order = {member: messages[member] for member in sorted(messages)}
-        return IncomingMessages(mine.chunks, in_rank_order, values, divisor=len(self.members))
+        parts = [bucket.parts(owner) for owner in range(len(self.members))]
+        incoming = [
+            IncomingMessages(chunks_of(bucket.pieces, item), [owner], _cut(flats, item), add)
+            for owner, item in enumerate(parts)
+        ]
+        mine = self._message(bucket, shards, parts[self.own], summed=True)
+        sizes = [sizes_of(item.chunks) for item in incoming]
+        header = self._header(bucket, summed=True)
+        transfer = self.transport.gather(header, bucket.about, sizes)
+        self._exchange(bucket, transfer, [mine], incoming)
 
     def _message(
         self,
         bucket: Bucket,
         values: Sequence[Tensor],
         parts: Sequence[slice],
-        name: str,
         summed: bool = False,
     ) -> OutgoingMessage:
-        chunks = point_to_point.chunks_of(bucket.pieces, parts)
-        message = self.buffer(bucket.index, name, nbytes=chunks[-1].wire.stop)
-        self._header(bucket, self._own, message, summed).write(message)
         both = zip(bucket.pieces, parts, strict=True)
         residuals = [self.state.residual(piece, part, summed) for piece, part in both]
-        return OutgoingMessage(message, chunks, parts, values, residuals, summed)
+        chunks = chunks_of(bucket.pieces, parts)
+        return OutgoingMessage(chunks, parts, values, residuals, summed)
 
     def _exchange(
         self,
         bucket: Bucket,
-        outgoing: Sequence[tuple[OutgoingMessage, Sequence[int]]],
+        transfer: Transfer,
+        outgoing: Sequence[OutgoingMessage],
         incoming: Sequence[IncomingMessages],
     ) -> None:
         begin, coding = time.perf_counter(), self.tally.coding
-        transfers = PendingTransfers(self.group, bucket.about)
-        for item in incoming:
-            for sender in set(item.messages) - {self._own}:
-                for number, chunk in enumerate(item.chunks):
-                    received = item.messages[sender][chunk.wire]
-                    transfers.expect(self.members[sender], received, number)
-        for number in range(max(len(message.chunks) for message, _ in outgoing)):
-            for message, peers in outgoing:
+        for number in range(max(map(len, transfer.outgoing))):
+            for index, message in enumerate(outgoing):
                 if number < len(message.chunks):
-                    self._encode(bucket, message, number)
-                    sent = message.memory[message.chunks[number].wire]
-                    for peer in peers:
-                        transfers.send(self.members[peer], sent, number)
-        for number in range(max(len(item.chunks) for item in incoming)):
+                    self._encode(bucket, message, number, transfer.outgoing[index][number])
+                transfer.send(index, number)
+        for number in range(max(map(len, transfer.incoming))):
             for item in incoming:
-                if number >= len(item.chunks):
-                    continue
-                for sender in set(item.messages) - {self._own}:
-                    transfers.wait_received(self.members[sender], number)
-                if number == 0:
-                    self._check_headers(bucket, item)
-                self._decode(bucket, item, number)
-        transfers.end()
+                if number < len(item.chunks):
+                    self._receive(bucket, transfer, item, number)
+        transfer.end()
         self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
-        self.tally.wire += sum(message.memory.numel() * len(peers) for message, peers in outgoing)
+        self.tally.wire += transfer.nbytes
 
-    def _encode(self, bucket: Bucket, message: OutgoingMessage, number: int) -> None:
-        begin = time.perf_counter()
-        chunk = message.chunks[number]
-        sent = message.memory[chunk.coded]
-        near = buffers.device_buffer(sent, message.values[0]) if chunk.runs else sent
+    def _receive(
+        self, bucket: Bucket, transfer: Transfer, incoming: IncomingMessages, number: int
+    ) -> None:
+        for sender in incoming.senders:
+            if (description := transfer.wait(sender, number)) is not None:
+                self.fault(bucket.about, self.members[sender], description)
+                incoming.unread.add(sender)
+        self._decode(bucket, transfer, incoming, number)
+
+    def _encode(self, bucket: Bucket, message: OutgoingMessage, number: int, sent: Tensor) -> None:
+        begin, chunk = time.perf_counter(), message.chunks[number]
+        near = sent
+        if chunk.runs and not self.transport.on_device:
+            near = buffers.device_buffer(sent, message.values[0])
         for run in chunk.runs:
             piece, residual = bucket.pieces[run.place], message.residuals[run.place]
             full = values = message.values[run.place][run.values]
@@ -284,21 +290,18 @@ class Reducer:
             sent.copy_(near)
         self.tally.encode += time.perf_counter() - begin
 
-    def _check_headers(self, bucket: Bucket, incoming: IncomingMessages) -> None:
-        for sender, message in incoming.messages.items():
-            fault = self._header(bucket, sender, message, incoming.summed).fault(message)
-            if fault is not None:
-                self.fault(bucket.about, self.members[sender], fault)
-                incoming.unread.add(sender)
-
-    def _decode(self, bucket: Bucket, incoming: IncomingMessages, number: int) -> None:
+    def _decode(
+        self, bucket: Bucket, transfer: Transfer, incoming: IncomingMessages, number: int
+    ) -> None:
         begin = time.perf_counter()
         chunk, values = incoming.chunks[number], incoming.values
         if not chunk.runs:
             return
-        senders = [sender for sender in incoming.messages if sender not in incoming.unread]
+        senders = [sender for sender in incoming.senders if sender not in incoming.unread]
         for order, sender in enumerate(senders):
-            near = buffers.on_device_of(incoming.messages[sender][chunk.coded], values[0])
+            near = transfer.incoming[sender][number]
+            if not self.transport.on_device:
+                near = buffers.on_device_of(near, values[0])
             last = order + 1 == len(senders) and incoming.divisor == 1
             for run in chunk.runs:
                 codec, target = bucket.pieces[run.place].codec, values[run.place][run.values]
@@ -310,12 +313,17 @@ class Reducer:
         if incoming.divisor > 1:
             for run in chunk.runs:
                 values[run.place][run.values].div_(incoming.divisor)
-        buffers.synchronize(values[0])
+        if not self.transport.on_device:
+            buffers.synchronize(values[0])
         self.tally.decode += time.perf_counter() - begin
 
-    def _header(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
-        number, length = 2 * bucket.index + summed, message.numel() - point_to_point.HEADER
-        return MessageHeader(self.state.codec, self.members[sender], number, bucket.step, length)
+    def _header(self, bucket: Bucket, summed: bool = False) -> MessageHeader:
+        rank, number = self.state.rank, 2 * bucket.index + summed
+        return MessageHeader(self.state.codec, rank, number, bucket.step)
+
+
+_FEEDBACK: Final = 0  # number of a message with error feedback, between two steps
+_INSIDE: Final = 0x5851F42D4C957F2D  # any constant: it separates the random streams of two levels
 
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
@@ -347,19 +355,21 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reducer that codes gradients only between nodes, and reduces in FP32 within them.
+    """Reducer of two levels: inside nodes, and between them with the codecs of the parameters.
 
-    Each rank averages one shard of its node's gradients with the same shard of the other nodes.
+    Each rank averages one shard of its node's gradients with the same shard of the other nodes, as
+    in ZeRO++ (G. Wang et al., 2023) and SDP4Bit (J. Jia et al., 2024).
     """
 
     nodes: NodeGroups
     reducer: Reducer  # over the ranks of other nodes; its group contains all ranks
+    codec: Codec = PLAIN  # inside nodes, of parameters that are not FP32 between them
+    collective: Any = None  # process group of this node on the device; None: point to point
 
     def __post_init__(self) -> None:
-        state, node = self.reducer.state, self.nodes.node_of(self.reducer.state.rank)
-        inside = state.like(f"inside a node, {state.codec}")
-        self._inside = Reducer(self.reducer.group, inside, node)
-        self._place = node.index(state.rank)
+        node = self.nodes.node_of(self.reducer.state.rank)
+        self._inside = inside_node(self.nodes, self.reducer, self.collective)
+        self._place = node.index(self.reducer.state.rank)
 
     def share(self, piece: ParameterSlice) -> ParameterSlice:
         """Return the slice of a parameter that this rank averages between nodes."""
@@ -369,22 +379,43 @@ class Hierarchy:
         size, count = part.stop - part.start, len(self.nodes.ranks)
         return geometry.cut(piece.name, index, size, piece.codec, count)
 
+    def recode(
+        self, changes: Sequence[tuple[ParameterSlice, ParameterSlice, Tensor]], step: int
+    ) -> None:
+        """Convert the error feedback of old slices to new ones; call it on all ranks of a node.
+
+        Each change is an old slice, a new one, and a tensor with the layout of the gradients.
+        Codecs cut shards differently, so the ranks of a node first gather their feedback.
+        """
+        state, part = self.reducer.state, self._place
+        local = [replace(self._in_node(old), codec=PLAIN) for old, _, _ in changes]
+        flats = [like.new_zeros(old.size, dtype=torch.float32) for old, _, like in changes]
+        shards = _cut(flats, [piece.part(part) for piece in local])
+        for (old, _, _), shard in zip(changes, shards, strict=True):
+            state.take_feedback(self.share(old), self.reducer.own, len(self.reducer.members), shard)
+        bucket = Bucket(_FEEDBACK, step, torch.empty(0), local, ())
+        self._inside.all_gather(bucket, shards, flats)
+        add_inside(self.reducer, self._inside)
+        for (old, new, like), flat in zip(changes, flats, strict=True):
+            feedback = geometry.recoded(old, new, like, flat)[self._in_node(new).part(part)]
+            if feedback.any():
+                state.sent.values[new.name] = feedback.clone()
+                state.sent.scales[new.name] = state.sent.scale
+
     def reduce(self, bucket: Bucket) -> None:
         flats = self.reducer.flats(bucket)
-        pieces = [replace(self._in_node(piece), codec=PLAIN) for piece in bucket.pieces]
-        plain = replace(bucket, pieces=pieces, measured=False)
+        pieces = [
+            replace(self._in_node(piece), codec=PLAIN if piece.codec == PLAIN else self.codec)
+            for piece in bucket.pieces
+        ]
+        local = replace(bucket, pieces=pieces, measured=False)
         shares = [self.share(piece) for piece in bucket.pieces]
-        shards = _cut(flats, plain.parts(self._place))
-        self._inside.reduce_scatter(plain, flats)
+        shards = _cut(flats, local.parts(self._place))
+        self._inside.state.seed = inside_seed(self.reducer.state)
+        self._inside.reduce_scatter(local, flats)
         self.reducer.mean(replace(bucket, pieces=shares), shards)
-        self._inside.all_gather(plain, shards, flats)
-        tally, inside = self.reducer.tally, self._inside.tally
-        tally.encode += inside.encode
-        tally.decode += inside.decode
-        tally.transfer += inside.transfer
-        tally.inside += inside.wire
-        self.reducer.outcome.faults += self._inside.outcome.faults
-        self._inside.tally, self._inside.outcome = CommunicationStatistics(), StepOutcome()
+        self._inside.all_gather(local, shards, flats)
+        add_inside(self.reducer, self._inside)
         self.reducer.put_back(bucket, flats)
         rank = self.reducer.state.rank
         across = self.nodes.across(rank)
@@ -392,3 +423,35 @@ class Hierarchy:
 
     def _in_node(self, piece: ParameterSlice) -> ParameterSlice:
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
+
+
+def layout(nodes: NodeGroups | None, inside: Codec) -> str:
+    """Return a description of the nodes and of the codec inside them, which ranks compare."""
+    if nodes is None or inside == PLAIN:
+        return str(nodes or "none")
+    return f"{nodes}; {inside!r} inside"
+
+
+def inside_node(nodes: NodeGroups, reducer: Reducer, collective: Any = None) -> Reducer:
+    """Return the reducer inside the node of a rank; `reducer` ends its steps."""
+    state = reducer.state
+    inside = state.like(f"inside a node, {state.codec}")
+    result = Reducer(reducer.group, inside, nodes.node_of(state.rank), collective)
+    reducer.checked.append(result.transport)
+    return result
+
+
+def inside_seed(state: CompressorState) -> int:
+    """Return the seed inside nodes, whose random numbers must not repeat those between nodes."""
+    return state.seed ^ _INSIDE
+
+
+def add_inside(reducer: Reducer, inside: Reducer) -> None:
+    """Move the statistics and faults inside a node to the reducer between nodes."""
+    tally, other = reducer.tally, inside.tally
+    tally.encode += other.encode
+    tally.decode += other.decode
+    tally.transfer += other.transfer
+    tally.inside += other.wire
+    reducer.outcome.faults += inside.outcome.faults
+    inside.tally, inside.outcome = CommunicationStatistics(), StepOutcome()

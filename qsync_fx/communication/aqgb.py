@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import point_to_point
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Draw
 from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
-from qsync_fx.communication.point_to_point import HEADER, MessageHeader, PendingTransfers
+from qsync_fx.communication.message_header import HEADER, MessageHeader, length_of
+from qsync_fx.communication.point_to_point import PendingTransfers
 from qsync_fx.communication.statistics import BitLevelSummary
 
 _FULL: Final = 32
@@ -295,7 +295,7 @@ class Gatherer:
         for peer in self._others:
             transfers.wait_received(peer, segment.tags[0])
             headers = segment.headers[peer]
-            length = point_to_point.length_of(headers[HEADER:])
+            length = length_of(headers[HEADER:])
             fault = self._header(bucket, segment, peer, length).fault(headers[:HEADER])
             if fault is None and length > most:
                 fault = f"its length is {length}, but at most {most} is valid"

@@ -97,6 +97,18 @@ def put_back(piece: ParameterSlice, gradient: Tensor, values: Tensor) -> None:
         _copy(values.view(columns.shape), columns)
 
 
+def recoded(old: ParameterSlice, new: ParameterSlice, like: Tensor, values: Tensor) -> Tensor:
+    """Return values in the coding order of an old slice in the order of a new one, 1-D.
+
+    `like` has the layout of the gradients.
+    """
+    gradient = torch.zeros_like(like)
+    result = flat(old, gradient)
+    result.copy_(values)
+    put_back(old, gradient, result)
+    return flat(new, gradient)
+
+
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copy values; transpose FP32 matrices on the CPU natively, which is faster than `copy_`."""
     both = (source, target)

@@ -17,7 +17,8 @@ from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.casts import CODECS as CASTS
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
-from qsync_fx.communication.point_to_point import HEADER, VALUES
+from qsync_fx.communication.message_header import HEADER
+from qsync_fx.communication.point_to_point import VALUES
 from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.cost_mapper.times import Parameter, Schedule

@@ -7,12 +7,13 @@ calls it from would block. Invariant: after an error, no task runs, and all futu
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -88,11 +89,17 @@ Tasks = queue.SimpleQueue[tuple[Work, Any, Any] | None]
 
 
 class Worker:
-    """Thread that runs tasks one at a time, in submission order; see `start`."""
+    """Thread that runs tasks one at a time, in submission order; see `start`.
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
+    For gradients on a GPU, tasks run on a side stream. With `blocking`, the thread waits for the
+    stream after each task; otherwise only the streams of those who use its result wait.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device | None = None, blocking: bool = True
+    ) -> None:
         self.error: BaseException | None = None
-        # For gradients on a GPU, tasks run on a side stream.
+        self._blocking = blocking
         is_gpu = device is not None and device.type == "cuda"
         self._devices: list[Any] = [device] if is_gpu else []
         make_stream: Any = torch.cuda.Stream
@@ -122,26 +129,36 @@ class Worker:
             self._idle.wait_for(lambda: self._open == 0)
         if self.error is not None:
             raise self.error
+        if self._stream is not None and not self._blocking:
+            torch.cuda.current_stream(self._devices[0]).wait_stream(self._stream)
 
     def do(self, work: Work, mark: Any, done: Any) -> None:
         """Run one task on the thread, after the device work queued before `mark`."""
         result: Tensor | BaseException | None = self.error
         try:
-            if result is None and self._stream is None:
-                result = work()
-            elif result is None:
-                with torch.cuda.device(self._devices[0]), torch.cuda.stream(self._stream):
-                    self._stream.wait_event(mark)
-                    result = work()
-                    self._stream.synchronize()
-        except BaseException as error:  # noqa: BLE001  any exception must end the step
-            result = self.error = error
-        try:
-            done.set_result(result)
+            with self._on_stream():
+                try:
+                    if result is None and self._stream is not None:
+                        self._stream.wait_event(mark)
+                    result = work() if result is None else result
+                    if self._stream is not None and self._blocking:
+                        self._stream.synchronize()
+                except BaseException as error:  # noqa: BLE001  any exception must end the step
+                    result = self.error = error
+                # The future records the work of the current stream.
+                done.set_result(result)
         finally:
             with self._idle:
                 self._open -= 1
                 self._idle.notify_all()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._devices[0]), torch.cuda.stream(self._stream):
+            yield
 
 
 def _result(done: Any) -> Any:

@@ -5,7 +5,6 @@ Invariant: a rank that resumes from its saved state sends the same bits as one t
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -69,9 +68,15 @@ def scale_of(scaler: Any) -> float:
 
 def finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite, in one pass over the values."""
+    return bool(finite_flag(values))
+
+
+def finite_flag(values: Tensor) -> Tensor:
+    """Return the same as `finite` as a tensor on the device of the values, without waiting."""
     if not values.numel():
-        return True
-    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
+        return torch.ones((), dtype=torch.bool)
+    smallest, largest = torch.aminmax(values)
+    return smallest.isfinite() & largest.isfinite()
 
 
 @dataclass
@@ -186,19 +191,25 @@ class CompressorState:
         `like` has the layout of the gradients. The feedback of a mean is multiplied by the world
         size, by which the next mean divides it again.
         """
-        scale, gradient = 0.0, torch.zeros_like(like)
-        result = bucket.flat(old, gradient)
-        if old.name in self.sent.values:
-            feedback, scale = self.sent.take(old.name)
-            result += feedback
-        if old.name in self.owned.values:
-            feedback, scale_of_mean = self.owned.take(old.name)
-            scale = scale or scale_of_mean
-            result[old.part(self.rank)] += feedback * (self.world * scale / scale_of_mean)
-        if scale:
-            bucket.put_back(old, gradient, result)
-            self.sent.values[new.name] = bucket.flat(new, gradient).clone()
-            self.sent.scales[new.name] = scale
+        if old.name in self.sent.values or old.name in self.owned.values:
+            result = like.new_zeros(old.size, dtype=torch.float32)
+            self.take_feedback(old, self.rank, self.world, result)
+            self.sent.values[new.name] = bucket.recoded(old, new, like, result).clone()
+            self.sent.scales[new.name] = self.sent.scale
+
+    def take_feedback(
+        self, piece: ParameterSlice, owner: int, members: int, target: Tensor
+    ) -> None:
+        """Remove the feedback of a slice, and add it to `target`, for the current loss scale.
+
+        `owner` is the index of this rank among the `members` that average the slice.
+        """
+        if piece.name in self.sent.values:
+            feedback, scale = self.sent.take(piece.name)
+            target += feedback * (self.sent.scale / scale)
+        if piece.name in self.owned.values:
+            feedback, scale = self.owned.take(piece.name)
+            target[piece.part(owner)] += feedback * (members * self.sent.scale / scale)
 
     def begin(self, scale: float, undone: bool) -> None:
         """Set the loss scale of the gradients to come, and whether their step may be undone."""

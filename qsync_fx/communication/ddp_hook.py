@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication import bucket as geometry
-from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer
+from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer, layout
 from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.communication_thread import Worker
 from qsync_fx.communication.compressor_state import (
     CompressorHandle,
     CompressorState,
-    finite,
     is_scaled,
     scale_of,
 )
@@ -95,26 +95,35 @@ class DdpCompressor(CompressorHandle):
         check_every: int,
         scaler: Any = None,
         nodes: NodeGroups | None = None,
+        collectives: CollectiveGroups | None = None,
+        inside: Codec = PLAIN,
     ) -> None:
-        self.assigned, self.nodes = assigned, nodes
+        self.assigned, self.nodes, self._inside_codec = assigned, nodes, inside
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
         self._register: Callable[[], None] | None = None
         device = next((p.device for p in self._parameters), CPU)
-        adaptive, text, members = assigned.adaptive, assigned.text, tuple[int, ...]()
+        adaptive, members = assigned.adaptive, tuple[int, ...]()
+        text = self._identity(assigned)
         if nodes is not None:
-            text, members = f"{text} between nodes of {nodes.size} ranks", nodes.across(rank)
+            members = nodes.across(rank)
         # AQGB codes on the host, where the progress of the bytes is known.
         self._state = CompressorState(rank, world, text, seed, device if adaptive is None else CPU)
-        self._reducer = Reducer(group, self._state, members)
-        self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
+        groups = collectives or CollectiveGroups()
+        self._reducer = Reducer(group, self._state, members, groups.coded)
+        self._hierarchy = None
+        if nodes is not None:
+            self._hierarchy = Hierarchy(nodes, self._reducer, inside, groups.inside)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
         if adaptive is not None:
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
-        self._worker = Worker("qsync communication", device)
+        self._transport = str(self._reducer.transport)
+        if (hosted := next((c.name for c in assigned.codecs if c.on_host), None)) is not None:
+            self._transport += f", as {hosted} is encoded in host memory"
+        self._worker = Worker("qsync communication", device, blocking=collectives is None)
         self._check_every, self._watched = check_every, -1
         self._loss_scaler, self._scale, self._undone = scaler, 1.0, False
 
@@ -142,7 +151,7 @@ class DdpCompressor(CompressorHandle):
                     if values is not buffer:
                         buffer.copy_(values)
                     if undone:
-                        self._reducer.outcome.finite &= finite(buffer)
+                        self._reducer.require_finite(buffer)
                 if last:
                     self._reducer.settle(step, compared=self._checks(step))
             return buffer
@@ -167,16 +176,36 @@ class DdpCompressor(CompressorHandle):
         """
         self.wait()
         adapts = self.controller is not None or assigned.adaptive is not None
-        if adapts or self.nodes is not None:
-            description = "codecs between nodes, and AQGB, cannot change during training"
-            do = "remove hierarchical=True, use another codec, or train without replanning"
+        if adapts:
+            description = "AQGB cannot change during training, as it chooses its own bits"
+            do = "use another codec, or train without replanning"
+            raise OptionError(description, where="codecs", do=do)
+        hosted = next((codec.name for codec in assigned.codecs if codec.on_host), None)
+        if hosted is not None and self._reducer.transport.on_device:
+            description = f"{hosted} is encoded in host memory, but gradients stay on the device"
+            do = 'pass transport="point_to_point" to compress, or plan without this codec'
             raise OptionError(description, where="codecs", do=do)
         pieces = self._pieces(assigned, self._state.world)
-        for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
-            if old != new:
-                self._state.recode(old, new, parameter.detach().float())
-        self.assigned, self.pieces, self._state.codec = assigned, pieces, assigned.text
+        changes = [
+            (old, new, parameter.detach().float())
+            for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True)
+            if old != new
+        ]
+        with torch.no_grad():
+            if changes and self._hierarchy is not None:
+                self._hierarchy.recode(changes, self._state.step)
+            elif self._hierarchy is None:
+                for change in changes:
+                    self._state.recode(*change)
+        self.assigned, self.pieces = assigned, pieces
+        self._state.codec = self._identity(assigned)
         self._register_if_coded()
+
+    def _identity(self, assigned: Assigned) -> str:
+        if self.nodes is None:
+            return assigned.text
+        text = f"{assigned.text} between nodes of {self.nodes.size} ranks"
+        return text if self._inside_codec == PLAIN else f"{text}, {self._inside_codec!r} inside"
 
     def _register_if_coded(self) -> None:
         if self._register is not None and any(self.assigned.coded):
@@ -222,7 +251,15 @@ class DdpCompressor(CompressorHandle):
         if self.controller is not None:
             adapted = self.controller.adapted()
         return Report(
-            self.assigned.name, state.rank, state.world, coded, size - coded, tally, adapted
+            self.assigned.name,
+            state.rank,
+            state.world,
+            coded,
+            size - coded,
+            tally,
+            adapted,
+            transport=self._transport,
+            inside=self._inside_codec.name,
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -231,7 +268,8 @@ class DdpCompressor(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         return {
             "gradient codec": codec,
-            "node layout": [str(self.nodes or "none")],
+            "node layout": [layout(self.nodes, self._inside_codec)],
+            "transport": [self._reducer.transport.name],
             "gradient seed": [str(self._state.seed)],
             "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],
         }

@@ -1,4 +1,4 @@
-"""Point-to-point messages between ranks: headers, chunks, transfers, and the check of a step.
+"""Point-to-point messages between ranks over gloo, with headers, from host memory.
 
 Messages are sent in chunks, so that coding and transfer overlap. Invariant: all receives are posted
 before any send, as a send without its receive can halve the link rate.
@@ -6,55 +6,26 @@ before any send, as a send without its receive can halve the link rate.
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
 
 from qsync_fx.communication.bucket import ParameterSlice
+from qsync_fx.communication.codecs import buffers
+from qsync_fx.communication.control_group import CPU
+from qsync_fx.communication.message_header import HEADER, MessageHeader
+from qsync_fx.communication.transport import POINT_TO_POINT, HeaderFault, Sizes
 from qsync_fx.errors import RankError
 
-_LAYOUT = struct.Struct("<4sIIIQQ")
-_MAGIC = b"QSC1"
-HEADER = _LAYOUT.size
 
-
-@dataclass(frozen=True)
-class MessageHeader:
-    """Header of a message, with the CRC-32 of the codecs that the ranks agree on."""
-
-    codec: str
-    sender: int
-    bucket: int  # index and phase (reduce-scatter or all-gather)
-    step: int
-    length: int  # bytes after the header
-
-    def write(self, message: Tensor) -> None:
-        packed = _LAYOUT.pack(_MAGIC, *self._numbers().values())
-        message[:HEADER] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-    def fault(self, message: Tensor) -> str | None:
-        """Return how a received header differs from this one; None if it is equal."""
-        magic, *received = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
-        if magic != _MAGIC:
-            return f"it begins with {magic.hex()} instead of {_MAGIC.hex()}"
-        for (name, expected), value in zip(self._numbers().items(), received, strict=True):
-            if value != expected:
-                return f"its {name} is {value} instead of {expected}"
-        return None
-
-    def _numbers(self) -> dict[str, int]:
-        return {**vars(self), "codec": zlib.crc32(self.codec.encode())}
-
-
-def length_of(message: Tensor) -> int:
-    """Return the length in the header of a message, in bytes."""
-    return int(_LAYOUT.unpack(bytes(message[:HEADER].numpy()))[-1])
+def rank_error(rank: int, description: str, where: str, do: str) -> RankError:
+    """Return the error of a rank, with its number as an attribute."""
+    error = RankError(description, where=where, do=do)
+    error.rank = rank
+    return error
 
 
 class PendingTransfers:
@@ -97,7 +68,7 @@ class PendingTransfers:
             reason = str(error).strip().partition("\n")[0]
             text = f"rank {rank} no longer responds: {reason}"
             do = "find the cause in its log, and restart all ranks"
-            raise _rank_error(rank, text, self._about, do) from error
+            raise rank_error(rank, text, self._about, do) from error
 
 
 def exchange(
@@ -173,64 +144,124 @@ def chunks_of(
     return result
 
 
-GRADIENTS: Final = "the averaged gradients of rank {} differ from those of rank {}"
-_OUTCOME = struct.Struct("<4s?I")
-_OUTCOME_BYTES = 512
+def sizes_of(chunks: Sequence[Chunk]) -> list[int]:
+    """Return the coded bytes of each chunk, without the header."""
+    return [chunk.coded.stop - chunk.coded.start for chunk in chunks]
+
+
+class _Message:
+    """Message in host memory, with its header, and views of its chunks."""
+
+    def __init__(self, memory: Tensor, sizes: Sequence[int]) -> None:
+        self.memory = memory[: HEADER + sum(sizes)]
+        self.coded, self.sent, end = list[Tensor](), list[Tensor](), HEADER
+        for number, nbytes in enumerate(sizes):
+            begin, end = end, end + nbytes
+            self.coded.append(self.memory[begin:end])
+            # The first chunk includes the header.
+            self.sent.append(self.memory[begin if number else 0 : end])
 
 
 @dataclass
-class StepOutcome:
-    """Outcome of a step on one rank, which all ranks exchange."""
+class PointToPoint:
+    """Transport by messages in host memory, which gloo sends directly between ranks."""
 
-    faults: list[str] = field(default_factory=list)  # the first is sent, cut to 500 bytes
-    digest: int = 0  # CRC-32 of the results that ranks compare
-    finite: bool = True
+    group: Any  # a process group that no other code uses
+    members: Sequence[int]  # ranks of the group
+    own: int  # index of this rank in `members`
+    device: torch.device = CPU  # of the gradients
+    name: str = field(default=POINT_TO_POINT, init=False)
+    on_device: bool = field(default=False, init=False)
+    _memory: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
 
-    def packed(self) -> Tensor:
-        text = "".join(self.faults[:1]).encode()
-        packed = _OUTCOME.pack(_MAGIC, self.finite, self.digest) + text
-        fixed = packed[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
-        return torch.frombuffer(bytearray(fixed), dtype=torch.uint8)
+    def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> PointToPointTransfer:
+        outgoing = [
+            self._outgoing("to", index, header, sizes[index]) for index in range(len(self.members))
+        ]
+        peers = [[index] if index != self.own else [] for index in range(len(self.members))]
+        coming = [sizes[self.own]] * len(self.members)
+        return self._transfer(header, about, outgoing, peers, outgoing[self.own], coming)
 
-    @classmethod
-    def unpacked(cls, message: Tensor) -> StepOutcome:
-        content = bytes(message.numpy())
-        magic, finite, digest = _OUTCOME.unpack_from(content)
-        if magic != _MAGIC:
-            return cls(["the message of a rank at the end of a step cannot be read"])
-        # The cut may fall within a character.
-        text = content[_OUTCOME.size :].rstrip(b"\0").decode(errors="ignore")
-        return cls(list(filter(None, [text])), digest, finite)
+    def gather(self, header: MessageHeader, about: str, sizes: Sizes) -> PointToPointTransfer:
+        message = self._outgoing("mine", self.own, header, sizes[self.own])
+        peers = [index for index in range(len(self.members)) if index != self.own]
+        return self._transfer(header, about, [message], [peers], message, sizes)
+
+    def faults(self) -> Sequence[HeaderFault]:
+        return ()
+
+    def __str__(self) -> str:
+        return "point to point over gloo"
+
+    def _transfer(
+        self,
+        header: MessageHeader,
+        about: str,
+        outgoing: Sequence[_Message],
+        peers: Sequence[Sequence[int]],
+        mine: _Message,
+        coming: Sizes,
+    ) -> PointToPointTransfer:
+        incoming = [
+            mine if index == self.own else self._message("from", index, sizes)
+            for index, sizes in enumerate(coming)
+        ]
+        return PointToPointTransfer(self, header, about, outgoing, peers, incoming)
+
+    def _outgoing(
+        self, role: str, index: int, header: MessageHeader, sizes: Sequence[int]
+    ) -> _Message:
+        result = self._message(role, index, sizes)
+        sender = self.members[self.own]
+        replace(header, sender=sender, length=sum(sizes)).write(result.memory)
+        return result
+
+    def _message(self, role: str, index: int, sizes: Sequence[int]) -> _Message:
+        # Buffers are reused, because allocation costs more than a copy.
+        memory, nbytes = self._memory.get((role, index)), HEADER + sum(sizes)
+        if memory is None or memory.numel() < nbytes:
+            memory = self._memory[role, index] = buffers.host(nbytes, self.device)
+        return _Message(memory, sizes)
 
 
-def settle(
-    group: Any, rank: int, world: int, step: int, outcome: StepOutcome, reported: str = GRADIENTS
-) -> bool:
-    """Exchange the outcome of a step; return whether all ranks have finite gradients.
+class PointToPointTransfer:
+    """Messages in flight between the members of a `PointToPoint` transport."""
 
-    Raise `RankError` on all ranks if one cannot read a message, or, as `reported`, digests differ.
-    """
-    mine = outcome.packed()
-    messages = {peer: torch.empty_like(mine) for peer in range(world) if peer != rank}
-    exchange(group, dict.fromkeys(messages, mine), messages, f"the end of step {step}")
-    messages[rank] = mine
-    outcomes = [StepOutcome.unpacked(messages[sender]) for sender in range(world)]
-    for sender, item in enumerate(outcomes):
-        if item.faults:
-            where = f"the end of step {step}, on all ranks"
-            do = "check the version on all ranks and the network; resume from the last checkpoint"
-            raise _rank_error(sender, item.faults[0], where, do)
-    digests = [item.digest for item in outcomes]
-    usual, count = Counter(digests).most_common(1)[0]
-    if count != world:
-        other = next(sender for sender in range(world) if digests[sender] != usual)
-        description = f"{reported.format(other, digests.index(usual))}; they must be bit-identical"
-        do = "resume from the last checkpoint; if it recurs, suspect qsync_fx or a faulty processor"
-        raise _rank_error(other, description, f"step {step}", do)
-    return all(item.finite for item in outcomes)
+    def __init__(
+        self,
+        transport: PointToPoint,
+        header: MessageHeader,
+        about: str,
+        outgoing: Sequence[_Message],
+        peers: Sequence[Sequence[int]],
+        incoming: Sequence[_Message],
+    ) -> None:
+        self._header, self._members, self._own = header, transport.members, transport.own
+        self._sent, self._peers, self._received = outgoing, peers, incoming
+        self.outgoing = [message.coded for message in outgoing]
+        self.incoming = [message.coded for message in incoming]
+        both = zip(outgoing, peers, strict=True)
+        self.nbytes = sum(message.memory.numel() * len(to) for message, to in both)
+        self._transfers = PendingTransfers(transport.group, about)
+        for index, message in enumerate(incoming):
+            if index != self._own:
+                for number, chunk in enumerate(message.sent):
+                    self._transfers.expect(self._members[index], chunk, number)
 
+    def send(self, message: int, number: int) -> None:
+        chunks = self._sent[message].sent
+        if number < len(chunks):
+            for peer in self._peers[message]:
+                self._transfers.send(self._members[peer], chunks[number], number)
 
-def _rank_error(rank: int, description: str, where: str, do: str) -> RankError:
-    error = RankError(description, where=where, do=do)
-    error.rank = rank
-    return error
+    def wait(self, member: int, number: int) -> str | None:
+        if member != self._own:
+            self._transfers.wait_received(self._members[member], number)
+        if number:
+            return None
+        memory = self._received[member].memory
+        length, sender = memory.numel() - HEADER, self._members[member]
+        return replace(self._header, sender=sender, length=length).fault(memory)
+
+    def end(self) -> None:
+        self._transfers.end()

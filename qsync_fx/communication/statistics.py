@@ -35,7 +35,7 @@ class CommunicationStatistics:
     raw: int = 0  # bytes of the same exchanges in FP32
     wire: int = 0
     theory: float = 0.0  # bytes according to the papers
-    inside: int = 0  # bytes in FP32 within the node, not part of the others
+    inside: int = 0  # bytes within the node, not part of the others
     encode: float = 0.0
     decode: float = 0.0
     transfer: float = 0.0  # without coding
@@ -71,6 +71,8 @@ class Report:
     tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     adapted: BitLevelSummary | None = None  # AQGB's choices; None for other codecs
     replicated: bool = True  # whether every rank has all parameters
+    transport: str = ""  # description of the transport of coded gradients
+    inside: str = "fp32"  # codec inside nodes
 
     @property
     def ratio(self) -> float:
@@ -98,7 +100,8 @@ class Report:
             f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
-            inside = f"sent {sums.inside / 1e6:.3f} MB in FP32 within the node"
+            codec = "FP32" if self.inside == "fp32" else self.inside
+            inside = f"sent {sums.inside / 1e6:.3f} MB in {codec} within the node"
             lines.append(f"{inside}; the lines above are for traffic between nodes")
         if self.replicated and sums.checks:
             lines.append(f"replicas {_compared(sums)}")
@@ -109,6 +112,8 @@ class Report:
         if self.variance is not None:
             norm = "the squared norm of a rank's gradient"
             lines.append(f"added variance: {self.variance:.3g} of {norm}")
+        if self.transport:
+            lines.append(f"transport: {self.transport}")
         return start + "\n".join(f"  {line}" for line in lines)
 
 

@@ -6,11 +6,10 @@ rank. This is the only file that reads private attributes of torch's FSDP.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, overload
 
@@ -22,9 +21,11 @@ from torch.optim import Optimizer
 from qsync_fx.communication import ddp_hook
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.bucket import threshold
+from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compressor_state import CompressorHandle
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.ddp_hook import DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.duo_hook import DuoCompressor
@@ -32,6 +33,11 @@ from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
 from qsync_fx.distributed import agreement
 from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
+from qsync_fx.distributed.gradient_groups import (
+    agreed_transport,
+    checked_transport,
+    gradient_groups,
+)
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
@@ -52,9 +58,12 @@ class CompressRequest:
     way: Way
     hierarchical: bool | int = False
     planned: int = 0
+    inside: Codec = PLAIN  # codec inside nodes
 
     def tell(self, nodes: NodeGroups | None) -> None:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
+        if not self.way:  # a plan without codecs
+            return
         size = 1 if nodes is None else nodes.size
         if nodes is not None and len(nodes.ranks) == 1:
             text = (
@@ -76,6 +85,7 @@ def checked(
     hierarchical: bool | int | None,
     least: int | None,
     fsdp: bool,
+    inside: object = PLAIN.name,
 ) -> CompressRequest:
     """Return the request; raise `OptionError` or `PlanError` if it is invalid."""
     plan: Any = given_plan(codec)
@@ -103,18 +113,31 @@ def checked(
     elif scaler is not None and not all(hasattr(scaler, method) for method in _SCALER_METHODS):
         name, do, kind = "scaler", "pass the torch.amp.GradScaler", type(scaler).__name__
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
-    elif hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
+    elif hierarchical and (sharded or isinstance(chosen, Adaptive)):
         name = "hierarchical"
-        description = "hierarchical compression does not support FSDP, DUO and AQGB"
-        do = "remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel"
+        description = "hierarchical compression does not support sharded DUO and AQGB"
+        do = "remove hierarchical=..., remove sharded=..., or use a codec such as qsgd8"
+    local: Any = codec_named(inside) if isinstance(inside, str) else inside
+    if not isinstance(local, Codec) or local.residual or local.gathered or fitted(local):
+        name, do = "inside", 'use "fp32", "bf16" or "qsgd8"'
+        description = "inside nodes, a codec must code consecutive values without error feedback"
+    size = 0
+    # Without codecs, too: replanning may add some.
+    if planned is not None and (noted := nodes_noted(plan.notes)) is not None:
+        size, in_a_row = noted
+        if hierarchical is None:
+            hierarchical = size if in_a_row else True
+    if description is None and local != PLAIN and not hierarchical:
+        name, do = "inside", "add hierarchical=True, or remove inside=..."
+        description = "gradients are not reduced inside nodes first, so this codec has no use"
     if description is not None:
         raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
-    if not planned or (noted := nodes_noted(plan.notes)) is None:
-        return CompressRequest(chosen, hierarchical or False)
-    size, in_a_row = noted
-    if hierarchical is None:
-        hierarchical = size if in_a_row else True
-    return CompressRequest(chosen, hierarchical, size)
+    return CompressRequest(chosen, hierarchical or False, size, local)
+
+
+def fitted(codec: Codec) -> bool:
+    """Return whether a codec depends on the shape of a parameter."""
+    return codec.fitted((3, 5)) != codec
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
@@ -178,7 +201,7 @@ def of_units(chosen: Way) -> Codec:
         text = "a plan assigns a codec to each parameter, but FSDP reduces many as one row"
     elif isinstance(chosen, Adaptive):
         text = "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units"
-    elif chosen.fitted((3, 5)) != chosen:
+    elif fitted(chosen):
         text = f"{chosen.name} encodes columns of parameters, but FSDP reduces many as one row"
         do = 'use a codec of consecutive values, such as "1bit*"'
     else:
@@ -248,6 +271,8 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> ShardedCompression: ...
 @overload
 def compress(
@@ -261,6 +286,8 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> DdpCompressor: ...
 def compress(
     model: Any,
@@ -273,6 +300,8 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
+    transport: str = "auto",
+    inside: str | Codec = "fp32",
 ) -> DdpCompressor | ShardedCompression:
     """Install gradient compression on a model, and return its handle.
 
@@ -295,7 +324,7 @@ def compress(
             ranks exchange the updates. True codes updates in 4 bits ("duo8": 8 bits, "duo32":
             FP32); a codec such as "qsgd8" replaces this default. The parameters of the optimizer
             become the shards.
-        hierarchical: whether gradients are summed in FP32 inside a node and coded only between
+        hierarchical: whether gradients are summed inside a node first and coded only between
             nodes. True uses the nodes of torchrun, or else host names; an int is the number of
             consecutive ranks per node. Default: as the plan specifies, otherwise False.
         seed: seed of stochastic rounding. The same seed reproduces training bit by bit.
@@ -303,14 +332,22 @@ def compress(
             the largest size with which more than 99% of all values are coded; 0 with "duo0".
         check_every: steps between bit-exact comparisons of gradients over ranks and measurements of
             the codec's error; 0 for never.
+        transport: "point_to_point" sends messages from host memory over gloo. "collective" encodes,
+            sends and decodes on the device by collectives of the backend of the process group, such
+            as NCCL; AQGB does not support it. "auto": "collective" where it is supported and the
+            backend is not gloo.
+        inside: codec inside nodes, with `hierarchical`: "fp32", or for example "qsgd8". It needs
+            consecutive values and no error feedback.
     """
     with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
         fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-        request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
+        request = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp, inside)
         chosen = request.way
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
+            device = next(p.device for p in model.parameters() if p.requires_grad)
+            coding: Iterable[Codec] = [units]
         else:
             parallel, named = trained(model)
             sizes = [p.numel() for _, p in named]
@@ -324,21 +361,34 @@ def compress(
                     updates = weights_codec(chosen, None if sharded is True else sharded)
                     weights = ddp_hook.to_all(updates, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
+            device = next((p.device for _, p in named), CPU)
+            coding = assigned.codecs
+        preferred = checked_transport(transport, coding, device)
     # Up to this point an error of one rank is reported to the others, which do not create a process
     # group yet.
-    nodes = group = None
+    nodes = group = collectives = None
     if several_ranks():
         nodes = nodes_of_ranks(request.hierarchical, patience())
         request.tell(nodes)
-        timeout = datetime.timedelta(seconds=patience())
-        group = distributed.new_group(backend="gloo", timeout=timeout)
+        transport = agreed_transport(transport, preferred, patience())
+        group, collectives = gradient_groups(transport, device, nodes, patience())
     rank, world = distributed.get_rank(), distributed.get_world_size()
+    levels = nodes, collectives, request.inside
     if fsdp:
-        device = next(p.device for p in model.parameters() if p.requires_grad)
         if least is None:
             least = threshold([row * world for row in rows.values()])
         compression = ShardedCompression(
-            group, rank, world, rows, units, seed, least, check_every, scaler, device
+            group,
+            rank,
+            world,
+            rows,
+            units,
+            seed,
+            least,
+            check_every,
+            scaler,
+            device,
+            *levels,
         )
         _agree(compression)
         modules = _units(model)
@@ -348,12 +398,12 @@ def compress(
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
         settings = *common, chosen.ahead, stepped, scaler
-        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights)
+        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights, *levels)
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)
         return duo
-    result = DdpCompressor(*common, scaler, nodes)
+    result = DdpCompressor(*common, scaler, *levels)
     _agree(result)
     result.attach(lambda: parallel.register_comm_hook(None, result.hook))
     return result

@@ -32,7 +32,7 @@ from qsync_fx.formats import Precision
 from qsync_fx.plan import cluster_plan
 from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
-from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, NodeGroup
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Profile
 from qsync_fx.profiler.sensitivity.gradient_step import method
@@ -75,11 +75,13 @@ class PlanSurvey:
         slowdowns: Mapping[str, float] = MappingProxyType({}),
         memory: Mapping[str, float] | None = None,
         links: Sequence[tuple[int, float]] = (),
+        nodes: NodeGroup | None = None,
     ) -> PlanResult:
         """Return the result of `qsync_fx.find_plan`.
 
         `slowdowns` are factors on all durations and `memory` the bytes that a step may use, by
-        class; `links` are the (bytes, seconds) of all-reduces, which replace those of the profiles.
+        class; `links` are the (bytes, seconds) of all-reduces, which replace those of the
+        profiles; `nodes` replaces the nodes that were measured first.
         """
         counts = Counter(self.ranks)
         devices, profiles = {}, dict(self.profiles)
@@ -93,7 +95,7 @@ class PlanSurvey:
         if memory is not None:
             wishes["memory"] = memory
         # The link measurements of the cluster are in the profiles.
-        result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
+        result = find_plan(profiles, Cluster(devices, nodes=nodes or self.links.nodes), **wishes)
         if self.links.uneven:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
         return result

@@ -42,10 +42,12 @@ from qsync_fx.distributed.drift import (
 )
 from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan
 from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
+from qsync_fx.distributed.node_topology import measured
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
 from qsync_fx.plan_switching import options_of, switch_plan
+from qsync_fx.predictor.replayer.cluster import NodeGroup
 
 _SHOWN: Final = 3
 
@@ -167,10 +169,11 @@ class Replanning(Hysteresis):
                 do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
             )
         compression = self.compression
-        has_nodes = compression is not None and compression.nodes is not None
-        if nodes_noted(self.found.notes) is not None or has_nodes:
-            text = "codecs between nodes cannot change during training"
-            do = "pass hierarchical=False to measure_and_plan and compress, or do not replan"
+        size, _ = nodes_noted(self.found.notes) or (1, False)
+        nodes = None if compression is None else compression.nodes
+        if compression is not None and size != (1 if nodes is None else nodes.size):
+            text = f"the plan assumes nodes of {size} ranks, but compression has {nodes or 'none'}"
+            do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
             raise OptionError(text, where="Replanning", do=do)
         planned = compression and by_plan(self.found.codecs, compression.names).text
         active = compression and compression.assigned.text
@@ -207,6 +210,7 @@ class Replanner:
         self._slowdowns = dict.fromkeys(self._predicted, 1.0)
         self._links = ProbedLinks(settings.found.notes, settings, self._device)
         self._all_reduces = list[tuple[int, float]]()
+        self._nodes: NodeGroup | None = None  # measured again since links changed
         self._planned: dict[str, float] = {}
         self._steps, self._window = 0, StepWindow(resting=settings.patience)
         self._held: int | None = None
@@ -254,6 +258,9 @@ class Replanner:
         if result.links is not None:
             self._links.decided(result.links)
             self._all_reduces = self._links.table()
+            compression = self._settings.compression
+            if compression is not None and compression.nodes is not None:
+                self._nodes = measured(compression.nodes, self._device)
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()
@@ -288,7 +295,7 @@ class Replanner:
         memory = {name: size for name, size in limits.items() if size is not None}
         self._solution, before, after = None, None, None
         try:
-            answer = survey.answer(self._slowdowns, memory, self._all_reduces)
+            answer = survey.answer(self._slowdowns, memory, self._all_reduces, self._nodes)
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:

@@ -15,7 +15,7 @@ import qsync_fx
 from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
 from qsync_fx.allocator import PlanEvaluator, PlanNoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES
 from qsync_fx.predictor.cost_mapper.times import Times

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.communication.codec_cost_model import coded, of_copy
-from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.devices.roofline import share
 from qsync_fx.predictor.cost_mapper.times import Parameter
 from tests.support import tiers

@@ -11,7 +11,9 @@ from hypothesis import given, strategies as st
 
 from qsync_fx.communication.bucket import piece
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.point_to_point import HEADER, StepOutcome, chunks_of
+from qsync_fx.communication.message_header import HEADER
+from qsync_fx.communication.point_to_point import chunks_of
+from qsync_fx.communication.step_outcome import StepOutcome
 
 CODECS = st.sampled_from(["fp32", "fp16", "qsgd2", "qsgd8", "1bit", "1bit*", "aqgb16"])
 SHAPES = st.lists(

@@ -25,7 +25,7 @@ from qsync_fx.communication.codec_cost_model import (
     uniform,
 )
 from qsync_fx.communication.codecs import NAMES, codec_named
-from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.times import Parameter, Times
 from qsync_fx.predictor.model import ModelGraph

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from qsync_fx import Cluster
 from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, coded, of_copy, uniform
 from qsync_fx.communication.codecs import codec_named
-from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, NodeGroup
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel

@@ -33,6 +33,8 @@ class Codec(ABC):
     residual: ClassVar[bool] = False  # whether it has error feedback, added to the next gradient
     # Whether ranks sum full gradients themselves, because coding the mean again would bias it.
     gathered: ClassVar[bool] = False
+    # Whether it encodes in host memory on every device: gloo sends its messages.
+    on_host: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -238,7 +238,10 @@ def _mix(word: Any) -> Any:
 
 def _start(draw: Draw, device: torch.device) -> Tensor:
     key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
-    return torch.tensor([[key, draw.first]], device=device)
+    # Filled on the device: a copy from the host would wait for the device.
+    result = torch.full((1, 2), key, device=device)
+    result[:, 1].fill_(draw.first)
+    return result
 
 
 def _rounded(u: Tensor, start: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Truncated(Codec):
     partition: int = 32 * STEP
     feedback: bool = False
     gathered: ClassVar[bool] = True
+    on_host: ClassVar[bool] = True
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qsync_fx.communication import bucket as geometry
-from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.allreduce import NodeGroups, Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Codec
+from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.compressor_state import is_scaled
 from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer, optimizer_steps
@@ -52,6 +53,9 @@ class DuoCompressor(DdpCompressor):
         scaler: Any,
         joins: Callable[[], bool],
         weights: Sequence[Codec] | None = None,
+        nodes: NodeGroups | None = None,
+        collectives: CollectiveGroups | None = None,
+        inside: Codec = PLAIN,
     ) -> None:
         self._weight_codecs, self._weight_kinds = weights, "no"
         if weights is not None:
@@ -59,7 +63,8 @@ class DuoCompressor(DdpCompressor):
             # Gradients and parameters of all codecs need the same shards.
             units = [codec.unit for codec in {*assigned.codecs, *weights}]
             self._unit = math.lcm(functional_optimizer.ALIGNED, *units)
-        super().__init__(group, rank, world, named, assigned, seed, check_every)
+        settings = group, rank, world, named, assigned, seed, check_every
+        super().__init__(*settings, nodes=nodes, collectives=collectives, inside=inside)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
         self._slow = Reducer(group, self._state.like(f"in full: {assigned.text}"))
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
@@ -219,7 +224,7 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _average(self, bucket: Bucket) -> None:
-        self._optimized.reduce(self._reducer, bucket)
+        self._optimized.reduce(self._hierarchy or self._reducer, bucket)
 
     def _optimized_parameters(self, group: Any) -> ReplicatedParameters:
         world, weights = self._state.world, self._weight_codecs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qsync_fx.communication import bucket as geometry
-from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.allreduce import Hierarchy, Reducer
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.compressor_state import CompressorState, finite
@@ -48,7 +48,7 @@ class ReplicatedParameters:
         """Return a view of the part of a gradient for this rank's optimizer."""
         return gradient
 
-    def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
+    def reduce(self, reducer: Reducer | Hierarchy, bucket: Bucket) -> None:
         """Average a bucket in place, at least the part for this rank's optimizer."""
         reducer.reduce(bucket)
 
@@ -144,7 +144,8 @@ class ShardedParameters(ReplicatedParameters):
         piece = self._pieces[place]
         return geometry.flat(piece, gradient)[piece.part(self._state.rank)]
 
-    def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
+    def reduce(self, reducer: Reducer | Hierarchy, bucket: Bucket) -> None:
+        assert isinstance(reducer, Reducer), "compress refuses nodes with a sharded optimizer"
         reducer.scatter(bucket)
         rank = self._state.rank
         for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):

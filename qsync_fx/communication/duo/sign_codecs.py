@@ -40,8 +40,9 @@ class ZeroBit(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
-        is_finite = bool(values.isfinite().all())
-        wire[:_FLAG].view(torch.float32).fill_(0.0 if is_finite else torch.nan)
+        is_finite = values.isfinite().all()
+        flag = torch.where(is_finite, 0.0, torch.nan)  # on the device, without waiting for it
+        wire[:_FLAG].view(torch.float32).copy_(flag)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))

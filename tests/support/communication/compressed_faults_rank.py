@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import qsync_fx
-from qsync_fx.communication import allreduce, aqgb
+from qsync_fx.communication import aqgb, collective, point_to_point
+from qsync_fx.communication.message_header import HEADER
 from qsync_fx.distributed import compress, guard
 from tests.support.communication import compressed_training, sharded_training
 from tests.support.communication.compressed_training import parallel, said, sgd, train
@@ -34,7 +35,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and "bucket 1" in about and how == "payload":
             message[60:90] ^= 5
 
-    class Harmed(allreduce.PendingTransfers):
+    class Harmed(point_to_point.PendingTransfers):
         """Corrupt the first message of rank 1, and then AQGB's message, on receipt."""
 
         def __init__(self, group: Any, about: str) -> None:
@@ -51,7 +52,8 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    aqgb.PendingTransfers = allreduce.PendingTransfers = Harmed
+    corrupt_collectives(rank, world, how)
+    aqgb.PendingTransfers = point_to_point.PendingTransfers = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:
@@ -61,6 +63,27 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             handle.wait()
         return said(error)
     return {}
+
+
+def corrupt_collectives(rank: int, world: int, how: str) -> None:
+    """Corrupt bucket 1 from rank 1 on receipt by rank 0, or its header at the end of a step."""
+    sound = collective.exchange
+    row = 1 if world == 2 else 2  # two exchanges a bucket with more ranks
+
+    def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+        sound(group, outgoing, incoming, about)
+        if rank == 0 and how in ("magic", "length", "late"):
+            incoming[1].view(-1, HEADER)[row, {"magic": 0, "length": 24, "late": 16}[how]] ^= 5
+
+    class Harmed(collective.CollectiveTransfer):
+        def wait(self, member: int, number: int) -> str | None:
+            result = super().wait(member, number)
+            is_harmed = (rank, member, number, how) == (0, 1, 0, "payload")
+            if is_harmed and "bucket 1" in self._about:
+                self.incoming[1][0][24:54] ^= 5
+            return result
+
+    collective.exchange, collective.CollectiveTransfer = harmed, Harmed  # type: ignore[misc]
 
 
 def guarded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

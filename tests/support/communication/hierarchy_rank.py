@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.allocator import PlanEvaluator
-from qsync_fx.communication import allreduce
+from qsync_fx.communication import point_to_point
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
-from qsync_fx.distributed import Replanning, check_replicas, compress, measure_and_plan
+from qsync_fx.communication.ddp_hook import by_plan
+from qsync_fx.distributed import Replanning, check_replicas, compress, guard, measure_and_plan
 from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
@@ -233,6 +234,80 @@ def planned(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, float]:
+    """Change codecs with error feedback between steps, to other coding orders and to FP32.
+
+    The sums of averaged gradients over all steps are the sums of the true means in the end.
+    """
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
+    handle = compress(model, "1bit*", hierarchical=2, least=0)
+    names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+    total = [torch.zeros(p.shape) for p in model.parameters()]
+    truth = [torch.zeros(p.shape) for p in model.parameters()]
+    found = {}
+    for step, codec in enumerate(("1bit*", "1bit", "1bit*", "1bit", "fp32", "fp32")):
+        handle.change(by_plan({} if codec == "fp32" else dict.fromkeys(names, codec), names))
+        model.zero_grad()
+        model(given(rank, step)).backward()
+        for index, p in enumerate(model.parameters()):
+            assert p.grad is not None
+            total[index] += p.grad
+            exact = sum(given(other, step)[index] for other in range(world)) / world
+            truth[index] += exact.view(p.shape)
+        apart = [float((a - b).norm() / b.norm()) for a, b in zip(total, truth, strict=True)]
+        found["unexplained" if codec == "fp32" else "lost"] = max(apart)
+    check_replicas(model)
+    return found
+
+
+def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Train under a plan for two nodes, and activate other codecs as in replanning."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+
+    def loss(net: Any, x: Tensor) -> Any:
+        return net(x).square().mean()
+
+    plan = measure_and_plan(
+        model,
+        loss,
+        [torch.randn(4, 64)],
+        device_class="cpu",
+        precisions=["fp32"],
+        codecs=("qsgd8",),
+        hierarchical=2,
+        max_replans=0,
+        repeats=1,
+        progress=False,
+    )
+    options = {"plan": plan}
+    parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options=options))
+    handle = compress(parallel, plan, check_every=2)
+    found: dict[str, Any] = {"before": dict(plan.codecs)}
+    flat = compress(DistributedDataParallel(nn.Linear(3, 3)), "qsgd8")
+    refusal(found, "flat", lambda: Replanning(plan, compression=flat))
+    settings = Replanning(plan, tolerance=100.0, links=1e9, patience=3, compression=handle)
+    optimizer = sgd(parallel)
+    with guard(parallel, check_every=2, same_batch=False, replan=settings) as training:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss(parallel, torch.randn(4, 64)).backward()
+            optimizer.step()
+            if step == 3:
+                replanner: Any = training._replanner
+                parts = plan.classes, plan.devices, plan.ranks, plan.notes
+                replanner._switch(ClusterPlan(*parts, {"0.weight": "qsgd4"}))
+        assert training.plan is not None
+        found["after"] = dict(training.plan.codecs)
+    check_replicas(parallel)
+    report = handle.report()
+    return found | {
+        "weights": weights(model),
+        "report": report.codec,
+        "inside": report.tally.inside,
+    }
+
+
 def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Corrupt a message inside a node to rank 2."""
     model = parallel()
@@ -240,7 +315,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = sgd(model)
     list(train(model, optimizer, range(2)))
 
-    class Harmed(allreduce.PendingTransfers):
+    class Harmed(point_to_point.PendingTransfers):
         def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
             super().expect(rank, message, number)
             self.received = {**getattr(self, "received", {}), (rank, number): message}
@@ -250,7 +325,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, sender, number) == (2, 3, 0) and "bucket 1" in self._about:
                 self.received[sender, number][8] ^= 5
 
-    allreduce.PendingTransfers = Harmed
+    point_to_point.PendingTransfers = Harmed
     try:
         list(train(model, optimizer, range(2, 4)))
     except qsync_fx.RankError as error:

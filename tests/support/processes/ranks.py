@@ -137,6 +137,10 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
     distributed.init_process_group(
         backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout
     )
+    if "compress" in found:  # arguments of calls that do not give them
+        from qsync_fx.distributed import compress
+
+        compress.__kwdefaults__.update(found["compress"])
     return int(rank), int(world), Path(folder), found
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import qsync_fx
-from qsync_fx.communication import allreduce
+from qsync_fx.communication import point_to_point
 from qsync_fx.distributed import compress
 from tests.support.communication.compressed_training import batch, parallel, refusal, said
 from tests.support.communication.duo.duo_training import Training
@@ -106,13 +106,13 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     slow: Any = training.handle._slow.state.codec  # type: ignore[union-attr]
     assert slow.startswith("in full")
 
-    class Dies(allreduce.PendingTransfers):
+    class Dies(point_to_point.PendingTransfers):
         def send(self, to: int, message: torch.Tensor, number: int = 0) -> None:
             if rank == 1 and "bucket 1 of step 2" in self._about and message.numel() > job["full"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             super().send(to, message, number)
 
-    allreduce.PendingTransfers = Dies  # type: ignore[misc]
+    point_to_point.PendingTransfers = Dies  # type: ignore[misc]
     try:
         training.run(range(2, 6))
     except qsync_fx.RankError as error:
