@@ -111,7 +111,7 @@ def _coding(
     if fleet.ranks == 1:
         notes.append(PlanNote(PlanNoteKind.NOT_SENT))
         return None
-    if fleet.ranks == fleet.nodes.ranks:
+    if fleet.nodes == 1:
         notes.append(PlanNote(PlanNoteKind.ONE_NODE))
         return None
     for name, profile in available.items():

@@ -196,9 +196,9 @@ def by_bucket(
     """Return the cost of each bucket of a cluster; None if no parameter has a codec."""
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
-    parameters = next(iter(schedules.values())).parameters
+    parameters, size = next(iter(schedules.values())).parameters, fleet.ranks_per_node
     return [
-        coded([parameters[i] for i in bucket], codecs, fleet.ranks, rates, size=fleet.nodes.ranks)
+        coded([parameters[i] for i in bucket], codecs, fleet.ranks, rates, size=size)
         for bucket in buckets_of(schedules, fleet)
     ]
 

@@ -32,6 +32,7 @@ from qsync_fx.distributed.drift import (
     Clock,
     Drift,
     Hysteresis,
+    LinkTimes,
     Pace,
     ProbedLinks,
     Room,
@@ -76,7 +77,7 @@ class ReplanCause:
             return f"{who} has {has} of memory for a step, but its plan {needs} {needed}"
         text = f"{who} computes {duration(self.measured)} per step"
         if self.change is PlanChange.LINKS:
-            text = f"an all-reduce takes {duration(self.measured)}"
+            text = f"an exchange of gradients takes {duration(self.measured)}"
         ratio = self.measured / self.foreseen
         return f"{text} instead of the predicted {duration(self.foreseen)} (ratio {ratio:.2f})"
 
@@ -206,7 +207,7 @@ class Replanner:
         self._caps = {name: cost.memory for name, cost in self._predicted.items()}
         self._slowdowns = dict.fromkeys(self._predicted, 1.0)
         self._links = ProbedLinks(settings.found.notes, settings, self._device)
-        self._all_reduces = list[tuple[int, float]]()
+        self._link_times: LinkTimes | None = None
         self._planned: dict[str, float] = {}
         self._steps, self._window = 0, StepWindow(resting=settings.patience)
         self._held: int | None = None
@@ -253,7 +254,7 @@ class Replanner:
         }
         if result.links is not None:
             self._links.decided(result.links)
-            self._all_reduces = self._links.table()
+            self._link_times = self._links.times()
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()
@@ -288,7 +289,7 @@ class Replanner:
         memory = {name: size for name, size in limits.items() if size is not None}
         self._solution, before, after = None, None, None
         try:
-            answer = survey.answer(self._slowdowns, memory, self._all_reduces)
+            answer = survey.answer(self._slowdowns, memory, self._link_times)
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:

@@ -304,7 +304,12 @@ def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
     network = Network(
-        all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding
+        all_reduce=table,
+        ranks=measured.ranks,
+        busy=measured.busy,
+        coding=measured.coding,
+        ring=measured.backend == "gloo",
+        exchanges=measured.exchanges,
     )
     devices = {}
     for name, device in fleet.devices.items():

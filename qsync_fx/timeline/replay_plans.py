@@ -301,6 +301,8 @@ def _until(
 
 def _at(fleet: Cluster, bandwidth: float) -> Cluster:
     """Return the cluster with this bandwidth on all links, or on all links between nodes."""
-    network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
+    network = fleet.network or Network()
+    inside = [exchange for exchange in network.exchanges if exchange.group == "inside"]
+    network = replace(network, bandwidth=bandwidth, all_reduce=[], exchanges=inside)
     devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
-    return replace(fleet, devices=devices, network=network, nodes=replace(fleet.nodes, across=[]))
+    return replace(fleet, devices=devices, network=network)

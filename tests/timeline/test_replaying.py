@@ -140,7 +140,7 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
     assert bucket.nbytes > 1024 and taken > 0.5
     assert timeline.played.cluster.network == Network(
-        all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25
+        all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25, ring=True
     )
     assert taken == pytest.approx(
         float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0])

@@ -35,6 +35,8 @@ examples:
   qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json"""
 
 _UNITS: Final = {"bit": 1 / 8, "b": 1.0}
+_DEVICES: Final = "devices"
+"""Name of the only class of devices."""
 _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -90,22 +92,22 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan.cluster_plan import CODECS
     from qsync_fx.plan.plan import Plan
     from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
-    from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
+    from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, Node
     from qsync_fx.timeline.replay_plans import paying, rates
 
     for name in arguments.codec:
         if name not in CODECS[1:]:
             message = f"there is no prediction for the codec {shown(name)}"
             raise OptionError(message, where="--codec", do=nearest(name, CODECS[1:]))
-    fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
+    fmt = arguments.precision or "fp32"
     profile = _profile(arguments, fmt)
     # gloo reduces gradients on the CPU in one ring.
-    ring = profile.graph.device == "cpu"
-    nodes = NodeGroup(arguments.gpus_per_node, inside, arguments.inside_latency, ring=ring)
-    fleet = Cluster({"devices": ClusterDevice(arguments.gpus)}, network, nodes=nodes)
+    network = Network(bandwidth, arguments.latency, ring=profile.graph.device == "cpu")
+    node = Node(arguments.gpus_per_node, inside, arguments.inside_latency)
+    fleet = Cluster({_DEVICES: ClusterDevice(arguments.gpus, node=node)}, network)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
-    schedules = {"devices": mapper.schedule()}
-    speeds = rates(fleet, {"devices": profile})
+    schedules = {_DEVICES: mapper.schedule()}
+    speeds = rates(fleet, {_DEVICES: profile})
     # 1bit codes columns of parameters, whose shapes a profile lacks; 1bit* is the same rule for
     # consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
@@ -199,9 +201,9 @@ def _show(
     bandwidth = network.bandwidth
     model = f"{profile.model.name} of {profile.model.parameters} parameters"
     print(f"{model} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
-    nodes, several = fleet.nodes, ""
-    if nodes.bandwidth:
-        several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
+    node, several = fleet.devices[_DEVICES].node, ""
+    if node.bandwidth:
+        several = f" between nodes of {node.ranks}, {_rate(node.bandwidth)} inside"
     print(f"links of {_rate(bandwidth)}{several}; codec speeds are {rates.source}\n")
     cells = [
         {
@@ -269,15 +271,15 @@ def _as_json(
 ) -> dict[str, Any]:
     from qsync_fx.timeline.replay_plans import best
 
-    network = fleet.network
+    network, node = fleet.network, fleet.devices[_DEVICES].node
     assert network is not None and network.bandwidth is not None
     return {
         "model": f"{profile.model.name} of {profile.model.parameters} parameters",
         "device": profile.machine.name,
         "ranks": fleet.ranks,
-        "ranks_a_node": fleet.nodes.ranks,
+        "ranks_a_node": node.ranks,
         "bits_a_second": 8 * network.bandwidth,
-        "bits_a_second_inside": fleet.nodes.bandwidth and 8 * fleet.nodes.bandwidth,
+        "bits_a_second_inside": node.bandwidth and 8 * node.bandwidth,
         "rates": rates.source,
         "best": best(without, result).codec,
         "codecs": [

@@ -1,4 +1,4 @@
-"""Measurement of a device's links: all-reduces, their effect on computation, and codecs.
+"""Measurement of a device's links: collectives, their effect on computation, and codecs.
 
 Steps are measured in the profile's first and last precision. `busy` and `coding` are fitted so that
 the replayer predicts the total step time, if values up to `MOST` suffice.
@@ -29,6 +29,7 @@ from qsync_fx.predictor.cost_mapper.times import Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
+from qsync_fx.profiler.links.exchange_times import exchanges
 from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
@@ -68,7 +69,9 @@ def linked(
     compiled: CompilePlan,
     training: TrainingStep,
 ) -> list[Collective]:
-    """Measure all-reduces, and steps with and without them; [] for a single rank.
+    """Measure all-reduces, exchanges of compressed gradients, and steps with and without them.
+
+    The result is [] for a single rank.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
     """
@@ -76,7 +79,7 @@ def linked(
     links = collectives(device)
     if not links:
         return []
-    alone = replace(links[0], buffers=buffers_seconds(module))
+    alone = replace(links[0], buffers=buffers_seconds(module), exchanges=exchanges(device))
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
@@ -117,7 +120,13 @@ def taken_in_steps(
     ]
 
     def predicted(busy: float, coding: float | None = None, codec: str | None = None) -> float:
-        network = Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding)
+        network = Network(
+            all_reduce=table,
+            ranks=alone.ranks,
+            busy=busy,
+            coding=coding,
+            exchanges=alone.exchanges,
+        )
         return sum(
             _step(profile, schedule, replace(cluster, network=network), codec)
             for schedule, cluster in zip(schedules, clusters, strict=True)
@@ -130,7 +139,8 @@ def taken_in_steps(
     busy = least_for(predicted, sum(joint.sending for joint in measured))
     result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
     coded = [joint.coded for joint in measured if joint.coded is not None]
-    if len(coded) < len(measured) or not profile.codecs:
+    unmeasured = Network(exchanges=alone.exchanges).exchange("all") is None
+    if len(coded) < len(measured) or not profile.codecs or unmeasured:
         return result
     with_codec = functools.partial(predicted, busy, codec=CODEC)
     return replace(result, coding=least_for(with_codec, sum(coded)))
