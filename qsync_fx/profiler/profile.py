@@ -108,11 +108,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Bytes of FP32 gradients that a codec encodes, or decodes and accumulates, per second."""
+    """Bytes of FP32 gradients that a codec encodes, or decodes and accumulates, per second.
+
+    Coded bytes of a GPU are copied to and from host memory, unless they stay `on_device`.
+    """
 
     codec: str
     encode: float
     decode: float
+    on_device: bool = False
 
 
 @dataclass(frozen=True)

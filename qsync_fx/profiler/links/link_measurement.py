@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qsync_fx.communication.codec_benchmarks import measured
-from qsync_fx.communication.codec_cost_model import by_bucket, of_speeds, slowed, uniform
+from qsync_fx.communication.codec_cost_model import by_bucket, of_device, slowed, uniform
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.control_group import mean
@@ -40,7 +40,10 @@ _REPEATS = 5
 
 
 def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
-    """Return the speed of each codec on a device, measured once per number of threads."""
+    """Return the speed of each codec on a device, measured once per number of threads.
+
+    On a GPU, there are two per codec: with copies to and from the host, and without.
+    """
     return list(_with_threads(torch.get_num_threads(), device or torch.device("cpu")))
 
 
@@ -51,8 +54,11 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     independent = [codec for codec in named if codec.fitted((3, 5)) == codec]
     codecs = [codec for codec in independent if not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
-    result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
-    return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
+    result = []
+    for on_device in (False,) if device.type == "cpu" else (False, True):
+        speeds = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES, on_device)
+        result += [CodecSpeed(item.codec, item.encode, item.decode, on_device) for item in speeds]
+    return tuple(result)
 
 
 MOST: Final = 4.0
@@ -157,7 +163,7 @@ def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
     schedules, settings = {_RANK: schedule}, None
     if codec is not None:
-        speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
+        speeds = slowed(of_device(None, "", profile.codecs), cluster.devices[_RANK].slowdown)
         settings = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
     return float(simulate(schedules, cluster, settings).step.seconds)
 
