@@ -259,7 +259,7 @@ class LinkProbe:
         if ranks == 1:
             return cls()
         contributed = [size / share(ranks) for size in _SIZES]
-        seconds = cluster.exchange.across.seconds(contributed, ranks, phases=1).tolist()
+        seconds = cluster.flat_exchange.seconds(contributed, ranks, phases=1).tolist()
         transport = (cluster.network or Network()).transport
         pairs = zip(_SIZES, seconds, strict=True)
         probes = [cls(size, duration, transport) for size, duration in pairs]
@@ -287,11 +287,11 @@ class LinkTimes:
 
     Attributes:
         all_reduce: pairs of bytes and seconds of DistributedDataParallel's all-reduce.
-        exchange: exchange of compressed gradients.
+        exchanges: exchanges of compressed gradients.
     """
 
     all_reduce: Sequence[tuple[int, float]]
-    exchange: Exchange
+    exchanges: Sequence[Exchange]
 
 
 class ProbedLinks:
@@ -334,7 +334,7 @@ class ProbedLinks:
         reduced = [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]
         transport = self.probe.transport
         sent = [(float(size), self._exchange(size, transport)) for size in sizes]
-        return LinkTimes(reduced, Exchange(transport, "all", distributed.get_world_size(), sent))
+        return LinkTimes(reduced, [Exchange(transport, "all", distributed.get_world_size(), sent)])
 
     def _exchange(self, nbytes: int, transport: Transport) -> float:
         return exchange_seconds(transport, nbytes, _REPEATS, self._device)

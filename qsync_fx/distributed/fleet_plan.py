@@ -34,7 +34,7 @@ from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, Node
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
-from qsync_fx.profiler.profile import PROFILE, Profile
+from qsync_fx.profiler.profile import PROFILE, Collective, Profile
 from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_model, first_batch
 from qsync_fx.serialization.schema import Path
@@ -88,10 +88,7 @@ class PlanSurvey:
             node = Node(self.links.size)
             devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch, node=node)
             if links is not None:
-                table, sent = list(links.all_reduce), [links.exchange]
-                collectives = [
-                    replace(item, seconds=table, exchanges=sent) for item in profile.collectives
-                ]
+                collectives = [_updated(item, links) for item in profile.collectives]
                 profiles[name] = replace(profile, collectives=collectives)
         wishes = dict(self.wishes)
         if memory is not None:
@@ -101,6 +98,14 @@ class PlanSurvey:
         if self.links.uneven:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
         return result
+
+
+def _updated(collective: Collective, links: LinkTimes) -> Collective:
+    """Return measurements with those of `links` in place of the same transport and group."""
+    exchanges = {(item.transport, item.group): item for item in collective.exchanges}
+    exchanges |= {(item.transport, item.group): item for item in links.exchanges}
+    table = list(links.all_reduce)
+    return replace(collective, seconds=table, exchanges=list(exchanges.values()))
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -127,10 +132,9 @@ class FleetPlan(ClusterPlan):
         notes = {"answer": str(answer)}
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
+            notes |= LinkProbe.of(answer.problem.cluster).notes()
             if (size := survey.links.size) > 1:
                 notes |= between_nodes(size, survey.links.in_a_row)
-            else:
-                notes |= LinkProbe.of(answer.problem.cluster).notes()
         plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
         return cls(plan, survey, answer)
 

@@ -130,7 +130,7 @@ def test_monitor_pauses_after_a_decision(
     powers = (10, 12, 14, 16)
     assert ours.times() == LinkTimes(
         [(2**power, 2.0 ** (power - 18)) for power in powers],
-        Exchange("point_to_point", "all", 2, [(2**power, 2.0 ** (power - 17)) for power in powers]),
+        [Exchange("point_to_point", "all", 2, [(2**p, 2.0 ** (p - 17)) for p in powers])],
     )
     assert ProbedLinks({}, HOW).look() is None and ProbedLinks({}, HOW).times() is None
 

@@ -383,11 +383,17 @@ class Cluster:
             ProfileError: all-reduces were measured, but no exchange with this transport.
         """
         size = self.ranks_per_node
-        across = self._measured("all" if size == 1 else "between", size) or self._across()
-        inside, inner = self._measured("inside"), ()
-        if size > 1:
-            inner = self._inside() if inside is None else (InnerLinks(size, inside),)
-        return Levels(across, inner, self.nodes)
+        if size == 1:
+            return Levels(self.flat_exchange, (), self.nodes)
+        across = self._measured("between", size) or self._across()
+        measured = self._measured("inside")
+        inside = self._inside() if measured is None else (InnerLinks(size, measured),)
+        return Levels(across, inside, self.nodes)
+
+    @property
+    def flat_exchange(self) -> AllReduce:
+        """All-reduce of compressed buckets between all ranks, as `exchange` without nodes."""
+        return self._measured("all") or self._link()
 
     def _across(self) -> CollectiveLink:
         return CollectiveLink(math.inf) if self.nodes == 1 else self._link()
