@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
@@ -16,7 +16,7 @@ from qsync_fx.errors import OptionError, nearest, shown
 
 if TYPE_CHECKING:
     from qsync_fx.communication.codec_cost_model import Rates
-    from qsync_fx.predictor.replayer.cluster import Cluster
+    from qsync_fx.predictor.replayer.cluster import Cluster, Transport
     from qsync_fx.profiler.profile import Profile
     from qsync_fx.timeline.replay_plans import Paying
 
@@ -65,6 +65,9 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         --inside RATE             bandwidth of each device within its node, in the units of
                                   --bandwidth
         --inside-latency SECONDS  latency of the smallest all-reduce within a node (%(default)s)
+        --transport NAME          transport of compressed gradients: collective, in the memory of
+                                  devices, or point_to_point, through host memory and gloo; by
+                                  default collective for GPUs
         --device NAME             device of the catalog to predict the step for; t4 by default
         --profile FILE            profile written by qsync measure, instead of a model and a device
         """,
@@ -99,10 +102,14 @@ def _predict(arguments: argparse.Namespace) -> None:
         if name not in CODECS[1:]:
             message = f"there is no prediction for the codec {shown(name)}"
             raise OptionError(message, where="--codec", do=nearest(name, CODECS[1:]))
+    transport = _transport(arguments.transport)
     fmt = arguments.precision or "fp32"
     profile = _profile(arguments, fmt)
+    on_cpu = profile.graph.device == "cpu"
+    if transport is None:
+        transport = "point_to_point" if on_cpu else "collective"
     # gloo reduces gradients on the CPU in one ring.
-    network = Network(bandwidth, arguments.latency, ring=profile.graph.device == "cpu")
+    network = Network(bandwidth, arguments.latency, ring=on_cpu, transport=transport)
     node = Node(arguments.gpus_per_node, inside, arguments.inside_latency)
     fleet = Cluster({_DEVICES: ClusterDevice(arguments.gpus, node=node)}, network)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
@@ -116,6 +123,19 @@ def _predict(arguments: argparse.Namespace) -> None:
         output.as_json(_as_json(profile, fleet, speeds, without, result))
     else:
         _show(profile, fmt, fleet, speeds, without, result)
+
+
+def _transport(name: str | None) -> Transport | None:
+    from qsync_fx.predictor.replayer.cluster import Transport
+
+    if name is None:
+        return None
+    names: tuple[Transport, ...] = get_args(Transport)
+    for item in names:
+        if item == name:
+            return item
+    do = nearest(name[:40], names)
+    raise OptionError(f"unknown transport {shown(name)}", where="--transport", do=do)
 
 
 def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
@@ -254,10 +274,11 @@ def _show(
         )
     output.show(Text(summary))
     if profile.graph.device != "cpu":
-        print(
-            "On these devices the GPU encodes gradients, and gloo sends them through host memory. "
-            "Without a codec, communication is predicted from the links of the cluster."
-        )
+        path = {
+            "collective": "collectives exchange them in its memory",
+            "point_to_point": "gloo sends them through host memory",
+        }[network.transport]
+        print(f"On these devices the GPU encodes gradients, and {path}.")
 
 
 def _below(until: float | None) -> str:
@@ -278,6 +299,7 @@ def _as_json(
         "device": profile.machine.name,
         "ranks": fleet.ranks,
         "ranks_a_node": node.ranks,
+        "transport": network.transport,
         "bits_a_second": 8 * network.bandwidth,
         "bits_a_second_inside": node.bandwidth and 8 * node.bandwidth,
         "rates": rates.source,

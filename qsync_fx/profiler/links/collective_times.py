@@ -37,7 +37,14 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
         if seconds < SHORT:
             seconds = all_reduce_seconds(2**power, MANY, device)
         table.append((2**power, seconds))
-    return [Collective(str(distributed.get_backend(carrying(device))), count, rising(table))]
+    return [Collective(backend_of(device), count, rising(table))]
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of torch.distributed for gradients on a device, such as "nccl"."""
+    config = distributed.get_backend_config(carrying(device))
+    by_device = dict(item.split(":") for item in config.split(","))
+    return by_device[device.type]
 
 
 def ranks() -> int:

@@ -31,6 +31,11 @@ from qsync_fx.profiler.links.collective_times import (
 _SIZES: Final = tuple(2**power for power in range(10, 25, 2))
 """Bytes that a rank sends: 1 KiB to 16 MiB."""
 
+# Torch 2.13 deprecates the old name.
+_ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
+if _ALL_GATHER is None:
+    _ALL_GATHER = distributed.all_gather_into_tensor
+
 Phase = Callable[[], object]
 """One phase of an exchange, or several."""
 
@@ -55,7 +60,7 @@ def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, 
 
     def both() -> None:
         distributed.all_to_all_single(received, sent, group=group)
-        distributed.all_gather_into_tensor(received, sent[:part], group=group)
+        _ALL_GATHER(received, sent[:part], group=group)
 
     return both, 2
 
