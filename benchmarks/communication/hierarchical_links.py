@@ -1,8 +1,8 @@
 """All-reduce of 26 MB of gradients on two nodes of two ranks, compared with its prediction.
 Gradients are FP32 inside a node and compressed between nodes. Each node is a network namespace with
 one link of 1 Gbps or 100 Mbps (links.py), and its ranks communicate inside it. The prediction uses
-all-reduce times inside and between nodes, and codec speeds in CPU time, measured in the same run by
-all ranks concurrently (docs/replayer.md). Columns: "model" is the predicted time with pipelined
+times of exchanges inside and between nodes, and codec speeds in CPU time, measured in the same run
+by all ranks concurrently (docs/replayer.md). Columns: "model" is the predicted time with pipelined
 coding and transfer, "in turns" without pipelining, and "to_*" the measured "seconds" divided by
 each. "transport" is point to point over gloo, or gloo's collectives in groups of a node and between
 nodes; "to_pairwise" is the time of the second relative to the first. Without root only loopback is
@@ -84,7 +84,8 @@ def rank(job: dict[str, Any]) -> None:
     )
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
-        fleet = Cluster({"all": cluster.ClusterDevice(world)}, nodes=measured)
+        device = cluster.ClusterDevice(world, node=cluster.Node(NODES.size))
+        fleet = Cluster({"all": device}, cluster.Network(exchanges=measured))
         rows = [
             row(result, fleet, speeds, job["values"])
             for result in results

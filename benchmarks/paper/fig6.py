@@ -1,5 +1,5 @@
 """QSync's Fig. 6: predicted timeline of a step with the uniform plan and with the recovered plan.
-The model is VGG-16-BN on 16 V100 and 16 T4 of the catalog, with the sensitivities of
+The model is VGG-16-BN on ClusterA (16 V100 and 16 T4 of the catalog), with the sensitivities of
 benchmarks/plans/fleets.py. The recovered plan may take no longer than the uniform plan. "step_ms"
 and "waiting_*_ms" are predicted times, "variance" is the plan's, and "operators" counts the T4's
 formats. --picture draws the tracks of the JSON files in --folder, which ui.perfetto.dev displays.

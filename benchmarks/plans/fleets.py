@@ -1,7 +1,8 @@
 """Plans of each allocator for clusters of V100 and T4 from the catalog (QSync, section VII).
-ClusterA has 16 V100 and 16 T4; ClusterB limits a plan to 30% of a T4's memory. If uniform INT8
-exceeds this limit, ClusterB allows its peak plus 30% of the distance to uniform FP16's peak. The
-same clusters with 2,048 devices of each kind show that the solve time depends on the number of
+The clusters are the files cluster-a and cluster-b of qsync_fx: ClusterA has two servers of eight
+V100 and two of eight T4; ClusterB limits a plan to 30% of a T4's memory. If uniform INT8 exceeds
+this limit, ClusterB allows its peak plus 30% of the distance to uniform FP16's peak. The same
+clusters with 256 servers of each kind show that the solve time depends on the number of
 device classes, not on the number of devices. Step times are predicted. The uniform plan is the
 widest narrow format that fits into memory, and plans must reach its step time. Columns:
 "steps_per_second" at equal global batch, "variance" of the plan, "waiting_*" in seconds per step,
@@ -38,7 +39,7 @@ from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, memory_size
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -50,8 +51,7 @@ from benchmarks.support.models import vgg_layers
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
 COUNTS = (16, 2048)
-SHARE = 0.3
-NETWORK = Network(bandwidth=1.25e10, latency=3e-5)
+CLUSTERS = {"A": Cluster.load("cluster-a"), "B": Cluster.load("cluster-b")}
 TRACED = 2
 SLACK = 1e-9
 VARIANCES = (
@@ -200,7 +200,10 @@ def problem(
 
     `memory` limits a T4, in bytes; None allows all of its memory.
     """
-    devices = {name: ClusterDevice(count=count, device=name, batch=batch) for name in FORMATS}
+    cluster = CLUSTERS["A"]
+    devices = {
+        name: replace(device, count=count, batch=batch) for name, device in cluster.devices.items()
+    }
     settings: dict[str, Any] = {
         name: CatalogProfile(_at(graph, batch), name, sensitivity, FORMATS[name])
         for name, graph in graphs.items()
@@ -208,21 +211,23 @@ def problem(
     wishes = PlanRequest(
         memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf")
     )
-    free, _ = build_problem(Cluster(devices, NETWORK), settings, wishes)
+    free, _ = build_problem(replace(cluster, devices=devices), settings, wishes)
     uniform = narrow(free)
     return replace(free, seconds=uniform.evaluation.seconds) if uniform.fits else free
 
 
 def allowed(planning: Problem) -> int:
     """Return the memory limit in bytes of a T4 plan in ClusterB."""
-    share = int(SHARE * get("t4").memory.bytes)
+    limit = memory_size(CLUSTERS["B"].devices["t4"].memory or "100%")
+    assert limit is not None and limit.share
+    share = int(limit.amount * get("t4").memory.bytes)
     peaks = {
         fmt: Uniform(fmt).allocate(planning).evaluation.classes["t4"].peak_bytes or 0
         for fmt in ("fp16", "int8")
     }
     if peaks["int8"] <= share:
         return share
-    return int(peaks["int8"] + SHARE * (peaks["fp16"] - peaks["int8"]))
+    return int(peaks["int8"] + limit.amount * (peaks["fp16"] - peaks["int8"]))
 
 
 def narrow(planning: Problem) -> PlanResult:

@@ -63,7 +63,7 @@ def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
     evaluator = PlanEvaluator(answer.problem, answer.plans, answer.evaluation.codecs)
     yield from _binding(answer)
     yield from _waiting(answer)
-    if answer.codecs and (size := answer.problem.cluster.nodes.ranks) > 1:
+    if answer.codecs and (size := answer.problem.cluster.ranks_per_node) > 1:
         yield PlanNote(PlanNoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
     yield from _joining(answer, evaluator)
     for name in answer.problem.open:
@@ -92,7 +92,7 @@ def _binding(answer: PlanResult) -> Iterator[PlanNote]:
 def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
     """Yield the classes that wait for gradients, if codecs are applicable but were not allowed."""
     cluster = answer.problem.cluster
-    if answer.problem.coding is not None or cluster.ranks == cluster.nodes.ranks:
+    if answer.problem.coding is not None or cluster.nodes == 1:
         return
     for name, figures in answer.evaluation.classes.items():
         if figures.sending > LONG * answer.evaluation.seconds:
@@ -108,12 +108,9 @@ def _joining(answer: PlanResult, evaluator: PlanEvaluator) -> Iterator[PlanNote]
     cluster = problem.cluster
     rate = (cluster.samples or cluster.ranks) / answer.evaluation.seconds
     for name in problem.open:
-        others = [other for other in problem.classes if other != name]
-        devices = {other: cluster.devices[other] for other in others}
-        if sum(device.count for device in devices.values()) % cluster.nodes.ranks:
-            continue  # the other ranks fill no complete nodes, and their links were not measured
-        alone = replace(cluster, devices=devices)
-        owned = {other: evaluator.schedules()[other] for other in others}
+        if (alone := cluster.without(name)) is None:
+            continue  # the links of the other ranks were not measured
+        owned = {other: evaluator.schedules()[other] for other in alone.devices}
         coding = problem.coding
         settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
         seconds = float(simulate(owned, alone, settings).step.seconds)

@@ -119,7 +119,7 @@ def options_of(
         large = tuple(path for path in bucket.parameters if path not in left)
         table = {}
         for codec in coding.codecs:
-            codecs, size = dict.fromkeys(large, codec), cluster.nodes.ranks
+            codecs, size = dict.fromkeys(large, codec), cluster.ranks_per_node
             table[codec] = coded(owned, codecs, cluster.ranks, coding.rates, codec, size)
         sent = [
             SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item)
@@ -164,7 +164,7 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
     for name, part in problem.classes.items():
         share = problem.cluster.devices[name].count / ranks
         mean += share * sum(_known(part.sensitivity.gradients, path, codec) for path in paths)
-    nodes = ranks // problem.cluster.nodes.ranks
+    nodes = problem.cluster.nodes
     return mean * (1 / nodes + (nodes > 2))
 
 

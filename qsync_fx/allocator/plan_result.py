@@ -220,10 +220,12 @@ class PlanResult(HtmlView):
 
     def as_plan(self) -> Plan | ClusterPlan:
         """Return the value of the option "plan": a cluster plan for several classes or codecs."""
-        plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
+        plans, cluster = self.to_plans(), self.problem.cluster
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
-        notes = between_nodes(size) if self.codecs and size > 1 else {}
+        notes = {}
+        if self.codecs and cluster.nodes < cluster.ranks:
+            notes = between_nodes(cluster.ranks_per_node)
         return ClusterPlan(plans, notes=notes, codecs=self.codecs)
 
     def save(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from qsync_fx.plan.cluster_plan import CODECS, PLAIN
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
-from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
+from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, Network, memory_size
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
 from qsync_fx.timeline.replay_plans import rates
@@ -111,12 +111,13 @@ def _coding(
     if fleet.ranks == 1:
         notes.append(PlanNote(PlanNoteKind.NOT_SENT))
         return None
-    if fleet.ranks == fleet.nodes.ranks:
+    if fleet.nodes == 1:
         notes.append(PlanNote(PlanNoteKind.ONE_NODE))
         return None
-    for name, profile in available.items():
-        if graph_of(name, profile).device != "cpu":
-            notes.append(PlanNote(PlanNoteKind.BY_HOST, name))
+    if (fleet.network or Network()).transport == "point_to_point":
+        for name, profile in available.items():
+            if graph_of(name, profile).device != "cpu":
+                notes.append(PlanNote(PlanNoteKind.BY_HOST, name))
     return CodecSearchSpace(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, available))
 
 

@@ -467,7 +467,7 @@ def loss_of(result: Any, reference: str) -> Tensor:
 
 
 def cluster(path: str) -> Cluster:
-    """Read a cluster file; for `add_argument(type=...)`, before the slow import of torch."""
+    """Read a cluster by path or name; for `add_argument(type=...)`, before torch is imported."""
     from qsync_fx.predictor.replayer.cluster import Cluster
 
     return Cluster.load(path)

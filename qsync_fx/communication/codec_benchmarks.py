@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -44,20 +45,28 @@ def measured(
     clock: Clock = time.process_time,
     device: torch.device | str = "cpu",
     chunk: int | None = None,
+    on_device: bool = False,
 ) -> list[Speed]:
     """Return the speed of each codec on FP32 values, with torch's number of threads.
 
     On a GPU, the clock must synchronize the device. `chunk` values, or all, are coded at once.
+    Coded bytes are copied to and from host memory, unless they stay `on_device`.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
-    return [_measured(codec, source, repeats, clock, chunk or values) for codec in codecs]
+    most = chunk or values
+    return [_measured(codec, source, repeats, clock, most, on_device) for codec in codecs]
 
 
-def _measured(codec: Codec, source: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+def _measured(
+    codec: Codec, source: Tensor, repeats: int, clock: Clock, most: int, on_device: bool
+) -> Speed:
     name, codec = codec.name, codec.fitted((source.numel(),))
     target = torch.zeros_like(source)
     chunks = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
-    wires = [buffers.host(codec.nbytes(values.numel()), source.device) for values, _ in chunks]
+    buffer = partial(buffers.host, device=source.device)
+    if on_device:
+        buffer = partial(torch.zeros, dtype=torch.uint8, device=source.device)
+    wires = [buffer(codec.nbytes(values.numel())) for values, _ in chunks]
     residuals: Sequence[Tensor | None] = [None] * len(chunks)
     if codec.residual:
         residuals = torch.split(torch.zeros_like(source), most)
@@ -71,14 +80,15 @@ def _measured(codec: Codec, source: Tensor, repeats: int, clock: Clock, most: in
 
     def encode() -> None:
         for (values, _), wire, residual in zip(chunks, wires, residuals, strict=True):
-            near = buffers.device_buffer(wire, values)
+            near = wire if on_device else buffers.device_buffer(wire, values)
             codec.encode(values, near, Draw(1, 2), residual)
             if near is not wire:
                 wire.copy_(near)
 
     def decode(**settings: bool) -> None:
         for (_, output), wire in zip(chunks, wires, strict=True):
-            codec.decode(buffers.on_device_of(wire, output), output, **settings)
+            near = wire if on_device else buffers.on_device_of(wire, output)
+            codec.decode(near, output, **settings)
 
     calls: dict[str, Callable[[], object]] = {"copy": copy, "encode": encode}
     calls |= {"decode": lambda: decode(add=True), "read": lambda: decode(last=True)}

@@ -84,19 +84,30 @@ _TO_COPY_OF_A_GPU: Final = {
 _MANY: Final = 2**20
 
 
-def of_device(device: Device | None, name: str, speeds: Iterable[Any] = ()) -> Rates:
-    """Return the rates of a device class `name`: those measured, or else predicted ones.
+def of_device(
+    device: Device | None, name: str, speeds: Iterable[Any] = (), on_device: bool = False
+) -> Rates:
+    """Return the rates of a device class: measured ones, or else predicted ones.
 
-    `speeds` have a codec's name, and its encode and decode rate; see `Rate`. `device` is a row of
-    the catalog; None predicts for a CPU core with common memory.
+    Args:
+        device: row of the catalog; None predicts for a CPU core with common memory.
+        name: name of the device class.
+        speeds: values with a codec's name, its encode and decode rate as in `Rate`, and whether
+            its bytes stay on the device.
+        on_device: whether coded bytes of a GPU stay in its memory, as with the transport
+            "collective", so that the rates exclude copies to and from the host.
     """
     if speeds := list(speeds):
-        return of_speeds(speeds, f"measured on {name}")
+        # On a CPU, both are the same, and one is measured.
+        same = [item for item in speeds if item.on_device == on_device]
+        return of_speeds(same or speeds, f"measured on {name}")
     if device is None:
         return of_copy(COPY, f"predicted for {name}: {COPY / 1e9:.3g} GB/s for copies by one core")
     # A copy reads and writes each byte.
     copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
     source = f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory"
+    if host and on_device:
+        return of_gpu(copy, math.inf, source)
     if host:
         return of_gpu(copy, host, f"{source}, {host / 1e9:.3g} GB/s to the host")
     return of_copy(copy, source)
@@ -109,7 +120,10 @@ def of_copy(copy: float, source: str) -> Rates:
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
-    """Return predicted rates, for bytes/s of a copy in GPU memory, and to and from the host."""
+    """Return predicted rates, for bytes/s of a copy in GPU memory, and to and from the host.
+
+    `host` is infinity if coded bytes stay in GPU memory.
+    """
     table = {}
     for name, (encode, decode) in {**_TO_COPY, **_TO_COPY_OF_A_GPU}.items():
         memory, share = COPY, 1.0  # AQGB codes on the host
@@ -197,9 +211,9 @@ def by_bucket(
     """Return the cost of each bucket of a cluster; None if no parameter has a codec."""
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
-    parameters = next(iter(schedules.values())).parameters
+    parameters, size = next(iter(schedules.values())).parameters, fleet.ranks_per_node
     return [
-        coded([parameters[i] for i in bucket], codecs, fleet.ranks, rates, size=fleet.nodes.ranks)
+        coded([parameters[i] for i in bucket], codecs, fleet.ranks, rates, size=size)
         for bucket in buckets_of(schedules, fleet)
     ]
 

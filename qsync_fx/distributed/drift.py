@@ -1,7 +1,8 @@
 """Drift detection: when compute time, memory or links differ from the plan for many steps.
 
-A class of devices is slower if one rank is, and faster only if all are. All ranks time one
-all-reduce together, between steps, so that a late rank is not mistaken for a slow link.
+A class of devices is slower if one rank is, and faster only if all are. All ranks time one exchange
+with the transport of compressed gradients together, between steps, so that a late rank is not
+mistaken for a slow link.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from qsync_fx.communication.control_group import CPU
+from qsync_fx.devices.roofline import share
 from qsync_fx.errors import OptionError
 from qsync_fx.plan_switching import when_called
-from qsync_fx.predictor.replayer.cluster import Cluster
+from qsync_fx.predictor.replayer.cluster import Cluster, Exchange, Network, Transport
 from qsync_fx.profiler.links.collective_times import all_reduce_seconds
+from qsync_fx.profiler.links.exchange_times import exchange_seconds
 from qsync_fx.torch_internals import _current_graph_task_id
 
 Clock = Callable[[], float]
@@ -100,7 +103,7 @@ class Hysteresis:
         patience: consecutive steps that must exceed it.
         cooldown: steps after a decision that are ignored.
         gain: relative improvement of step time or variance that justifies recompilation.
-        links: relative deviation of an all-reduce from the prediction, in two consecutive probes
+        links: relative deviation of an exchange from the prediction, in two consecutive probes
             that are `patience` steps apart; for plans with codecs.
     """
 
@@ -185,7 +188,7 @@ class Drift:
     faster: tuple[int, ...] = ()
     tight: tuple[int, ...] = ()
     roomy: tuple[int, ...] = ()
-    links: float | None = None  # measured over predicted seconds of an all-reduce
+    links: float | None = None  # measured over predicted seconds of an exchange
 
 
 def drift(everyones: Sequence[WindowSummary], classes: Sequence[str]) -> Drift | None:
@@ -237,18 +240,29 @@ def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, ga
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """All-reduce of `nbytes` with its predicted `seconds`; 0 bytes if there is no traffic."""
+    """Phase of an exchange between all ranks, as of compressed gradients.
+
+    Attributes:
+        nbytes: bytes that a rank sends to all others together; 0 if there is no traffic.
+        seconds: predicted duration.
+        transport: transport of the messages.
+    """
 
     nbytes: int = 0
     seconds: float = 0.0
+    transport: Transport = "point_to_point"
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkProbe:
         """Return a probe that is sensitive to the bandwidth of a cluster, not to latency."""
-        if cluster.ranks == 1:
+        ranks = cluster.ranks
+        if ranks == 1:
             return cls()
-        seconds = cluster.all_reduce.seconds(list(map(float, _SIZES)), cluster.ranks).tolist()
-        probes = [cls(size, time) for size, time in zip(_SIZES, seconds, strict=True)]
+        contributed = [size / share(ranks) for size in _SIZES]
+        seconds = cluster.flat_exchange.seconds(contributed, ranks, phases=1).tolist()
+        transport = (cluster.network or Network()).transport
+        pairs = zip(_SIZES, seconds, strict=True)
+        probes = [cls(size, duration, transport) for size, duration in pairs]
         least = max(_OUGHT, _LATENCIES * seconds[0])
         return next((probe for probe in probes if probe.seconds >= least), probes[-1])
 
@@ -257,11 +271,27 @@ class LinkProbe:
         """Return the probe in the notes of a plan; None without one."""
         if _NOTE not in notes:
             return None
-        nbytes, seconds = notes[_NOTE].split()
-        return cls(int(nbytes), float(seconds))
+        nbytes, seconds, transport = notes[_NOTE].split()
+        name: Transport = next(name for name in get_args(Transport) if name == transport)
+        return cls(int(nbytes), float(seconds), name)
 
     def notes(self) -> dict[str, str]:
-        return {_NOTE: f"{self.nbytes} {self.seconds:.6g}"} if self.nbytes else {}
+        if not self.nbytes:
+            return {}
+        return {_NOTE: f"{self.nbytes} {self.seconds:.6g} {self.transport}"}
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Durations of collectives between all ranks under current conditions.
+
+    Attributes:
+        all_reduce: pairs of bytes and seconds of DistributedDataParallel's all-reduce.
+        exchanges: exchanges of compressed gradients.
+    """
+
+    all_reduce: Sequence[tuple[int, float]]
+    exchanges: Sequence[Exchange]
 
 
 class ProbedLinks:
@@ -281,7 +311,7 @@ class ProbedLinks:
         if self._resting > 0:
             self._resting -= self._settings.patience
             return None
-        seconds = all_reduce_seconds(self.probe.nbytes, _REPEATS, self._device)
+        seconds = self._exchange(self.probe.nbytes, self.probe.transport)
         self._ratios = [*self._ratios, seconds / self.probe.seconds][-_IN_A_ROW:]
         if len(self._ratios) < _IN_A_ROW:
             return None
@@ -294,11 +324,17 @@ class ProbedLinks:
             nbytes, seconds = self.probe.nbytes, self.probe.seconds * ratio
             while seconds > _LONGEST and nbytes > _SIZES[0]:
                 nbytes, seconds = nbytes // 4, seconds / 4
-            self.probe = LinkProbe(nbytes, seconds)
+            self.probe = replace(self.probe, nbytes=nbytes, seconds=seconds)
 
-    def table(self) -> list[tuple[int, float]]:
-        """Measure all-reduces up to the size of the probe, on all ranks: (bytes, seconds)."""
+    def times(self) -> LinkTimes | None:
+        """Measure collectives up to the size of the probe, on all ranks; None without a probe."""
         if self.probe is None:
-            return []
+            return None
         sizes = [size for size in (_SMALLEST, *_SIZES) if size <= self.probe.nbytes]
-        return [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]
+        reduced = [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]
+        transport = self.probe.transport
+        sent = [(float(size), self._exchange(size, transport)) for size in sizes]
+        return LinkTimes(reduced, [Exchange(transport, "all", distributed.get_world_size(), sent)])
+
+    def _exchange(self, nbytes: int, transport: Transport) -> float:
+        return exchange_seconds(transport, nbytes, _REPEATS, self._device)

@@ -24,7 +24,7 @@ from qsync_fx.allocator.problem_builder import PlanRequest
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.device_catalog import names
 from qsync_fx.distributed.agreement import COMPILING, Meeting, of_model, several_ranks
-from qsync_fx.distributed.drift import LinkProbe
+from qsync_fx.distributed.drift import LinkProbe, LinkTimes
 from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_between_nodes
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
@@ -32,9 +32,9 @@ from qsync_fx.formats import Precision
 from qsync_fx.plan import cluster_plan
 from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
-from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, NodeGroup
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, Node
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
-from qsync_fx.profiler.profile import PROFILE, Profile
+from qsync_fx.profiler.profile import PROFILE, Collective, Profile
 from qsync_fx.profiler.sensitivity.gradient_step import method
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_model, first_batch
 from qsync_fx.serialization.schema import Path
@@ -74,31 +74,38 @@ class PlanSurvey:
         self,
         slowdowns: Mapping[str, float] = MappingProxyType({}),
         memory: Mapping[str, float] | None = None,
-        links: Sequence[tuple[int, float]] = (),
-        nodes: NodeGroup | None = None,
+        links: LinkTimes | None = None,
     ) -> PlanResult:
         """Return the result of `qsync_fx.find_plan`.
 
         `slowdowns` are factors on all durations and `memory` the bytes that a step may use, by
-        class; `links` are the (bytes, seconds) of all-reduces, which replace those of the
-        profiles; `nodes` replaces the nodes that were measured first.
+        class; `links` replace the measurements in the profiles.
         """
         counts = Counter(self.ranks)
         devices, profiles = {}, dict(self.profiles)
         for name, profile in self.profiles.items():
             slowdown, batch = slowdowns.get(name, 1.0), self.batches.get(name)
-            devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch)
-            if links:
-                collectives = [replace(item, seconds=list(links)) for item in profile.collectives]
+            node = Node(self.links.size)
+            devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch, node=node)
+            if links is not None:
+                collectives = [_updated(item, links) for item in profile.collectives]
                 profiles[name] = replace(profile, collectives=collectives)
         wishes = dict(self.wishes)
         if memory is not None:
             wishes["memory"] = memory
         # The link measurements of the cluster are in the profiles.
-        result = find_plan(profiles, Cluster(devices, nodes=nodes or self.links.nodes), **wishes)
+        result = find_plan(profiles, Cluster(devices), **wishes)
         if self.links.uneven:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
         return result
+
+
+def _updated(collective: Collective, links: LinkTimes) -> Collective:
+    """Return measurements with those of `links` in place of the same transport and group."""
+    exchanges = {(item.transport, item.group): item for item in collective.exchanges}
+    exchanges |= {(item.transport, item.group): item for item in links.exchanges}
+    table = list(links.all_reduce)
+    return replace(collective, seconds=table, exchanges=list(exchanges.values()))
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -126,7 +133,7 @@ class FleetPlan(ClusterPlan):
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
             notes |= LinkProbe.of(answer.problem.cluster).notes()
-            if (size := survey.links.nodes.ranks) > 1:
+            if (size := survey.links.size) > 1:
                 notes |= between_nodes(size, survey.links.in_a_row)
         plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
         return cls(plan, survey, answer)
@@ -254,6 +261,9 @@ def measure_and_plan(
         device = next((parameter.device for parameter in model.parameters()), CPU)
         grouping = bool(codecs) and hierarchical
         links = links_between_nodes(meeting, grouping, compiling, device)
+        profile = _with_exchanges(profile, links)
+        if path is not None and links.exchanges:
+            profile.save(measuring["path"])
         meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())
         choosing: _Choosing | None = None
@@ -322,6 +332,14 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
             do = 'remove the argument, or use a method such as "second_order"'
             raise OptionError(text, where="sensitivity=None", do=do)
         method(measuring["sensitivity"])
+
+
+def _with_exchanges(profile: Profile, links: NodeLinks) -> Profile:
+    """Return the profile with measured exchanges inside and between nodes."""
+    collectives = [
+        replace(item, exchanges=[*item.exchanges, *links.exchanges]) for item in profile.collectives
+    ]
+    return replace(profile, collectives=collectives)
 
 
 def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import distributed
 
 from qsync_fx import environment
 from qsync_fx.communication.allreduce import NodeGroups
-from qsync_fx.communication.control_group import CPU, carrying
+from qsync_fx.communication.control_group import CPU
 from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.errors import OptionError
-from qsync_fx.predictor.replayer import cluster
-from qsync_fx.profiler.links.collective_times import all_reduces
+from qsync_fx.predictor.replayer.cluster import Exchange, RankGroup
+from qsync_fx.profiler.links.exchange_times import exchanges
 
 
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
@@ -40,11 +39,19 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """Node topology that a plan is solved for."""
+    """Node topology that a plan is solved for.
 
-    nodes: cluster.NodeGroup = field(default_factory=cluster.NodeGroup)
-    in_a_row: bool = False  # whether the user gave the number of consecutive ranks per node
-    uneven: bool = False  # whether nodes differ in the number of ranks
+    Attributes:
+        size: ranks per node; 1 for no nodes.
+        exchanges: measured exchanges of compressed gradients inside and between nodes.
+        in_a_row: whether the user gave the number of consecutive ranks per node.
+        uneven: whether nodes differ in the number of ranks.
+    """
+
+    size: int = 1
+    exchanges: tuple[Exchange, ...] = ()
+    in_a_row: bool = False
+    uneven: bool = False
 
 
 FLAT: Final = NodeLinks()  # topology without nodes
@@ -72,26 +79,20 @@ def nodes_to_plan_for(
 def links_between_nodes(
     meeting: Meeting, hierarchical: bool | int | None, limit: float, device: torch.device = CPU
 ) -> NodeLinks:
-    """Return the topology of the running ranks, with all-reduces measured by all of them."""
+    """Return the topology of the running ranks, with exchanges measured by all of them."""
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
         return NodeLinks(uneven=uneven)
-    return NodeLinks(measured(nodes, device), in_a_row=not isinstance(hierarchical, bool | None))
+    in_a_row = not isinstance(hierarchical, bool | None)
+    return NodeLinks(nodes.size, tuple(measured(nodes, device)), in_a_row)
 
 
-def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup:
-    """Measure all-reduces inside and between nodes; call it on all ranks."""
-    size, count, across = nodes.size, len(nodes.ranks), []
-    inside = all_reduces(nodes.ranks, device)
-    if count > 1:
-        across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device)
-    return cluster.NodeGroup(
-        size,
-        ring=distributed.get_backend(carrying(device)) == "gloo",
-        inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
-        across=[(float(size * nbytes), seconds) for nbytes, seconds in across],
-        count=count if across else None,
-    )
+def measured(nodes: NodeGroups, device: torch.device = CPU) -> list[Exchange]:
+    """Measure exchanges inside and between nodes with each transport; call it on all ranks."""
+    groups: dict[RankGroup, Sequence[Sequence[int]]] = {"inside": nodes.ranks}
+    if len(nodes.ranks) > 1:
+        groups["between"] = [nodes.across(rank) for rank in nodes.ranks[0]]
+    return exchanges(device, groups)
 
 
 def in_a_row(size: int, world: int) -> list[str]:

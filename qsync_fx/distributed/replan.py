@@ -32,6 +32,7 @@ from qsync_fx.distributed.drift import (
     Clock,
     Drift,
     Hysteresis,
+    LinkTimes,
     Pace,
     ProbedLinks,
     Room,
@@ -47,7 +48,6 @@ from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
 from qsync_fx.plan_switching import options_of, switch_plan
-from qsync_fx.predictor.replayer.cluster import NodeGroup
 
 _SHOWN: Final = 3
 
@@ -78,7 +78,7 @@ class ReplanCause:
             return f"{who} has {has} of memory for a step, but its plan {needs} {needed}"
         text = f"{who} computes {duration(self.measured)} per step"
         if self.change is PlanChange.LINKS:
-            text = f"an all-reduce takes {duration(self.measured)}"
+            text = f"an exchange of gradients takes {duration(self.measured)}"
         ratio = self.measured / self.foreseen
         return f"{text} instead of the predicted {duration(self.foreseen)} (ratio {ratio:.2f})"
 
@@ -209,8 +209,7 @@ class Replanner:
         self._caps = {name: cost.memory for name, cost in self._predicted.items()}
         self._slowdowns = dict.fromkeys(self._predicted, 1.0)
         self._links = ProbedLinks(settings.found.notes, settings, self._device)
-        self._all_reduces = list[tuple[int, float]]()
-        self._nodes: NodeGroup | None = None  # measured again since links changed
+        self._link_times: LinkTimes | None = None
         self._planned: dict[str, float] = {}
         self._steps, self._window = 0, StepWindow(resting=settings.patience)
         self._held: int | None = None
@@ -257,10 +256,12 @@ class Replanner:
         }
         if result.links is not None:
             self._links.decided(result.links)
-            self._all_reduces = self._links.table()
+            self._link_times = self._links.times()
             compression = self._settings.compression
-            if compression is not None and compression.nodes is not None:
-                self._nodes = measured(compression.nodes, self._device)
+            nodes = compression and compression.nodes
+            if self._link_times is not None and nodes is not None:
+                exchanges = [*self._link_times.exchanges, *measured(nodes, self._device)]
+                self._link_times = replace(self._link_times, exchanges=exchanges)
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()
@@ -295,7 +296,7 @@ class Replanner:
         memory = {name: size for name, size in limits.items() if size is not None}
         self._solution, before, after = None, None, None
         try:
-            answer = survey.answer(self._slowdowns, memory, self._all_reduces, self._nodes)
+            answer = survey.answer(self._slowdowns, memory, self._link_times)
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:

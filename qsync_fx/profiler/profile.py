@@ -30,6 +30,7 @@ from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivit
 from qsync_fx.predictor.memory.peak_memory import Anchor, LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_file import StoredGraph, restored
 from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.predictor.replayer.cluster import CHECKS as CLUSTER_CHECKS, Exchange
 from qsync_fx.profiler.run_statistics import (
     MeasuredOperator,
     MeasuredRun,
@@ -91,6 +92,7 @@ class Collective:
         copies: seconds per byte in which DistributedDataParallel copies gradients into a bucket,
             and again out of it, at the profile's machine speed.
         buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics.
+        exchanges: exchanges of compressed gradients between the same ranks, by transport and group.
     """
 
     backend: str
@@ -101,15 +103,20 @@ class Collective:
     copies: float | None = None
     buffers: float = 0.0
     coding: float | None = None
+    exchanges: list[Exchange] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Bytes of FP32 gradients that a codec encodes, or decodes and accumulates, per second."""
+    """Bytes of FP32 gradients that a codec encodes, or decodes and accumulates, per second.
+
+    Coded bytes of a GPU are copied to and from host memory, unless they stay `on_device`.
+    """
 
     codec: str
     encode: float
     decode: float
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,6 +248,7 @@ _CHECKS: Final[Mapping[Any, Any]] = {
     **dict.fromkeys((MeasuredOperator, Quantized, Model, LossMemory), check_numbers),
     MeasuredRun: check_run,
     Collective: _check_collective,
+    Exchange: CLUSTER_CHECKS[Exchange],
     CodecSpeed: _check_codec,
     Profile: _check_profile,
     **SENSITIVITY.checks,
@@ -355,6 +363,9 @@ def _empty_table(name: str, numbers: Sequence[str]) -> Table:
     return table
 
 
+_GROUPS: Final = {"all": "all ranks", "inside": "inside nodes", "between": "between nodes"}
+
+
 def _notes(profile: Profile) -> list[str]:
     machine = profile.machine
     lines = [str(profile.model)]
@@ -377,6 +388,11 @@ def _notes(profile: Profile) -> list[str]:
         if collective.buffers:
             text += f"; buffers in {milliseconds(collective.buffers)} ms"
         lines.append(f"all-reduce over {collective.backend}, {collective.ranks} ranks: {text}")
+        for exchange in collective.exchanges:
+            nbytes, seconds = exchange.seconds[-1]
+            kind = f"{_GROUPS[exchange.group]}, {exchange.ranks} ranks each"
+            text = f"{short(nbytes, 'B')} in {milliseconds(seconds)} ms"
+            lines.append(f"exchange of coded gradients by {exchange.transport}, {kind}: {text}")
     versions = f"{many(machine.threads, 'thread')}, torch {machine.torch}"
     machine_text = f"{machine.device} {machine.name}, {versions}, qsync_fx {machine.qsync_fx}"
     return [*lines, machine_text]

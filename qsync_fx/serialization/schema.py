@@ -141,7 +141,8 @@ def _class(expected: Any, checks: Mapping[Any, Check]) -> _Reader:
         for key in value:
             if key not in readers:
                 message = f" has an unknown field {shown(key)}"
-                raise Malformed(message, do=nearest(key[:40], readers))
+                do = getattr(expected, "replaced_fields", {}).get(key)
+                raise Malformed(message, do=do or nearest(key[:40], readers))
         for name in needed:
             if name not in value:
                 raise Malformed(f" lacks the field {name!r}")

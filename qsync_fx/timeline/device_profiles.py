@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -29,7 +29,7 @@ from qsync_fx.predictor.analytic_times import (
 from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.memory.peak_memory import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, Transport
 from qsync_fx.serialization.schema import Path
 
 
@@ -304,7 +304,13 @@ def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
     network = Network(
-        all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding
+        all_reduce=table,
+        ranks=measured.ranks,
+        busy=measured.busy,
+        coding=measured.coding,
+        ring=measured.backend == "gloo",
+        exchanges=measured.exchanges,
+        transport=_transport(item.backend for item in results.values() if item is not None),
     )
     devices = {}
     for name, device in fleet.devices.items():
@@ -312,3 +318,8 @@ def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
         delay = device.delay + measured.buffers
         devices[name] = replace(device, slowdown=slowdown, delay=delay)
     return replace(fleet, devices=devices, network=network)
+
+
+def _transport(backends: Iterable[str]) -> Transport:
+    """Return the transport that `compress` chooses for devices with these backends."""
+    return "point_to_point" if "gloo" in backends else "collective"

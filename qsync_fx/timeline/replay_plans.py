@@ -179,8 +179,8 @@ def compression(
 
 
 def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
-    """Return the codec rates of the slowest device class."""
-    result = []
+    """Return the codec rates of the slowest device class, with the cluster's transport."""
+    result, on_device = [], (fleet.network or Network()).transport == "collective"
     for name, of_class in fleet.devices.items():
         profile, device = available[name], None
         called = of_class.device or pathlib.PurePath(graph_of(name, profile).device).stem
@@ -188,7 +188,7 @@ def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
             device = profile.device
         elif of_class.device is not None or called in names():
             device = get(called)
-        measured = of_device(device, name, getattr(profile, "codecs", ()))
+        measured = of_device(device, name, getattr(profile, "codecs", ()), on_device)
         result.append(slowed(measured, of_class.slowdown))
     return slowest(result)
 
@@ -301,6 +301,8 @@ def _until(
 
 def _at(fleet: Cluster, bandwidth: float) -> Cluster:
     """Return the cluster with this bandwidth on all links, or on all links between nodes."""
-    network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
+    network = fleet.network or Network()
+    inside = [exchange for exchange in network.exchanges if exchange.group == "inside"]
+    network = replace(network, bandwidth=bandwidth, all_reduce=[], exchanges=inside)
     devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
-    return replace(fleet, devices=devices, network=network, nodes=replace(fleet.nodes, across=[]))
+    return replace(fleet, devices=devices, network=network)

@@ -223,7 +223,7 @@ def _head(timeline: Timeline) -> str:
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
-        several = timeline.played.cluster.nodes.ranks > 1
+        several = timeline.played.cluster.nodes < timeline.played.cluster.ranks
         sent = "sent between nodes" if several else "sent"
         nbytes = short(sum(bucket.travelling for bucket in buckets), "B")
         parts.append(f"{sent} as {nbytes} ({kinds})")

@@ -21,7 +21,14 @@ from qsync_fx.plan.cluster_plan import BETWEEN_NODES
 from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.predictor.replayer.cluster import ClusterDevice, Compression, Network, NodeGroup
+from qsync_fx.predictor.replayer.cluster import (
+    ClusterDevice,
+    Compression,
+    Exchange,
+    Network,
+    Node,
+    RankGroup,
+)
 from qsync_fx.profiler.sensitivity.gradient_step import of_gradients
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.predicted_models import graph_of
@@ -83,7 +90,7 @@ def test_fast_link_selects_no_codec() -> None:
 def test_codecs_apply_to_the_traffic_between_nodes(
     tmp_path: Path,
 ) -> None:
-    nodes = replace(fleet(1e4, 8), nodes=NodeGroup(4, 1e12))
+    nodes = replace(fleet(1e4, 8), devices={"all": ClusterDevice(8, node=Node(4, 1e12))})
     wishes = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
     answer, flat = (
         qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2))
@@ -104,7 +111,8 @@ def test_codecs_apply_to_the_traffic_between_nodes(
     assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(
         answer.evaluation.seconds
     )
-    one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": ClusterDevice(4)}), **wishes)  # type: ignore[arg-type]
+    single = replace(nodes, devices={"all": ClusterDevice(4, node=Node(4, 1e12))})
+    one = qsync_fx.find_plan(known(), single, **wishes)  # type: ignore[arg-type]
     assert not one.codecs
     assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {
         PlanNoteKind.ONE_NODE
@@ -113,15 +121,18 @@ def test_codecs_apply_to_the_traffic_between_nodes(
 
 def test_nodes_shared_by_classes_suppress_single_class_notes() -> None:
     """Three ranks of a class and one of another make two nodes, and three alone do not."""
-    table = [(1e3, 1e-3), (1e6, 1.0)]
-    nodes = NodeGroup(2, inside=table, across=table)
+    table, node = [(1e3, 1e-3), (1e6, 1.0)], Node(2)
+    groups: tuple[RankGroup, ...] = ("inside", "between")
+    exchanges = [Exchange("point_to_point", group, 2, table) for group in groups]
     shared = Cluster(
-        {"all": ClusterDevice(3), "other": ClusterDevice(1)}, Network(all_reduce=table), nodes=nodes
+        {"all": ClusterDevice(3, node=node), "other": ClusterDevice(1, node=node)},
+        Network(all_reduce=table, exchanges=exchanges),
     )
     answer = qsync_fx.find_plan({"all": known(), "other": known()}, shared, codecs=("qsgd8",))
     kinds = {note.kind for note in answer.notes}
     assert not kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
-    even = replace(shared, devices={"all": ClusterDevice(2), "other": ClusterDevice(2)})
+    pair = ClusterDevice(2, node=node)
+    even = replace(shared, devices={"all": pair, "other": pair})
     kinds = {
         note.kind for note in qsync_fx.find_plan({"all": known(), "other": known()}, even).notes
     }

@@ -119,6 +119,12 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*nodes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks_a_node"], found["bits_a_second_inside"]) == (4, 1e11)
+    assert found["transport"] == "collective" and "to the host" not in found["rates"]
+    assert main([*nodes, "--json", "--transport", "point_to_point"]) == 0
+    by_host = json.loads(capsys.readouterr().out)
+    assert "to the host" in by_host["rates"]
+    pairs = zip(found["codecs"], by_host["codecs"], strict=True)
+    assert all(here["coding"] < there["coding"] for here, there in [*pairs][1:]), "no copies"
     rows = {row["codec"]: row for row in found["codecs"]}
     values = 2 * 512 * 2048 + 2048 + 512
     assert rows["none"]["bytes"] == rows["none"]["bytes_inside"] == pytest.approx(1.5 * 4 * values)
@@ -136,6 +142,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--gpus-per-node", "4"], "require each other"),
         (["--inside", "1gbit"], "require each other"),
         (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is not a bandwidth"),
+        (["--transport", "collectiv"], "did you mean 'collective'?"),
     ):
         assert main([*how, *wrong]) == 2
         assert text in capsys.readouterr().err

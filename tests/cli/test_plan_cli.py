@@ -102,6 +102,26 @@ def test_a_plan_for_a_cluster(
     assert found["fits"] and found["classes"]["b"]["computing"] > 0
 
 
+def test_a_cluster_of_the_paper_by_its_name(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiles = [f"--profile={name}={files}/t4.json" for name in ("v100", "t4")]
+    given = [*profiles, "--sensitivity", f"{files}/sensitivity.json", "--json"]
+    found = {}
+    for name in ("cluster-a", "cluster-b"):
+        assert main(["plan", "--cluster", name, *given]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    memory = {
+        name: [one["classes"][device]["memory"] for device in ("v100", "t4")]
+        for name, one in found.items()
+    }
+    t4 = qsync_fx.devices.get("t4").memory.bytes
+    assert memory == {"cluster-a": [None, None], "cluster-b": [None, pytest.approx(0.3 * t4)]}
+    assert found["cluster-a"]["fits"]
+    assert main(["plan", "--cluster", "cluster-c", *given]) == 2
+    assert "did you mean 'cluster-b'? known: cluster-a, cluster-b" in capsys.readouterr().err
+
+
 def test_plan_command_runs_the_requested_analyses(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,12 +87,19 @@ def holds_of_plans(first: Any, *others: Any) -> None:
     )
     for name in ("one host", "uneven", "alone", "flat", "torchrun", "in a row", "notes"):
         assert all(other[name] == first[name] for other in others), name
-    nodes = first["cluster"]
-    assert (nodes["ranks"], nodes["count"], nodes["ring"], nodes["bandwidth"]) == (2, 2, True, None)
-    tables = [[nbytes for nbytes, _ in nodes[table]] for table in ("inside", "across")]
-    assert tables[1] == [2 * nbytes for nbytes in tables[0]], (
-        "a rank gives its part of what its node does"
-    )
+    cluster = first["cluster"]
+    assert cluster["devices"]["cpu"]["node"] == {"ranks": 2, "bandwidth": None, "latency": 0.0}
+    network = cluster["network"]
+    assert (network["ring"], network["transport"]) == (True, "point_to_point")
+    groups = [(item["transport"], item["group"], item["ranks"]) for item in network["exchanges"]]
+    assert groups == [
+        ("point_to_point", "all", 4),
+        ("collective", "all", 4),
+        ("point_to_point", "inside", 2),
+        ("point_to_point", "between", 2),
+        ("collective", "inside", 2),
+        ("collective", "between", 2),
+    ]
     assert first["notes"] == "2 ranks"
     assert first["flat table"], (
         "DistributedDataParallel itself sends over all ranks, as it was measured"

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,21 @@ from hypothesis import given, strategies as st
 from benchmarks.communication import links as made_links
 from qsync_fx import OptionError
 from qsync_fx.distributed import drift as watched
-from qsync_fx.distributed.drift import Hysteresis, LinkProbe, ProbedLinks, link_drift
+from qsync_fx.distributed.drift import (
+    Hysteresis,
+    LinkProbe,
+    LinkTimes,
+    ProbedLinks,
+    link_drift,
+)
 from qsync_fx.distributed.replan import PlanChange, ReplanCause, ReplanReport
-from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import (
+    Cluster,
+    ClusterDevice,
+    Exchange,
+    Network,
+    Transport,
+)
 from tests.support import tiers
 from tests.support.processes import ranks
 
@@ -55,7 +68,7 @@ def test_negative_share_is_rejected() -> None:
 def test_measured_time_follows_from_bytes(bandwidth: float) -> None:
     cluster = Cluster({"cpu": ClusterDevice(4)}, Network(bandwidth, 1e-4))
     probe = LinkProbe.of(cluster)
-    assert probe.seconds == pytest.approx(cluster.all_reduce.seconds([float(probe.nbytes)], 4)[0])
+    assert probe.seconds == pytest.approx(probe.nbytes / bandwidth + 1e-4 / 2), "one phase"
     assert probe.seconds >= 0.01 or probe.nbytes == 2**26
     assert LinkProbe.noted(probe.notes()) == LinkProbe(
         probe.nbytes, pytest.approx(probe.seconds, rel=1e-5)
@@ -64,11 +77,35 @@ def test_measured_time_follows_from_bytes(bandwidth: float) -> None:
     assert LinkProbe.noted({}) is None
 
 
+def test_the_probed_link_is_that_of_the_codecs() -> None:
+    """All-reduces of the default group may use another link than compressed gradients."""
+    transport: Transport
+    for transport in ("point_to_point", "collective"):
+        exchanges = [
+            Exchange("point_to_point", "all", 2, [(1e3, 1e-4), (1e6, 0.1), (1e9, 100.0)]),
+            Exchange("collective", "all", 2, [(1e3, 1e-7), (1e6, 1e-4), (1e9, 0.1)]),
+        ]
+        network = Network(all_reduce=[(1e9, 1e-6)], exchanges=exchanges, transport=transport)
+        probe = LinkProbe.of(Cluster({"gpu": ClusterDevice(2)}, network))
+        rate = {"point_to_point": 1e-7, "collective": 1e-10}[transport]
+        assert probe.transport == transport
+        assert probe.seconds == pytest.approx(probe.nbytes * rate)
+        assert LinkProbe.noted(probe.notes()) == replace(
+            probe, seconds=pytest.approx(probe.seconds, rel=1e-5)
+        )
+
+
 def test_monitor_pauses_after_a_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
-    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: next(taken))
+    used: list[str] = []
+
+    def exchanged(transport: str, nbytes: int, repeats: int, device: object) -> float:
+        used.append(transport)
+        return next(taken)
+
+    monkeypatch.setattr(watched, "exchange_seconds", exchanged)
     ours = ProbedLinks(LinkProbe(2**20, 0.1).notes(), HOW)
     assert [ours.look() for _ in range(4)] == [None, None, None, pytest.approx(4.0)]
     ours.decided(4.0)
@@ -82,11 +119,20 @@ def test_monitor_pauses_after_a_decision(
     assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), (
         "8 s in place of 0.4 would hold training up"
     )
+    assert set(used) == {"point_to_point"}
     monkeypatch.setattr(
-        watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**17
+        watched, "exchange_seconds", lambda transport, nbytes, repeats, device: nbytes / 2**17
     )
-    assert ours.table() == [(2**power, 2.0 ** (power - 17)) for power in (10, 12, 14, 16)]
-    assert ProbedLinks({}, HOW).look() is None
+    monkeypatch.setattr(
+        watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**18
+    )
+    monkeypatch.setattr(watched.distributed, "get_world_size", lambda: 2)
+    powers = (10, 12, 14, 16)
+    assert ours.times() == LinkTimes(
+        [(2**power, 2.0 ** (power - 18)) for power in powers],
+        [Exchange("point_to_point", "all", 2, [(2**p, 2.0 ** (p - 17)) for p in powers])],
+    )
+    assert ProbedLinks({}, HOW).look() is None and ProbedLinks({}, HOW).times() is None
 
 
 def test_link_change_is_reported_with_numbers() -> None:
@@ -98,8 +144,8 @@ def test_link_change_is_reported_with_numbers() -> None:
         "the active plan is still the best one",
     )
     assert (
-        "although an all-reduce takes 400 ms instead of the predicted 20 ms (ratio 20.00)"
-        in str(decided)
+        "although an exchange of gradients takes 400 ms instead of the predicted 20 ms "
+        "(ratio 20.00)" in str(decided)
     )
     assert ReplanReport.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
 

@@ -22,6 +22,7 @@ from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import SGD, LossMemory, TrainingMemory, peak_bytes
 from qsync_fx.predictor.model.model_file import StoredGraph, stored
+from qsync_fx.predictor.replayer.cluster import Exchange
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import PROFILE, CodecSpeed, Collective, Model, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
@@ -56,7 +57,18 @@ def taken() -> Profile:
         runs,
         optimizer="AdamW",
         collectives=[
-            Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)], 0.9, copies=1e-10, buffers=8e-4)
+            Collective(
+                "gloo",
+                2,
+                [(1024, 1e-4), (1048576, 2e-3)],
+                0.9,
+                copies=1e-10,
+                buffers=8e-4,
+                exchanges=[
+                    Exchange("point_to_point", "all", 2, [(1024.0, 2e-4), (16777216.0, 3e-2)]),
+                    Exchange("collective", "all", 2, [(1024.0, 3e-4), (16777216.0, 2e-2)]),
+                ],
+            )
         ],
         sensitivity=Sensitivity("second_order", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
         codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
@@ -108,6 +120,12 @@ def test_profile_contains_communication_times() -> None:
         "delays computation by 90% of that; copies into and out of buckets at 10GB/s; "
         "buffers in 0.8 ms" in said
     )
+    kinds = [
+        (line, "all ranks, 2 ranks each: 16.8MB in" in line)
+        for line in said.splitlines()
+        if line.startswith("exchange of coded gradients by ")
+    ]
+    assert len(kinds) == 2 and all(sized for _, sized in kinds), said
 
 
 @pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
@@ -166,6 +184,9 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
         (("runs", 0, "quantized", 0, "seconds"), float("inf"), "the number inf"),
         (("collectives", 0, "seconds"), [[1024, -1e-4]], "seconds"),
         (("collectives", 0, "busy"), -0.5, "busy -0.5"),
+        (("collectives", 0, "exchanges", 0, "seconds"), [[1.0, 0.0]], "that is not above 0"),
+        (("collectives", 0, "exchanges", 0, "group"), "some", "'all' or 'inside' or 'between'"),
+        (("collectives", 0, "exchanges", 1, "ranks"), 1, "fewer than 2 ranks"),
         (("collectives", 0, "slowdown"), 0.0, "slowdown 0"),
         (("collectives", 0, "copies"), -1e-10, "copies -1e-10"),
         (("collectives", 0, "buffers"), float("inf"), "the number inf"),

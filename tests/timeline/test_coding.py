@@ -14,6 +14,7 @@ import pytest
 import qsync_fx
 from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
 from qsync_fx.cli import main
+from qsync_fx.communication.codec_benchmarks import measured
 from qsync_fx.communication.codec_cost_model import (
     COPY,
     Rate,
@@ -29,7 +30,13 @@ from qsync_fx.communication.message_header import HEADER
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.times import Parameter, Times
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Compression, Network
+from qsync_fx.predictor.replayer.cluster import (
+    Buckets,
+    ClusterDevice,
+    Compression,
+    Exchange,
+    Network,
+)
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, beside_computing, travel
 from qsync_fx.profiler.links.link_measurement import coding_speeds
 from qsync_fx.profiler.profile import CodecSpeed
@@ -217,12 +224,58 @@ def test_measured_rates_scale_with_the_device_slowdown() -> None:
         assert slower.travelling == quick.travelling
 
 
+def test_coded_buckets_use_the_link_of_their_transport() -> None:
+    """64 MiB in 8 bits over gloo at 10 Gbit/s, next to all-reduces over NCCL at 100 GB/s."""
+    numel = 16 * 2**20
+    over_gloo = Exchange("point_to_point", "all", 2, [(2**10, 1e-4), (2**24, 2**24 / 1.25e9)])
+    network = Network(all_reduce=[(2**10, 2e-5), (2**26, 2**26 / 1e11)], exchanges=[over_gloo])
+    fleet = Cluster({"gpu": ClusterDevice(2)}, network)
+    instant = Rates("given", {"fp32": Rate(1e15, 1e15), "qsgd8": Rate(1e15, 1e15)})
+    item = coded([Parameter("a", numel)], {"a": "qsgd8"}, 2, instant)
+    plain = SimulatedBucket(("a",), 4 * numel, 4.0 * numel)
+    buckets = [plain, SimulatedBucket(("a",), 4 * numel, item.nbytes, item)]
+    for transport, rate in (("point_to_point", 1.25e9), ("collective", 5e10)):
+        seconds = [(2**10, 1e-6), (2**24, 2**24 / 5e10)]
+        on_device = Exchange("collective", "all", 2, seconds)
+        used = replace(network, exchanges=[over_gloo, on_device], transport=transport)
+        for_ddp, for_codec = travel(replace(fleet, network=used), buckets)
+        assert for_ddp == pytest.approx(2**26 / 1e11)
+        assert for_codec == pytest.approx(item.nbytes / rate, rel=1e-3)
+    with pytest.raises(ProfileError, match="with the transport collective"):
+        travel(replace(fleet, network=replace(network, transport="collective")), buckets)
+
+
+def test_bytes_that_stay_on_a_gpu_are_not_copied_to_the_host() -> None:
+    t4 = qsync_fx.devices.get("t4")
+    by_host, on_device = (of_device(t4, "all", on_device=stays) for stays in (False, True))
+    assert "to the host" in by_host.source and "to the host" not in on_device.source
+    for codec, nbytes in (("fp32", 4), ("fp16", 2), ("bf16", 2)):
+        copied = nbytes / 4 / t4.memory.host  # type: ignore[operator]
+        assert 1 / by_host.of(codec).encode == pytest.approx(
+            1 / on_device.of(codec).encode + copied
+        )
+        assert 1 / by_host.of(codec).decode == pytest.approx(
+            1 / on_device.of(codec).decode + copied
+        )
+    speeds = [CodecSpeed("qsgd8", 1e9, 2e9), CodecSpeed("qsgd8", 5e9, 6e9, on_device=True)]
+    fleet = cluster(1e6)
+    assert fleet.network is not None
+    for transport, rate in (("point_to_point", Rate(1e9, 2e9)), ("collective", Rate(5e9, 6e9))):
+        used = replace(fleet, network=replace(fleet.network, transport=transport))
+        assert rates(used, {"all": Known(MLP.graph, MLP.drawn, speeds)}).of("qsgd8") == rate
+        cpu = Known(MLP.graph, MLP.drawn, speeds[:1])
+        assert rates(used, {"all": cpu}).of("qsgd8") == Rate(1e9, 2e9), "nothing is copied"
+
+
 def test_how_fast_this_processor_codes_is_measured_once() -> None:
     found = {one.codec: one for one in coding_speeds()}
     assert coding_speeds() == list(found.values())
     assert found.keys() <= {*NAMES} - {"1bit", "aqgb"}
     assert found.keys() >= {"fp32", "fp16", "bf16", "1bit*", "qsgd8", "aqgb12"}
     assert all(1e6 < speed < 1e13 for one in found.values() for speed in (one.encode, one.decode))
+    assert not any(one.on_device for one in found.values()), "a CPU has no other memory"
+    (same,) = measured([codec_named("qsgd8")], 2**20, 3, on_device=True)
+    assert 1e6 < same.encode < 1e13 and 1e6 < same.decode < 1e13
 
 
 def test_rates_are_the_minimum_and_name_their_source() -> None:

@@ -5,7 +5,6 @@ pay there.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +15,16 @@ from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, code
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.message_header import HEADER
 from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
-from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, NodeGroup
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, Node
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel
-from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
+from qsync_fx.predictor.replayer.collectives import (
+    AllReduce,
+    CollectiveLink,
+    InnerLinks,
+    Levels,
+    MeasuredCollectives,
+    MeasuredExchange,
+)
 from qsync_fx.timeline.replay_plans import paying
 
 RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9)})
@@ -27,10 +33,13 @@ SPEEDS = st.floats(1e3, 1e12)
 LATENCIES = st.floats(0, 1e-2)
 
 
-def cluster(nodes: NodeGroup, ranks: int = 8, bandwidth: float = 1e8) -> Cluster:
-    return Cluster(
-        {"all": ClusterDevice(ranks)}, Network(bandwidth, 1e-5), Buckets(1, 1), nodes=nodes
-    )
+def cluster(node: Node, ranks: int = 8, bandwidth: float = 1e8, ring: bool = False) -> Cluster:
+    network = Network(bandwidth, 1e-5, ring=ring)
+    return Cluster({"all": ClusterDevice(ranks, node=node)}, network, Buckets(1, 1))
+
+
+def levels(across: AllReduce, inside: AllReduce, size: int, nodes: int) -> Levels:
+    return Levels(across, (InnerLinks(size, inside),), nodes)
 
 
 @given(
@@ -45,10 +54,11 @@ def test_nodes_of_one_rank_equal_a_ring(
     sizes: list[float], ranks: int, across: float, inside: float, latency: float, phases: int
 ) -> None:
     flat = CollectiveLink(across, latency)
-    levels = Levels(flat, CollectiveLink(inside, latency), 1)
-    assert np.array_equal(levels.seconds(sizes, ranks, phases), flat.seconds(sizes, ranks, phases))
+    two = levels(flat, CollectiveLink(inside, latency), 1, ranks)
+    assert np.array_equal(two.seconds(sizes, ranks, phases), flat.seconds(sizes, ranks, phases))
     table = MeasuredCollectives(((1e3, 1e-4), (1e6, 1e-2)), 4)
-    assert np.array_equal(Levels(table, flat, 1).seconds(sizes, ranks), table.seconds(sizes, ranks))
+    two = levels(table, flat, 1, ranks)
+    assert np.array_equal(two.seconds(sizes, ranks), table.seconds(sizes, ranks))
 
 
 @given(
@@ -58,10 +68,10 @@ def test_instant_inner_links_make_nodes_a_ring(
     sizes: list[float], nodes: int, size: int, across: float, latency: float
 ) -> None:
     flat = CollectiveLink(across, latency)
-    levels = Levels(flat, CollectiveLink(math.inf), size)
+    two = levels(flat, CollectiveLink(math.inf), size, nodes)
     for phases in (1, 2):
         assert np.array_equal(
-            levels.seconds(sizes, nodes * size, phases), flat.seconds(sizes, nodes, phases)
+            two.seconds(sizes, nodes * size, phases), flat.seconds(sizes, nodes, phases)
         )
 
 
@@ -82,17 +92,72 @@ def test_two_level_time_is_the_sum_of_its_messages(
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
     between = size * 2 * (nodes - 1) * (part / nodes) / across + 1e-5 if nodes > 1 else 0.0
-    found = Levels(CollectiveLink(across, 1e-5), CollectiveLink(inside, latency), size).seconds(
-        [nbytes], nodes * size
+    two = levels(CollectiveLink(across, 1e-5), CollectiveLink(inside, latency), size, nodes)
+    assert two.seconds([nbytes], nodes * size)[0] == pytest.approx(within + between)
+
+
+@given(
+    nodes=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 8), SPEEDS, LATENCIES, SPEEDS, LATENCIES),
+        min_size=1,
+        max_size=4,
+    ),
+    nbytes=st.floats(1, 1e9),
+)
+def test_all_nodes_wait_for_the_slowest_class(
+    nodes: list[tuple[int, int, float, float, float, float]], nbytes: float
+) -> None:
+    """Closed form: the slowest collectives inside a node, and the slowest link between nodes."""
+    devices = {
+        str(index): ClusterDevice(
+            count * size, bandwidth=link, latency=wait, node=Node(size, inside, latency)
+        )
+        for index, (count, size, inside, latency, link, wait) in enumerate(nodes)
+    }
+    fleet = Cluster(devices, Network(1.0))
+    within = max(
+        2 * (size - 1) / size * nbytes / inside + latency if size > 1 else 0.0
+        for _, size, inside, latency, _, _ in nodes
     )
-    assert found[0] == pytest.approx(within + between)
+    total, between = sum(count for count, *_ in nodes), 0.0
+    if total > 1:
+        slowest, longest = min(link for *_, link, _ in nodes), max(wait for *_, wait in nodes)
+        between = 2 * (total - 1) / total * nbytes / slowest + longest
+    assert fleet.nodes == total
+    if fleet.ranks > 1:
+        (seconds,) = fleet.all_reduce.seconds([nbytes], fleet.ranks)
+        assert seconds == pytest.approx(within + between)
+        (across, inside_bytes) = sent(fleet, SimulatedBucket(("w",), 4, nbytes))
+        assert across == pytest.approx(2 * (total - 1) / total * nbytes)
+        largest = max(size for _, size, *_ in nodes)
+        assert inside_bytes == pytest.approx(2 * (largest - 1) / largest * nbytes)
+
+
+@given(
+    ranks=st.integers(2, 16),
+    groups=st.integers(1, 8),
+    phases=st.integers(1, 2),
+    bandwidth=SPEEDS,
+    sizes=st.lists(st.floats(1, 1e8), min_size=1, max_size=5),
+)
+def test_a_measured_exchange_has_the_time_of_its_phases(
+    ranks: int, groups: int, phases: int, bandwidth: float, sizes: list[float]
+) -> None:
+    """A table of a link without latency is the link itself, whichever ranks share it."""
+    table = [(2.0**power, 2.0**power / bandwidth) for power in range(-8, 30)]
+    measured = MeasuredExchange(table, groups).seconds(sizes, ranks, phases)
+    link = CollectiveLink(bandwidth).seconds(sizes, ranks, phases) / groups
+    assert measured == pytest.approx(link)
+    least = MeasuredExchange([(1e9, 0.5)], groups).seconds(sizes, ranks, phases)
+    assert least.tolist() == [0.5 * phases] * len(sizes), "below a table, its first duration"
+    assert not MeasuredExchange(table).seconds(sizes, 1, phases).any()
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_ddp_all_reduce_uses_a_ring_or_two_levels(ring: bool) -> None:
     bucket = SimulatedBucket(("w",), 4_000_000, 4e6)
     for ranks, size in ((8, 4), (8, 2), (4, 4)):
-        fleet, several = cluster(NodeGroup(size, 1e9, 1e-6, ring), ranks), ranks > size
+        fleet, several = cluster(Node(size, 1e9, 1e-6), ranks, ring=ring), ranks > size
         (seconds,) = travel(fleet, [bucket])
         across, inside = sent(fleet, bucket)
         nodes = ranks // size
@@ -104,7 +169,7 @@ def test_ddp_all_reduce_uses_a_ring_or_two_levels(ring: bool) -> None:
             assert across == pytest.approx(2 * (nodes - 1) / nodes * 4e6)
             assert inside == pytest.approx(2 * (size - 1) / size * 4e6)
             assert seconds == pytest.approx(inside / 1e9 + 1e-6 + (across / 1e8 + 1e-5) * several)
-        flat = cluster(NodeGroup(ring=ring), ranks)
+        flat = cluster(Node(), ranks, ring=ring)
         assert flat.all_reduce == CollectiveLink(1e8, 1e-5)
         assert sent(flat, bucket) == (pytest.approx(2 * (ranks - 1) / ranks * 4e6), 0)
 
@@ -123,7 +188,7 @@ def test_bucket_is_encoded_between_nodes_only(ranks: int, size: int) -> None:
     ) / size
     copying = 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9) if size > 1 else 0
     assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
-    fleet = cluster(NodeGroup(size, 1e9 if size > 1 else None, 1e-6), ranks)
+    fleet = cluster(Node(size, 1e9 if size > 1 else None, 1e-6), ranks)
     bucket = SimulatedBucket(("a", "b"), 44_000, found.nbytes, found)
     across, inside = sent(fleet, bucket)
     taken = found.coding
@@ -138,7 +203,7 @@ def test_large_bucket_overlaps_encoding_and_transfer() -> None:
         found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
         assert found.stretches == cuts
         for bandwidth in (1e7, 1e13):
-            fleet = cluster(NodeGroup(size, 1e9, 1e-6), ranks, bandwidth)
+            fleet = cluster(Node(size, 1e9, 1e-6), ranks, bandwidth)
             bucket = SimulatedBucket(("a",), 4 * numel, found.nbytes, found)
             across, inside = sent(fleet, bucket)
             between = across / bandwidth + 1e-5 * found.phases / 2
@@ -157,16 +222,15 @@ def test_links_inside_nodes_let_codecs_pay_less() -> None:
     entries = (Entry("linear", Part.BACKWARD, 1e-3),)
     schedules = {"all": Schedule((), entries, 0.0, parameters, {"first": 0, "second": 0})}
     rates, limits = of_copy(1e9, "given"), []
-    for nodes in (NodeGroup(), NodeGroup(4, 1e15)):
-        fleet = cluster(nodes, 16, 1e4)
+    for node in (Node(), Node(4, 1e15)):
+        fleet = cluster(node, 16, 1e4)
         without, (one,) = paying(schedules, fleet, ["qsgd8"], rates)
         assert one.seconds < without.seconds
         how = by_bucket(schedules, fleet, uniform(parameters, "qsgd8"), rates)
         assert float(simulate(schedules, fleet, how).step.seconds) == one.seconds
-        raw, count = 4 * 300_100, 16 // nodes.ranks
+        raw, count = 4 * 300_100, 16 // node.ranks
         assert without.sent == pytest.approx(2 * (count - 1) / count * raw)
-        assert without.inside == pytest.approx(1.5 * raw if nodes.ranks > 1 else 0)
+        assert without.inside == pytest.approx(1.5 * raw if node.ranks > 1 else 0)
         assert one.inside == pytest.approx(without.inside, rel=0.01)
         limits.append(one.until)
     assert limits[1] is not None and limits[0] is not None and limits[1] < limits[0]
-    assert replace(fleet, nodes=NodeGroup()) == cluster(NodeGroup(), 16, 1e4)

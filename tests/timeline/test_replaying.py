@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import qsync_fx
-from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
+from qsync_fx import Cluster, ClusterPlan, Plan, PlanError, ProfileError, Timeline
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Exchange, Network
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import CodecSpeed, Collective
 from tests.support.planning.predicted_models import DrawnTimes, graph_of
@@ -140,11 +140,38 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
     assert bucket.nbytes > 1024 and taken > 0.5
     assert timeline.played.cluster.network == Network(
-        all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25
+        all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25, ring=True
     )
     assert taken == pytest.approx(
         float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0])
     )
+
+
+def test_codecs_use_the_transport_of_the_measured_backend() -> None:
+    """As `compress` chooses it: gloo sends messages, and other backends have collectives."""
+    exchanges = [
+        Exchange("point_to_point", "all", 3, [(1.0, 5.0)]),
+        Exchange("collective", "all", 3, [(1.0, 1.0)]),
+    ]
+    unknown = replace(FLEET, network=None)
+    plan = ClusterPlan(
+        dict.fromkeys(FLEET.devices, Plan.uniform("fp32")),
+        codecs={MLP.graph.parameters[0].path: "qsgd8"},
+    )
+    for backends, transport in (
+        (("gloo", "gloo"), "point_to_point"),
+        (("nccl", "nccl"), "collective"),
+        (("nccl", "gloo"), "point_to_point"),
+    ):
+        profiles = {
+            name: replace(
+                MLP, collectives=[Collective(backend, 3, [(8, 0.1)], exchanges=exchanges)]
+            )
+            for name, backend in zip(FLEET.devices, backends, strict=True)
+        }
+        network = qsync_fx.replay(plan, profiles, cluster=unknown).played.cluster.network
+        assert network is not None
+        assert (network.transport, network.exchanges) == (transport, exchanges)
 
 
 def test_devices_of_the_catalog(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from benchmarks.plans.fleets import FORMATS, NETWORK, CatalogProfile
+from benchmarks.plans.fleets import CLUSTERS, FORMATS, CatalogProfile
 from qsync_fx import Plan
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.evaluator import evaluate_plan
@@ -117,7 +117,7 @@ def problem(
             optimizer,
         )
     wishes = PlanRequest(memory=None if memory is None else {SLOW: memory}, target=float("inf"))
-    result, _ = build_problem(Cluster(devices, NETWORK), profiles, wishes)
+    result, _ = build_problem(Cluster(devices, CLUSTERS["A"].network), profiles, wishes)
     return result
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
@@ -16,7 +16,7 @@ from qsync_fx.errors import OptionError, nearest, shown
 
 if TYPE_CHECKING:
     from qsync_fx.communication.codec_cost_model import Rates
-    from qsync_fx.predictor.replayer.cluster import Cluster
+    from qsync_fx.predictor.replayer.cluster import Cluster, Transport
     from qsync_fx.profiler.profile import Profile
     from qsync_fx.timeline.replay_plans import Paying
 
@@ -35,6 +35,8 @@ examples:
   qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json"""
 
 _UNITS: Final = {"bit": 1 / 8, "b": 1.0}
+_DEVICES: Final = "devices"
+"""Name of the only class of devices."""
 _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -63,6 +65,9 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         --inside RATE             bandwidth of each device within its node, in the units of
                                   --bandwidth
         --inside-latency SECONDS  latency of the smallest all-reduce within a node (%(default)s)
+        --transport NAME          transport of compressed gradients: collective, in the memory of
+                                  devices, or point_to_point, through host memory and gloo; by
+                                  default collective for GPUs
         --device NAME             device of the catalog to predict the step for; t4 by default
         --profile FILE            profile written by qsync measure, instead of a model and a device
         """,
@@ -90,22 +95,26 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan.cluster_plan import CODECS
     from qsync_fx.plan.plan import Plan
     from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
-    from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
+    from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, Node
     from qsync_fx.timeline.replay_plans import paying, rates
 
     for name in arguments.codec:
         if name not in CODECS[1:]:
             message = f"there is no prediction for the codec {shown(name)}"
             raise OptionError(message, where="--codec", do=nearest(name, CODECS[1:]))
-    fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
+    transport = _transport(arguments.transport)
+    fmt = arguments.precision or "fp32"
     profile = _profile(arguments, fmt)
+    on_cpu = profile.graph.device == "cpu"
+    if transport is None:
+        transport = "point_to_point" if on_cpu else "collective"
     # gloo reduces gradients on the CPU in one ring.
-    ring = profile.graph.device == "cpu"
-    nodes = NodeGroup(arguments.gpus_per_node, inside, arguments.inside_latency, ring=ring)
-    fleet = Cluster({"devices": ClusterDevice(arguments.gpus)}, network, nodes=nodes)
+    network = Network(bandwidth, arguments.latency, ring=on_cpu, transport=transport)
+    node = Node(arguments.gpus_per_node, inside, arguments.inside_latency)
+    fleet = Cluster({_DEVICES: ClusterDevice(arguments.gpus, node=node)}, network)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
-    schedules = {"devices": mapper.schedule()}
-    speeds = rates(fleet, {"devices": profile})
+    schedules = {_DEVICES: mapper.schedule()}
+    speeds = rates(fleet, {_DEVICES: profile})
     # 1bit codes columns of parameters, whose shapes a profile lacks; 1bit* is the same rule for
     # consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
@@ -114,6 +123,19 @@ def _predict(arguments: argparse.Namespace) -> None:
         output.as_json(_as_json(profile, fleet, speeds, without, result))
     else:
         _show(profile, fmt, fleet, speeds, without, result)
+
+
+def _transport(name: str | None) -> Transport | None:
+    from qsync_fx.predictor.replayer.cluster import Transport
+
+    if name is None:
+        return None
+    names: tuple[Transport, ...] = get_args(Transport)
+    for item in names:
+        if item == name:
+            return item
+    do = nearest(name[:40], names)
+    raise OptionError(f"unknown transport {shown(name)}", where="--transport", do=do)
 
 
 def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
@@ -199,9 +221,9 @@ def _show(
     bandwidth = network.bandwidth
     model = f"{profile.model.name} of {profile.model.parameters} parameters"
     print(f"{model} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
-    nodes, several = fleet.nodes, ""
-    if nodes.bandwidth:
-        several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
+    node, several = fleet.devices[_DEVICES].node, ""
+    if node.bandwidth:
+        several = f" between nodes of {node.ranks}, {_rate(node.bandwidth)} inside"
     print(f"links of {_rate(bandwidth)}{several}; codec speeds are {rates.source}\n")
     cells = [
         {
@@ -252,10 +274,11 @@ def _show(
         )
     output.show(Text(summary))
     if profile.graph.device != "cpu":
-        print(
-            "On these devices the GPU encodes gradients, and gloo sends them through host memory. "
-            "Without a codec, communication is predicted from the links of the cluster."
-        )
+        path = {
+            "collective": "collectives exchange them in its memory",
+            "point_to_point": "gloo sends them through host memory",
+        }[network.transport]
+        print(f"On these devices the GPU encodes gradients, and {path}.")
 
 
 def _below(until: float | None) -> str:
@@ -269,15 +292,16 @@ def _as_json(
 ) -> dict[str, Any]:
     from qsync_fx.timeline.replay_plans import best
 
-    network = fleet.network
+    network, node = fleet.network, fleet.devices[_DEVICES].node
     assert network is not None and network.bandwidth is not None
     return {
         "model": f"{profile.model.name} of {profile.model.parameters} parameters",
         "device": profile.machine.name,
         "ranks": fleet.ranks,
-        "ranks_a_node": fleet.nodes.ranks,
+        "ranks_a_node": node.ranks,
+        "transport": network.transport,
         "bits_a_second": 8 * network.bandwidth,
-        "bits_a_second_inside": fleet.nodes.bandwidth and 8 * fleet.nodes.bandwidth,
+        "bits_a_second_inside": node.bandwidth and 8 * node.bandwidth,
         "rates": rates.source,
         "best": best(without, result).codec,
         "codecs": [

@@ -36,6 +36,7 @@ prediction and measurement agree.
 _EXAMPLES = """\
 examples:
   qsync plan bert:small --cluster cluster.toml -o plan.json
+  qsync plan bert:small --cluster cluster-a                       16 V100 and 16 T4 (QSync)
   qsync plan --profile v100=a.json --profile t4=b.json --cluster cluster.toml --memory t4=30%
   qsync plan --profile cpu.json --objective fastest --budget bf16
   qsync plan bert:small --cluster cluster.toml --compare          all allocators and baselines
@@ -63,7 +64,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         group,
         """
-        --cluster FILE      TOML file of devices and links; see qsync docs replayer
+        --cluster FILE      TOML file of devices and links, or the name of one, such as
+                            cluster-a; see qsync docs replayer
         --profile FILE...   profile, or NAME=FILE for a class of devices; repeatable
         --sensitivity FILE  file of qsync sensitivity, which replaces the sensitivities in profiles
         --method NAME       method for missing sensitivities: %(default)s, paper or another method

@@ -44,7 +44,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --profile FILE...  profile, or NAME=FILE for a class of devices; repeatable
         --any-machine      accept a profile of a single device from another machine; profiles of a
                            cluster are always accepted
-        --cluster FILE     TOML file of devices and links; see qsync docs replayer
+        --cluster FILE     TOML file of devices and links, or the name of one, such as
+                           cluster-a; see qsync docs replayer
         """,
         {"cluster": model_args.cluster},
     )

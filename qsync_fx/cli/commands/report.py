@@ -44,7 +44,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         group,
         """
-        --cluster FILE      TOML file of devices and links; see qsync docs replayer
+        --cluster FILE      TOML file of devices and links, or the name of one, such as
+                            cluster-a; see qsync docs replayer
         --profile FILE...   profile, or NAME=FILE for a class of devices; repeatable
         --sensitivity FILE  file of qsync sensitivity
         --points N          number of points of the trade-off; %(default)s by default, 0 for none

@@ -1,7 +1,8 @@
 """Clusters: device classes, links between devices, and settings of the gradient exchange.
 
-docs/replayer.md has an example of the TOML file. Every `Cluster` can be replayed: invalid values
-from a file or from Python raise an error with the cause and the location.
+docs/replayer.md describes the TOML file, and the folder `clusters` has clusters of papers. Every
+`Cluster` can be replayed: invalid values from a file or from Python raise an error with the cause
+and the location.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from qsync_fx.devices.device_catalog import check_exists, get, names
+from qsync_fx.devices.device_catalog import check_exists, get, is_path, names
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.collectives import (
     BUCKET_BYTES,
     FIRST_BYTES,
     AllReduce,
     CollectiveLink,
+    InnerLinks,
     Levels,
     MeasuredCollectives,
+    MeasuredExchange,
 )
 from qsync_fx.serialization.schema import Check, Path, TomlSchema
 
 Memory = float | int | str
+Transport = Literal["point_to_point", "collective"]
+"""Transport of compressed gradients; docs/communication.md describes both."""
+RankGroup = Literal["all", "inside", "between"]
+"""Ranks of an exchange: all, the ranks of a node, or one rank of each node."""
 
 _UNITS: Final = {"%": 0.01, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9} | {
     "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30
@@ -54,6 +61,21 @@ def memory_size(memory: Memory) -> Size | None:
 
 
 @dataclass(frozen=True)
+class Node:
+    """Node of one class of devices: ranks with fast links inside and one shared link to others.
+
+    Attributes:
+        ranks: ranks per node. With 1, only the network links devices.
+        bandwidth: bytes per second that each rank sends within the node.
+        latency: seconds of the smallest all-reduce within the node.
+    """
+
+    ranks: int = 1
+    bandwidth: float | None = None
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
 class ClusterDevice:
     """Class of equal devices.
 
@@ -62,6 +84,7 @@ class ClusterDevice:
         profile: path of a profile, relative to the folder of the cluster file.
         memory: memory available to a plan: bytes, "4 GB", or "30%" of the catalog device's memory.
         bandwidth, latency: of its link, or of its node's link; None for the network's values.
+        node: its nodes; by default, each device is a node.
         slowdown: factor on the durations of its profile.
         delay: seconds per step that it waits for other causes, such as data loading.
         launch: seconds that the host needs to launch one entry of its schedule.
@@ -80,6 +103,27 @@ class ClusterDevice:
     delay: float = 0.0
     launch: float = 0.0
     copies: float | None = None
+    node: Node = field(default_factory=Node)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Measured durations of one phase of an exchange of compressed gradients.
+
+    In a phase, each rank sends a message to each other rank of its group.
+
+    Attributes:
+        transport: transport of the messages.
+        group: ranks that exchange; all groups of a kind exchange at once.
+        ranks: ranks of a group.
+        seconds: pairs of the bytes that a rank sends to all others of its group together, and
+            seconds of the slowest rank.
+    """
+
+    transport: Transport
+    group: RankGroup
+    ranks: int
+    seconds: list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -89,12 +133,18 @@ class Network:
     Attributes:
         bandwidth: bytes per second of each node's link, which its ranks share.
         latency: seconds of the smallest all-reduce (between nodes, if there are nodes).
-        all_reduce: measured pairs of bytes and seconds, which replace bandwidth and latency.
+        all_reduce: measured pairs of bytes and seconds of DistributedDataParallel's all-reduce of
+            all ranks, which replace bandwidth and latency for uncompressed gradients.
         ranks: number of ranks in these measurements; None for all devices of the cluster.
         busy: computation delay per second of transfer of a bucket that travels alone: 0 if other
             cores send and sum, 1 if the computing cores do, more if both slow each other down.
         coding: computation delay per second in which codecs encode and decode; None for the value
             of `busy`, at most 1.
+        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as with
+            gloo; otherwise it is hierarchical.
+        exchanges: measured exchanges of compressed gradients, one per transport and group, which
+            replace bandwidth and latency for these.
+        transport: transport of compressed gradients, which selects one of `exchanges`.
     """
 
     bandwidth: float | None = None
@@ -103,32 +153,14 @@ class Network:
     ranks: int | None = None
     busy: float = 0.0
     coding: float | None = None
-
-
-@dataclass(frozen=True)
-class NodeGroup:
-    """Nodes: groups of ranks of one class with fast links inside and one shared link to others.
-
-    Attributes:
-        ranks: ranks per node. With 1, only the network links devices.
-        bandwidth: bytes per second that each rank sends within the node, unless `inside` is given.
-        latency: seconds of the smallest all-reduce within a node.
-        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as with
-            gloo; otherwise it is hierarchical.
-        inside: measured pairs of bytes and seconds of all-reduces within a node, which replace
-            bandwidth and latency.
-        across: measured pairs for all-reduces between nodes, by the total bytes of a node. For
-            compressed buckets they replace the network's measurements.
-        count: number of nodes in the `across` measurements; None for all nodes of the cluster.
-    """
-
-    ranks: int = 1
-    bandwidth: float | None = None
-    latency: float = 0.0
     ring: bool = False
-    inside: list[tuple[float, float]] = field(default_factory=list)
-    across: list[tuple[float, float]] = field(default_factory=list)
-    count: int | None = None
+    exchanges: list[Exchange] = field(default_factory=list)
+    transport: Transport = "point_to_point"
+
+    def exchange(self, group: RankGroup) -> Exchange | None:
+        """Return the measured exchange of a group by the transport in use; None without one."""
+        used = (self.transport, group)
+        return next((x for x in self.exchanges if (x.transport, x.group) == used), None)
 
 
 @dataclass(frozen=True)
@@ -198,25 +230,25 @@ def _network(network: Network) -> str | None:
         return " has both a bandwidth and all_reduce"
     if network.ranks is not None and network.ranks < 2:
         return " has an all_reduce of fewer than 2 ranks"
+    kinds = [(exchange.transport, exchange.group) for exchange in network.exchanges]
+    if len({*kinds}) < len(kinds):
+        return " has two exchanges of the same transport and group"
     return _positive(network)
 
 
-def _nodes(nodes: NodeGroup) -> str | None:
-    if wrong := _table("inside", nodes.inside) or _table("across", nodes.across):
-        return wrong
-    if nodes.inside and nodes.bandwidth is not None:
-        return " has both a bandwidth and a table of all-reduces inside nodes"
-    if nodes.ranks > 1 and nodes.bandwidth is None and not nodes.inside:
-        return f" has nodes of {nodes.ranks} ranks without a bandwidth of the links inside"
-    if nodes.count is not None and nodes.count < 2:
-        return " has a table of what goes across fewer than 2 nodes"
-    return _positive(nodes)
+def _exchange(exchange: Exchange) -> str | None:
+    if exchange.ranks < 2:
+        return " has an exchange of fewer than 2 ranks"
+    if not exchange.seconds:
+        return " has an exchange without measurements"
+    return _table("seconds", exchange.seconds)
 
 
 CHECKS: Final[Mapping[Any, Check]] = {
     ClusterDevice: _device,
     Network: _network,
-    NodeGroup: _nodes,
+    Exchange: _exchange,
+    Node: _positive,
     Buckets: _positive,
     Compression: _positive,
 }
@@ -237,22 +269,30 @@ class Cluster:
     network: Network | None = None
     buckets: Buckets = field(default_factory=Buckets)
     compression: Compression | None = None
-    nodes: NodeGroup = field(default_factory=NodeGroup)
+
+    replaced_fields: ClassVar[Mapping[str, str]] = {
+        "nodes": "describe the nodes of each class of devices, in [devices.NAME.node]"
+    }
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProfileError("the cluster has no devices", do=_REMEDY)
         # The schema checks files and knows the location. This check is for Python callers.
         parts = {f"devices.{name}": device for name, device in self.devices.items()} | vars(self)
+        parts |= {f"devices.{name}.node": device.node for name, device in self.devices.items()}
         for where, part in parts.items():
             if type(part) in CHECKS and (why := CHECKS[type(part)](part)):
                 raise ProfileError(f"the cluster{why}", where=where, do=_REMEDY)
-        if why := self._uneven():
-            raise ProfileError(f"the cluster{why}", where="nodes", do=_REMEDY)
+        self._check_nodes()
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        """Return the cluster in a TOML file; raise `ProfileError` if it is invalid."""
+        """Return the cluster in a TOML file, or one of qsync_fx by its name, such as "cluster-a".
+
+        Raises:
+            ProfileError: there is no such cluster, or the file is invalid.
+        """
+        path = _path_of(path)
         result = CLUSTER.load(path)
         devices = dict(result.devices)
         for name, device in result.devices.items():
@@ -271,6 +311,29 @@ class Cluster:
     def ranks(self) -> int:
         """Number of devices."""
         return sum(device.count for device in self.devices.values())
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        sizes = {device.node.ranks for device in self.devices.values()}
+        if len(sizes) == 1:
+            return self.ranks // sizes.pop()
+        return sum(device.count // device.node.ranks for device in self.devices.values())
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of each node, which codecs between nodes require to be equal.
+
+        Raises:
+            ProfileError: classes have nodes of different sizes.
+        """
+        sizes = {name: device.node.ranks for name, device in self.devices.items()}
+        if len({*sizes.values()}) > 1:
+            text = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            message = f"codecs require nodes of an equal number of ranks, not of {text}"
+            do = "plan without codecs, or give each class of devices the same number"
+            raise ProfileError(message, where="devices", do=do)
+        return next(iter(sizes.values()))
 
     @property
     def samples(self) -> int | None:
@@ -296,43 +359,74 @@ class Cluster:
     @property
     def all_reduce(self) -> AllReduce:
         """All-reduce of DistributedDataParallel's buckets: measured, a ring or hierarchical."""
-        nodes = self.nodes
-        if (measured := self._measured()) is not None:
-            return measured
-        if nodes.ranks == 1:
+        network = self.network or Network()
+        if network.all_reduce:
+            return MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
+        if self.nodes == self.ranks:
             return self._link()
-        if not nodes.ring:
-            return self.exchange
-        if self.ranks == nodes.ranks:
-            return self.exchange.inside
-        across = self._link()
+        inside = self._inside()
+        if not network.ring:
+            return Levels(self._across(), inside, self.nodes)
+        if self.nodes == 1:
+            return inside[0].links
+        across, inner = self._link(), [device.node.bandwidth for device in self.devices.values()]
         # One rank per node sends to the next node, so each link of the ring carries the same bytes.
-        bandwidth = min(across.bandwidth, nodes.bandwidth or across.bandwidth)
-        return CollectiveLink(bandwidth, across.latency)
+        return CollectiveLink(min(across.bandwidth, *filter(None, inner)), across.latency)
 
     @property
     def exchange(self) -> Levels:
-        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes."""
-        nodes = self.nodes
-        inside: AllReduce = CollectiveLink(nodes.bandwidth or math.inf, nodes.latency)
-        if nodes.inside:
-            inside = MeasuredCollectives(tuple(nodes.inside), nodes.ranks)
-        if nodes.across:
-            count = nodes.count or self.ranks // nodes.ranks
-            return Levels(MeasuredCollectives(tuple(nodes.across), count), inside, nodes.ranks)
-        return Levels(self._measured() or self._link(), inside, nodes.ranks)
+        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes.
 
-    def _measured(self) -> MeasuredCollectives | None:
-        network = self.network or Network()
-        if not network.all_reduce:
+        Durations are measured with the network's transport, or computed from its links.
+
+        Raises:
+            ProfileError: all-reduces were measured, but no exchange with this transport.
+        """
+        size = self.ranks_per_node
+        if size == 1:
+            return Levels(self.flat_exchange, (), self.nodes)
+        across = self._measured("between", size) or self._across()
+        measured = self._measured("inside")
+        inside = self._inside() if measured is None else (InnerLinks(size, measured),)
+        return Levels(across, inside, self.nodes)
+
+    @property
+    def flat_exchange(self) -> AllReduce:
+        """All-reduce of compressed buckets between all ranks, as `exchange` without nodes."""
+        return self._measured("all") or self._link()
+
+    def _across(self) -> CollectiveLink:
+        return CollectiveLink(math.inf) if self.nodes == 1 else self._link()
+
+    def _inside(self) -> tuple[InnerLinks, ...]:
+        result = []
+        for name, device in self.devices.items():
+            node = device.node
+            if node.ranks > 1 and node.bandwidth is None:
+                message = f"the links inside the nodes of {shown(name)} have no bandwidth"
+                raise ProfileError(message, where=f"devices.{name}.node", do=_REMEDY)
+            link = CollectiveLink(node.bandwidth or math.inf, node.latency)
+            result.append(InnerLinks(node.ranks, link))
+        return tuple(dict.fromkeys(result))
+
+    def _measured(self, group: RankGroup, groups: int = 1) -> MeasuredExchange | None:
+        if self.network is None or (exchange := self.network.exchange(group)) is None:
             return None
-        return MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
+        return MeasuredExchange(tuple(exchange.seconds), groups)
 
     def _link(self) -> CollectiveLink:
         network = self.network or Network()
         bandwidths, latencies = [], []
         for name, device in self.devices.items():
             bandwidth, latency = device.bandwidth or network.bandwidth, device.latency
+            if bandwidth is None and network.all_reduce:
+                message = "all-reduces were measured, but no exchange of compressed gradients with "
+                message += f"the transport {network.transport}"
+                do = (
+                    "measure the profile again, on several ranks, or give [network] a bandwidth or "
+                )
+                do += "exchanges"
+                raise ProfileError(message, where="network", do=do)
             if bandwidth is None:
                 message = f"neither the link of {shown(name)} nor [network] has a bandwidth"
                 raise ProfileError(message, do=_REMEDY)
@@ -340,23 +434,30 @@ class Cluster:
             latencies.append(network.latency if latency is None else latency)
         return CollectiveLink(min(bandwidths), max(latencies))
 
-    def _uneven(self) -> str | None:
-        """Return why nodes do not match devices and links; None if they match."""
-        size = self.nodes.ranks
-        counts = [device.count for device in self.devices.values()]
-        if self.nodes.across:
-            # Measurements describe existing nodes, which may mix device classes.
-            counts = [self.ranks]
-        for count in counts:
-            if count % size:
-                return f" has {count} devices, which do not make nodes of {size}"
-        measured = self.network is not None and self.network.all_reduce
-        if 1 < size < self.ranks and measured and not self.nodes.across:
-            return (
-                " has a measured all_reduce, which does not separate nodes; give a bandwidth, or "
-                "measurements inside and across nodes"
-            )
-        return None
+    def _check_nodes(self) -> None:
+        """Raise `ProfileError` if nodes do not match devices and links."""
+        network, sizes = self.network, {device.node.ranks for device in self.devices.values()}
+        # Measurements describe existing nodes, which may mix device classes. A cluster without a
+        # network gets them from a profile.
+        mixed = network is None or any(x.group != "all" for x in network.exchanges)
+        mixed = mixed and len(sizes) == 1
+        linked = network is not None and not (network.all_reduce or network.exchange("inside"))
+        for name, device in self.devices.items():
+            node, count, why = device.node, self.ranks if mixed else device.count, ""
+            if count % node.ranks:
+                why = f" has {count} devices, which do not make nodes of {node.ranks}"
+            elif node.ranks > 1 and node.bandwidth is None and linked:
+                why = f" has nodes of {node.ranks} ranks without a bandwidth of the links inside"
+            if why:
+                raise ProfileError(f"the cluster{why}", where=f"devices.{name}.node", do=_REMEDY)
+
+    def without(self, name: str) -> Cluster | None:
+        """Return the cluster without a class; None if the other ranks fill no complete nodes."""
+        others = {other: device for other, device in self.devices.items() if other != name}
+        try:
+            return replace(self, devices=others)
+        except ProfileError:
+            return None
 
     def check_names(self, names: Mapping[str, object], of: str) -> None:
         """Raise `ProfileError` unless `names` are exactly the device classes of the cluster."""
@@ -366,6 +467,20 @@ class Cluster:
         if missing := [name for name in self.devices if name not in names]:
             message = f"there is none for the devices {shown(missing[0])}"
             raise ProfileError(message, where=of, do="give one for each class")
+
+
+_CLUSTERS: Final = pathlib.Path(__file__).parent / "clusters"
+
+
+def _path_of(path: Path) -> Path:
+    """Return the path of a cluster file for a path, or for the name of a cluster of qsync_fx."""
+    if isinstance(path, os.PathLike) or is_path(path) or pathlib.Path(path).exists():
+        return path
+    files = {file.stem: file for file in _CLUSTERS.glob("*.toml")}
+    if path not in files:
+        do = f"{nearest(path[:40], files)}; or use the path of a TOML file"
+        raise ProfileError(f"unknown cluster {shown(path)}", do=do)
+    return files[path]
 
 
 _REMEDY: Final = 'run "qsync docs replayer" for an example'

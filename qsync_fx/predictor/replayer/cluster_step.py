@@ -171,26 +171,30 @@ def _links(
     cluster: Cluster, buckets: Sequence[SimulatedBucket]
 ) -> Iterator[tuple[int, CompressedTransfer, float, float]]:
     """Yield each encoded bucket with its transfer times between ranks or nodes, and within."""
+    levels = None
     for index, bucket in enumerate(buckets):
         if (coded := bucket.coded) is None:
             continue
-        levels = cluster.exchange
-        (within,) = levels.inside.seconds([coded.inside], levels.size)
-        count = cluster.ranks // levels.size
-        (between,) = levels.across.seconds([bucket.travelling], count, coded.phases)
+        levels = levels or cluster.exchange
+        (within,) = levels.inside_seconds([coded.inside])
+        (between,) = levels.across.seconds([bucket.travelling], levels.nodes, coded.phases)
         yield index, coded, float(between), float(within)
 
 
 def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
-    """Return the bytes of a bucket that a node sends over its link, and a rank within its node."""
-    size, settings = cluster.nodes.ranks, bucket.coded
-    if settings is None and cluster.nodes.ring:
+    """Return the bytes of a bucket that a node sends over its link, and a rank within its node.
+
+    If classes have nodes of different sizes, the rank is of the largest one.
+    """
+    settings, nodes = bucket.coded, cluster.nodes
+    size = max(device.node.ranks for device in cluster.devices.values())
+    if settings is None and cluster.network is not None and cluster.network.ring:
         full = share(cluster.ranks) * bucket.travelling
-        return full * (size < cluster.ranks), full * (size > 1)
+        return full * (nodes > 1), full * (size > 1)
     inside = bucket.travelling
     if settings is not None:
         inside = settings.inside
-    return share(cluster.ranks // size) * bucket.travelling, share(size) * inside
+    return share(nodes) * bucket.travelling, share(size) * inside
 
 
 def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 `ddp_buckets` returns the lists of torch's `Reducer`, which rebuilds buckets after the first
 iteration in the order in which gradients became ready. `CollectiveLink` models a ring, `Levels` a
-hierarchical all-reduce, and `MeasuredCollectives` interpolates measurements.
+hierarchical all-reduce. `MeasuredCollectives` and `MeasuredExchange` interpolate measurements of
+all-reduces and of exchanges of compressed gradients.
 """
 
 from __future__ import annotations
@@ -68,22 +69,72 @@ class MeasuredCollectives:
 
 
 @dataclass(frozen=True)
+class MeasuredExchange:
+    """Measured phases of an exchange of compressed gradients, with logarithmic axes.
+
+    In a phase, each rank of a group sends a message to each other rank of its group. An all-reduce
+    of compressed gradients is a reduce-scatter followed by an all-gather, a phase each, or a single
+    all-gather.
+
+    Attributes:
+        table: pairs of the bytes that a rank sends in a phase, to all others together, and the
+            seconds of the phase.
+        groups: number of groups that exchange at once and share the bytes of the all-reduce, such
+            as one group for each rank of a node.
+    """
+
+    table: Sequence[tuple[float, float]]
+    groups: int = 1
+
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
+        sizes = np.asarray(nbytes, dtype=float)
+        if ranks < 2:
+            return np.zeros_like(sizes)
+        measured, seconds = np.array(sorted(self.table), dtype=float).T
+        sent = share(ranks) * sizes / (phases * self.groups)
+        used = phases * interpolated(measured, np.maximum.accumulate(seconds), sent)
+        return np.where(sizes > 0, used, 0.0)
+
+
+@dataclass(frozen=True)
+class InnerLinks:
+    """Collectives among the `ranks` ranks of a node."""
+
+    ranks: int
+    links: AllReduce
+
+
+@dataclass(frozen=True)
 class Levels:
-    """Hierarchical all-reduce over nodes of `size` ranks (docs/predictor.md has the formula).
+    """Hierarchical all-reduce over nodes (docs/replayer.md has the formula).
 
     The ranks of a node reduce-scatter, equal shards of all nodes are averaged across nodes, and the
-    ranks of a node all-gather. Sources: H. Mikami et al., "Massively Distributed SGD", 2018; M. Cho
-    et al., "BlueConnect", MLSys 2019.
+    ranks of a node all-gather. All nodes wait for the slowest class of nodes. Sources: H. Mikami et
+    al., "Massively Distributed SGD", 2018; M. Cho et al., "BlueConnect", MLSys 2019.
+
+    Attributes:
+        across: collectives between nodes, by the total bytes of a node.
+        inside: collectives within the nodes of each class; none if each rank is a node.
+        nodes: number of nodes.
     """
 
     across: AllReduce
-    inside: AllReduce
-    size: int
+    inside: tuple[InnerLinks, ...]
+    nodes: int
 
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
-        """Return the seconds for these bytes per rank; `phases` applies between nodes only."""
-        within = self.inside.seconds(nbytes, self.size)
-        return within + self.across.seconds(nbytes, ranks // self.size, phases)
+        """Return the seconds for these bytes per rank, of all nodes together.
+
+        `phases` applies between nodes only, and `nodes` replaces `ranks`.
+        """
+        return self.inside_seconds(nbytes) + self.across.seconds(nbytes, self.nodes, phases)
+
+    def inside_seconds(self, nbytes: Sequence[float] | Array) -> Array:
+        """Return the seconds of both phases within the slowest nodes, for these bytes per rank."""
+        slowest = np.zeros(len(nbytes))
+        for node in self.inside:
+            slowest = np.maximum(slowest, node.links.seconds(nbytes, node.ranks))
+        return slowest
 
 
 FIRST_BYTES: Final = 2**20

@@ -1,11 +1,14 @@
-"""Durations of all-reduces by message size, and of the broadcast of a model's buffers."""
+"""Durations of all-reduces by message size, and of the broadcast of a model's buffers.
+
+`last_rank_seconds` is the time measurement of all collectives.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import distributed, nn
@@ -16,11 +19,9 @@ from qsync_fx.profiler.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
 """Range of the message sizes as powers of two: 1 KiB to 64 MiB."""
-_LARGEST_OF_GROUPS = 22
-"""Largest power of two for all-reduces of groups: 4 MiB per rank."""
-_REPEATS = 5
-_SHORT, _MANY = 0.02, 21
-"""All-reduces below 0.02 s are repeated 21 times, as sleeping cores delay some by milliseconds."""
+REPEATS = 5
+SHORT, MANY = 0.02, 21
+"""Collectives below 0.02 s are repeated 21 times, as sleeping cores delay some by milliseconds."""
 
 _LATE = 0.005
 """Seconds by which one rank arrives later than the others."""
@@ -33,10 +34,17 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
     table = []
     for power in range(_SMALLEST, _LARGEST + 1, _STEP):
         seconds = all_reduce_seconds(2**power, device=device)
-        if seconds < _SHORT:
-            seconds = all_reduce_seconds(2**power, _MANY, device)
+        if seconds < SHORT:
+            seconds = all_reduce_seconds(2**power, MANY, device)
         table.append((2**power, seconds))
-    return [Collective(str(distributed.get_backend(carrying(device))), count, rising(table))]
+    return [Collective(backend_of(device), count, rising(table))]
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of torch.distributed for gradients on a device, such as "nccl"."""
+    config = distributed.get_backend_config(carrying(device))
+    by_device = dict(item.split(":") for item in config.split(","))
+    return by_device[device.type]
 
 
 def ranks() -> int:
@@ -44,25 +52,6 @@ def ranks() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
     return 1
-
-
-def all_reduces(
-    groups: Sequence[Sequence[int]], device: torch.device = CPU
-) -> list[tuple[int, float]]:
-    """Return bytes per rank and seconds of all-reduces within all groups of ranks at once.
-
-    All ranks call this together, and each rank belongs to a group. Seconds are the slowest rank's.
-    """
-    full = carrying(device)
-    backend = distributed.get_backend(full) if full is not None else None
-    made: Any = distributed.new_subgroups_by_enumeration
-    owned, _ = made([list(group) for group in groups], backend=backend)
-    try:
-        sizes = [2**power for power in range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)]
-        seconds = [all_reduce_seconds(size, device=device, group=owned) for size in sizes]
-        return rising(list(zip(sizes, seconds, strict=True)))
-    finally:
-        distributed.destroy_process_group(owned)
 
 
 def buffers_seconds(module: nn.Module) -> float:
@@ -77,7 +66,7 @@ def buffers_seconds(module: nn.Module) -> float:
     if not by_type:
         return 0.0
     used = []
-    for _ in range(_MANY):
+    for _ in range(MANY):
         meet()
         begin = time.perf_counter()
         for buffers in by_type.values():
@@ -107,31 +96,36 @@ def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(nbytes, seconds) for (nbytes, _), seconds in zip(table, means, strict=True)]
 
 
-def all_reduce_seconds(
-    nbytes: int,
-    repeats: int = _REPEATS,
-    device: torch.device = CPU,
-    group: ProcessGroup | None = None,
+def all_reduce_seconds(nbytes: int, repeats: int = REPEATS, device: torch.device = CPU) -> float:
+    """Return the median seconds of an all-reduce of FP32 values; see `last_rank_seconds`."""
+    group, values = carrying(device), torch.zeros(nbytes // 4, device=device)
+    call = partial(distributed.all_reduce, values, group=group)
+    return last_rank_seconds(call, repeats, device, group)
+
+
+def last_rank_seconds(
+    collective: Callable[[], object],
+    repeats: int,
+    device: torch.device,
+    group: ProcessGroup | None,
 ) -> float:
-    """Return the median seconds of an all-reduce after the last rank arrives; equal on all ranks.
+    """Return the median seconds of a collective after the last rank arrives; equal on all ranks.
 
     In a step, ranks arrive at different times; the early ones sleep and have to wake up. So each
-    rank in turn computes for `_LATE` seconds more than the others. All ranks call this together.
+    rank of a group in turn computes for `_LATE` seconds more than the others. All ranks call this
+    together, each for its own group; seconds are the slowest rank's.
     """
-    if group is None:
-        group = carrying(device)
-    values = torch.zeros(nbytes // 4, device=device)
     used = [0.0] * repeats
-    owned, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    owned, count = distributed.get_rank(group), distributed.get_world_size(group)
     for index in range(-1, repeats):
         finish(device)
         meet()
-        last = index % ranks == owned
+        last = index % count == owned
         start = time.perf_counter()
         while last and time.perf_counter() < start + _LATE:
             pass
         start = time.perf_counter()
-        distributed.all_reduce(values, group=group)
+        collective()
         finish(device)
         if last and index >= 0:
             used[index] = time.perf_counter() - start

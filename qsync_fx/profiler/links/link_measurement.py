@@ -1,4 +1,4 @@
-"""Measurement of a device's links: all-reduces, their effect on computation, and codecs.
+"""Measurement of a device's links: collectives, their effect on computation, and codecs.
 
 Steps are measured in the profile's first and last precision. `busy` and `coding` are fitted so that
 the replayer predicts the total step time, if values up to `MOST` suffice.
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qsync_fx.communication.codec_benchmarks import measured
-from qsync_fx.communication.codec_cost_model import by_bucket, of_speeds, slowed, uniform
+from qsync_fx.communication.codec_cost_model import by_bucket, of_device, slowed, uniform
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.control_group import mean
@@ -29,6 +29,7 @@ from qsync_fx.predictor.cost_mapper.times import Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
+from qsync_fx.profiler.links.exchange_times import exchanges
 from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
@@ -39,7 +40,10 @@ _REPEATS = 5
 
 
 def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
-    """Return the speed of each codec on a device, measured once per number of threads."""
+    """Return the speed of each codec on a device, measured once per number of threads.
+
+    On a GPU, there are two per codec: with copies to and from the host, and without.
+    """
     return list(_with_threads(torch.get_num_threads(), device or torch.device("cpu")))
 
 
@@ -50,8 +54,11 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     independent = [codec for codec in named if codec.fitted((3, 5)) == codec]
     codecs = [codec for codec in independent if not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
-    result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
-    return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
+    result = []
+    for on_device in (False,) if device.type == "cpu" else (False, True):
+        speeds = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES, on_device)
+        result += [CodecSpeed(item.codec, item.encode, item.decode, on_device) for item in speeds]
+    return tuple(result)
 
 
 MOST: Final = 4.0
@@ -68,7 +75,9 @@ def linked(
     compiled: CompilePlan,
     training: TrainingStep,
 ) -> list[Collective]:
-    """Measure all-reduces, and steps with and without them; [] for a single rank.
+    """Measure all-reduces, exchanges of compressed gradients, and steps with and without them.
+
+    The result is [] for a single rank.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
     """
@@ -76,7 +85,7 @@ def linked(
     links = collectives(device)
     if not links:
         return []
-    alone = replace(links[0], buffers=buffers_seconds(module))
+    alone = replace(links[0], buffers=buffers_seconds(module), exchanges=exchanges(device))
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
@@ -117,7 +126,13 @@ def taken_in_steps(
     ]
 
     def predicted(busy: float, coding: float | None = None, codec: str | None = None) -> float:
-        network = Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding)
+        network = Network(
+            all_reduce=table,
+            ranks=alone.ranks,
+            busy=busy,
+            coding=coding,
+            exchanges=alone.exchanges,
+        )
         return sum(
             _step(profile, schedule, replace(cluster, network=network), codec)
             for schedule, cluster in zip(schedules, clusters, strict=True)
@@ -130,7 +145,8 @@ def taken_in_steps(
     busy = least_for(predicted, sum(joint.sending for joint in measured))
     result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
     coded = [joint.coded for joint in measured if joint.coded is not None]
-    if len(coded) < len(measured) or not profile.codecs:
+    unmeasured = Network(exchanges=alone.exchanges).exchange("all") is None
+    if len(coded) < len(measured) or not profile.codecs or unmeasured:
         return result
     with_codec = functools.partial(predicted, busy, codec=CODEC)
     return replace(result, coding=least_for(with_codec, sum(coded)))
@@ -147,7 +163,7 @@ def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
     schedules, settings = {_RANK: schedule}, None
     if codec is not None:
-        speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
+        speeds = slowed(of_device(None, "", profile.codecs), cluster.devices[_RANK].slowdown)
         settings = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
     return float(simulate(schedules, cluster, settings).step.seconds)
 

@@ -16,12 +16,19 @@ from qsync_fx.predictor.replayer.cluster import (
     CLUSTER,
     Cluster,
     ClusterDevice,
+    Exchange,
     Network,
-    NodeGroup,
+    Node,
     Size,
     memory_size,
 )
-from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
+from qsync_fx.predictor.replayer.collectives import (
+    CollectiveLink,
+    InnerLinks,
+    Levels,
+    MeasuredCollectives,
+    MeasuredExchange,
+)
 
 GOOD = """
 [devices.v100]
@@ -46,6 +53,21 @@ bytes = 52_428_800
 [compression]
 ratio = 0.25
 each = 1e-11
+"""
+
+
+MEASURED = """
+[[network.exchanges]]
+transport = "point_to_point"
+group = "inside"
+ranks = 2
+seconds = [[1000, 0.25]]
+
+[[network.exchanges]]
+transport = "point_to_point"
+group = "between"
+seconds = [[500, 4]]
+ranks = 2
 """
 
 
@@ -191,47 +213,46 @@ def test_cluster_file_accepts_memory_with_units(tmp_path: Path) -> None:
         ),
         ("[devices.a]\n[buckets]\nbytes = 0", "has the bytes 0", "buckets"),
         ("[devices.a]\n[compression]\nratio = 0", "has the ratio 0", "compression"),
-        ("[devices.a]\n[nodes]\nranks = 0", "has the ranks 0, which must be above 0", "nodes"),
         (
-            "[devices.a]\ncount = 4\n[nodes]\nranks = 2",
+            "[devices.a.node]\nranks = 0",
+            "has the ranks 0, which must be above 0",
+            "devices.a.node",
+        ),
+        (
+            "[devices.a]\ncount = 4\n[devices.a.node]\nranks = 2\n[network]\nbandwidth = 1",
             "without a bandwidth of the links inside",
-            "nodes",
+            "devices.a.node",
         ),
         (
-            "[devices.a]\ncount = 4\n[nodes]\nranks = 3\nbandwidth = 1",
+            "[devices.a]\ncount = 4\n[devices.a.node]\nranks = 3\nbandwidth = 1",
             "4 devices, which do not make nodes",
-            "nodes",
+            "devices.a.node",
         ),
         (
-            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\n"
-            "bandwidth = 1",
-            "does not separate nodes",
-            "nodes",
-        ),
-        (
-            "[devices.a]\ncount = 3\n[nodes]\nranks = 2\ninside = [[1, 1]]\nacross = [[1, 1]]",
+            "[devices.a]\ncount = 3\n[devices.a.node]\nranks = 2\n" + MEASURED,
             "has 3 devices, which do not",
-            "nodes",
+            "devices.a.node",
         ),
         (
-            "[devices.a]\n[nodes]\ninside = [[1, 1]]\nbandwidth = 1",
-            "both a bandwidth and a table",
-            "nodes",
+            "[devices.a]\n" + MEASURED.replace("ranks = 2", "ranks = 1"),
+            "has an exchange of fewer than 2 ranks",
+            "network.exchanges[0]",
         ),
         (
-            "[devices.a]\n[nodes]\nacross = [[1, 0]]",
-            "has a point in across that is not above 0",
-            "nodes",
+            "[devices.a]\n" + MEASURED + MEASURED,
+            "has two exchanges of the same transport and group",
+            "network",
         ),
         (
-            "[devices.a]\n[nodes]\ninside = [[1, 1], [1, 2]]",
-            "has two points of the same bytes in inside",
-            "nodes",
+            "[devices.a]\n[[network.exchanges]]\ntransport = 'point_to_point'\ngroup = 'all'\n"
+            "ranks = 2\nseconds = [[1, 0]]",
+            "has a point in seconds that is not above 0",
+            "network.exchanges[0]",
         ),
         (
-            "[devices.a]\n[nodes]\nacross = [[1, 1]]\ncount = 1",
-            "across fewer than 2 nodes",
-            "nodes",
+            "[devices.a]\n[network]\ntransport = 'ipoac'",
+            "has text instead of 'point_to_point' or 'collective'",
+            "network.transport",
         ),
         ("[devices.a]\n[devices.a]", "is not valid TOML", "line 2"),
         ("[devices.a\n", "is not valid TOML", "line 1"),
@@ -255,53 +276,99 @@ def test_bad_files(text: str | bytes, what: str, where: str, tmp_path: Path) -> 
     assert caught.value.do
 
 
-def test_nodes_are_read(tmp_path: Path) -> None:
+def test_nodes_of_each_class_are_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
-        "[devices.a]\ncount = 8\n[network]\nbandwidth = 1e9\n[nodes]\nranks = 4\nbandwidth = 1e11\n"
+        "[devices.a]\ncount = 8\n[devices.a.node]\nranks = 4\nbandwidth = 1e11\n"
+        "[devices.b]\ncount = 2\nbandwidth = 2e8\n[devices.b.node]\nranks = 2\nbandwidth = 1e9\n"
+        "latency = 1e-3\n[network]\nbandwidth = 1e9"
     )
     cluster = Cluster.load(path)
-    assert cluster.nodes == NodeGroup(4, 1e11)
-    assert (
-        cluster.all_reduce
-        == cluster.exchange
-        == Levels(CollectiveLink(1e9), CollectiveLink(1e11), 4)
-    )
-    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == CollectiveLink(
-        1e9
-    )
-    assert replace(cluster, nodes=NodeGroup()).all_reduce == CollectiveLink(1e9), (
+    assert cluster.devices["a"].node == Node(4, 1e11)
+    assert (cluster.ranks, cluster.nodes) == (10, 3)
+    inside = InnerLinks(4, CollectiveLink(1e11)), InnerLinks(2, CollectiveLink(1e9, 1e-3))
+    assert cluster.all_reduce == Levels(CollectiveLink(2e8), inside, 3)
+    with pytest.raises(ProfileError, match="equal number of ranks, not of a: 4, b: 2"):
+        _ = cluster.exchange
+    ring = replace(cluster, network=Network(1e10, ring=True))
+    assert ring.all_reduce == CollectiveLink(2e8), "the slowest link of a ring"
+    flat = {name: replace(device, node=Node()) for name, device in cluster.devices.items()}
+    assert replace(cluster, devices=flat).all_reduce == CollectiveLink(2e8), (
         "by default each device is a node of its own"
     )
 
 
-def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
-    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured
-    of nodes is for what is coded.
-    """
+def test_former_tables_of_nodes_name_the_present_ones(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
+    path.write_text("[devices.a]\n[nodes]\nranks = 2")
+    with pytest.raises(ProfileError, match=r"in \[devices.NAME.node\]"):
+        Cluster.load(path)
+
+
+def test_compressed_gradients_take_the_times_of_their_transport(tmp_path: Path) -> None:
+    """All-reduces of the default group are for uncompressed gradients alone."""
+    path = tmp_path / "cluster.toml"
     path.write_text(
-        "[devices.a]\ncount = 3\n[devices.b]\n[network]\nall_reduce = [[1000, 3]]\n" + tables
+        "[devices.a]\ncount = 3\n[devices.a.node]\nranks = 2\n[devices.b.node]\nranks = 2\n"
+        "[network]\nall_reduce = [[1000, 3]]\n" + MEASURED
     )
     cluster = Cluster.load(path)
     assert cluster.all_reduce == MeasuredCollectives(((1000, 3),), 4)
-    assert cluster.exchange == Levels(
-        MeasuredCollectives(((2000, 4),), 2), MeasuredCollectives(((1000, 0.25),), 2), 2
+    inside = (InnerLinks(2, MeasuredExchange(((1000, 0.25),))),)
+    assert cluster.exchange == Levels(MeasuredExchange(((500, 4),), 2), inside, 2)
+    assert cluster.exchange.seconds([2000, 4000], 4).tolist() == [0.5 + 8, 1 + 16]
+    assert cluster.exchange.across.seconds([1000], 2, phases=1).tolist() == [4], (
+        "two ranks of a node send 500 bytes each"
     )
-    assert cluster.exchange.seconds([1000, 2000], 4).tolist() == [0.25 + 4, 0.5 + 4]
-    assert cluster.exchange.seconds([1000, 2000], 8).tolist() == [0.25 + 6, 0.5 + 6], (
-        "of four nodes, 3/2 for 2/2"
+    assert cluster.network is not None
+    other = replace(cluster, network=replace(cluster.network, transport="collective"))
+    with pytest.raises(ProfileError, match=r"no exchange .* with the transport collective"):
+        _ = other.exchange
+    linked = replace(cluster.network, all_reduce=[], bandwidth=1e3, transport="collective")
+    with pytest.raises(ProfileError, match="without a bandwidth of the links inside"):
+        replace(cluster, network=linked)
+    assert cluster.without("a") is None
+    flat = Cluster(
+        {"a": ClusterDevice(4)},
+        Network(
+            all_reduce=[(8, 1e-6)],
+            exchanges=[
+                Exchange("point_to_point", "all", 4, [(1000, 2.0)]),
+                Exchange("collective", "all", 4, [(1000, 1.0)]),
+            ],
+        ),
     )
-    linked = replace(cluster, network=Network(1e3), nodes=replace(cluster.nodes, ring=True))
-    assert linked.all_reduce == CollectiveLink(1e3)
-    assert replace(
-        linked, nodes=NodeGroup(2, 1e9, ring=True), devices={"a": ClusterDevice(4)}
-    ).exchange.across == CollectiveLink(1e3)
-    whole = replace(cluster, devices={"a": ClusterDevice(2)}, nodes=NodeGroup(2, 1e9))
-    assert whole.all_reduce == MeasuredCollectives(((1000, 3),), 2), (
-        "all ranks share one node, of which the table is, then"
-    )
+    (seconds,) = flat.exchange.seconds([4000 / 3], 4)
+    assert seconds == 2 * 2.0
+    assert flat.network is not None
+    other = replace(flat, network=replace(flat.network, transport="collective"))
+    assert other.exchange.seconds([4000 / 3], 4).tolist() == [2 * 1.0]
+
+
+@pytest.mark.parametrize(("name", "memory"), [("cluster-a", None), ("cluster-b", "30%")])
+def test_clusters_of_the_paper(name: str, memory: str | None) -> None:
+    """QSync, section VII-A: two servers of eight V100, and two of eight T4."""
+    cluster = Cluster.load(name)
+    assert {name: device.count for name, device in cluster.devices.items()} == {
+        "v100": 16,
+        "t4": 16,
+    }
+    nodes = {name: device.node for name, device in cluster.devices.items()}
+    assert {name: (node.ranks, node.bandwidth) for name, node in nodes.items()} == {
+        "v100": (8, 300e9),
+        "t4": (8, 32e9),
+    }
+    assert (cluster.nodes, cluster.devices["t4"].memory) == (4, memory)
+    nbytes = 1e8
+    inside = 10e-6 + 2 * 7 / 8 * nbytes / 32e9
+    between = 30e-6 + 2 * 3 / 4 * nbytes / 12.5e9
+    assert cluster.all_reduce.seconds([nbytes], 32)[0] == pytest.approx(inside + between)
+
+
+def test_an_unknown_cluster_gets_the_nearest_name() -> None:
+    with pytest.raises(ProfileError, match="unknown cluster 'clustera'") as caught:
+        Cluster.load("clustera")
+    assert caught.value.do is not None and "did you mean 'cluster-a'?" in caught.value.do
 
 
 def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:

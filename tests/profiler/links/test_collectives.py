@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import distributed, nn
 
 import qsync_fx
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives, rising
+from qsync_fx.profiler.links.exchange_times import exchanges
 from tests.support import tiers
 
 
@@ -26,11 +28,17 @@ def test_single_rank_measures_no_collective() -> None:
 def rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
     (found,) = collectives()
+    sent = exchanges()
+    assert [(item.transport, item.group, item.ranks) for item in sent] == [
+        ("point_to_point", "all", 2),
+        ("collective", "all", 2),
+    ]
     norm = nn.BatchNorm1d(64)
     norm.running_mean.fill_(at)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
     assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, buffers]))
+    tables = [found.seconds, *(item.seconds for item in sent)]
+    Path(f"{out}.{at}").write_text(json.dumps([tables, buffers]))
     assert (found.backend, found.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -40,9 +48,33 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
     assert texts[0] == texts[1]
-    measured, (norm, none) = json.loads(texts[0])
+    tables, (norm, none) = json.loads(texts[0])
     assert norm > 0 and none == 0
-    assert len(measured) == 9 and all(seconds > 0 for _, seconds in measured)
+    assert [len(table) for table in tables] == [9, 8, 8]
+    for table in tables:
+        assert all(seconds > 0 for _, seconds in table)
+    for _, *sent in tables[1:]:
+        assert sent[-1][1] > sent[0][1], "16 MiB take longer than 4 KiB"
+
+
+def grouped_rank(at: int, file: str, out: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=4)
+    found = exchanges(groups={"inside": [(0, 1), (2, 3)], "between": [(0, 2), (1, 3)]})
+    Path(f"{out}.{at}").write_text(json.dumps([asdict(item) for item in found]))
+    distributed.destroy_process_group()
+
+
+@tiers.ALL
+def test_nodes_exchange_inside_and_between_them(tmp_path: Path) -> None:
+    mp.spawn(grouped_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=4)
+    texts = [(tmp_path / f"out.{at}").read_text() for at in range(4)]
+    assert len({*texts}) == 1
+    found = json.loads(texts[0])
+    assert [(item["transport"], item["group"], item["ranks"]) for item in found] == [
+        (transport, group, 2)
+        for transport in ("point_to_point", "collective")
+        for group in ("inside", "between")
+    ]
 
 
 class Told(nn.Sequential):
@@ -79,6 +111,7 @@ def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
         plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
     distributed.barrier()
     assert told or found.copies is not None
+    assert {item.transport for item in found.exchanges} == {"point_to_point", "collective"}
     Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
     distributed.destroy_process_group()
 

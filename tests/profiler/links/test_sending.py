@@ -14,13 +14,15 @@ import qsync_fx
 from qsync_fx import Cluster, Plan
 from qsync_fx.communication.codec_cost_model import by_bucket, of_speeds, slowed, uniform
 from qsync_fx.predictor.cost_mapper import CostMapper
-from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Exchange, Network
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.links.joint_steps import CODEC, JointSteps, Unsent
 from qsync_fx.profiler.links.link_measurement import MOST, taken_in_steps
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
+EXCHANGES = [Exchange("point_to_point", "all", 2, [(2.0**10, 2e-7), (2.0**24, 2e-5)])]
+"""With the transport of compressed gradients, another link than that of `TABLE`."""
 PLAN = Plan.uniform("fp32")
 
 
@@ -42,7 +44,7 @@ def steps(
     schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]
-    network = Network(all_reduce=table, ranks=2, busy=busy, coding=coding)
+    network = Network(all_reduce=table, ranks=2, busy=busy, coding=coding, exchanges=EXCHANGES)
     cluster = Cluster(
         {"t4": ClusterDevice(count=2, copies=copies, slowdown=slower)},
         network,
@@ -105,7 +107,8 @@ def test_codec_time_reproduces_the_measured_steps(
     profile: Profile, slower: float, coding: float
 ) -> None:
     coded = replace(profile, codecs=[CodecSpeed(name, 2e9, 3e9) for name in (CODEC, "fp32")])
-    seen, table = steps(coded, 0.6, slower, coding=coding), Collective("gloo", 2, TABLE)
+    seen = steps(coded, 0.6, slower, coding=coding)
+    table = Collective("gloo", 2, TABLE, exchanges=EXCHANGES)
     found = taken_in_steps(coded, table, [(PLAN, seen)])
     assert (found.busy, found.coding) == (
         pytest.approx(0.6, abs=0.01),
@@ -113,6 +116,9 @@ def test_codec_time_reproduces_the_measured_steps(
     )
     assert taken_in_steps(profile, table, [(PLAN, seen)]).coding is None, (
         "how fast codecs are is not known"
+    )
+    assert taken_in_steps(coded, Collective("gloo", 2, TABLE), [(PLAN, seen)]).coding is None, (
+        "the link of the codecs was not measured"
     )
     assert taken_in_steps(coded, table, [(PLAN, replace(seen, coded=None))]).coding is None, (
         "nothing was coded"

@@ -221,7 +221,7 @@ def planned(rank: int, world: int) -> dict[str, Any]:
     refusal(found, "replanning", lambda: Replanning(plan))
     if plan.answer is not None:
         problem = plan.answer.problem
-        found["cluster"] = asdict(problem.cluster.nodes)
+        found["cluster"] = asdict(problem.cluster)
         found["flat table"] = problem.cluster.all_reduce == MeasuredCollectives(
             tuple(
                 (float(nbytes), seconds)

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -23,11 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from benchmarks.communication.reductions import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
-from qsync_fx.profiler.links.collective_times import (
-    all_reduce_seconds,
-    all_reduces,
-    buffers_seconds,
-)
+from qsync_fx.profiler.links.collective_times import all_reduce_seconds, buffers_seconds
+from qsync_fx.profiler.links.exchange_times import exchanges
 from tests.support.distributed.guarded_rank import compiled, data, network, said, train, weights
 from tests.support.processes import ranks
 
@@ -71,7 +69,7 @@ def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "refused": refusals(rank),
         "routes": routes(),
-        "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm)],
+        "numbers": [[asdict(item) for item in exchanges()], buffers_seconds(norm)],
         "ways": [one.method for one in reductions(["qsgd8"], 2**12, 3)],
     }
 

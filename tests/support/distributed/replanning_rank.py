@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -19,6 +20,7 @@ import qsync_fx
 from qsync_fx import ClusterPlan
 from qsync_fx.distributed import Replanning, compress, guard
 from qsync_fx.distributed.memory_use import held_bytes
+from qsync_fx.predictor.replayer.cluster import Exchange
 from qsync_fx.profiler.links import link_measurement
 from qsync_fx.profiler.profile import Collective
 from tests.support.communication.compressed_training import refusal
@@ -120,8 +122,15 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "max_replans": 0}
     # Links of 5 MB/s, so that codecs pay.
-    slow_links = [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
-    with mock.patch.object(link_measurement, "collectives", return_value=slow_links):
+    table = [(2**10, 1e-3), (2**20, 0.2)]
+    slow_links = {
+        "collectives": [Collective("gloo", 2, table)],
+        "exchanges": [Exchange("point_to_point", "all", 2, table)],
+    }
+    with contextlib.ExitStack() as patches:
+        for name, value in slow_links.items():
+            patch = mock.patch.object(link_measurement, name, return_value=value)
+            patches.enter_context(patch)
         plan = found_plan(rank, model, optimizer, **wishes)
     parallel = DistributedDataParallel(
         torch.compile(model, backend="qsync", options={"plan": plan})

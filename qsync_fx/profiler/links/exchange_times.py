@@ -1,0 +1,141 @@
+"""Durations of exchanges of compressed gradients, by transport, message size and group of ranks.
+
+One phase is measured: each rank sends bytes to each other rank of its group, as in a
+reduce-scatter or an all-gather of compressed gradients. Encoding is not included. All groups of a
+kind exchange at once, as they do in a step, so that ranks of a node share its link.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from qsync_fx.communication.control_group import CPU, carrying, control
+from qsync_fx.communication.point_to_point import exchange
+from qsync_fx.predictor.replayer.cluster import Exchange, RankGroup, Transport
+from qsync_fx.profiler.links.collective_times import (
+    MANY,
+    REPEATS,
+    SHORT,
+    last_rank_seconds,
+    rising,
+)
+
+_SIZES: Final = tuple(2**power for power in range(10, 25, 2))
+"""Bytes that a rank sends: 1 KiB to 16 MiB."""
+
+# Torch 2.13 deprecates the old name.
+_ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
+if _ALL_GATHER is None:
+    _ALL_GATHER = distributed.all_gather_into_tensor
+
+Phase = Callable[[], object]
+"""One phase of an exchange, or several."""
+
+
+def _messages(nbytes: int, group: Any) -> tuple[Phase, int]:
+    """Return a phase of messages through host memory that sends `nbytes` per rank."""
+    group = group or distributed.group.WORLD
+    others = set(range(distributed.get_world_size(group))) - {distributed.get_rank(group)}
+    peers = sorted(others)
+    message = torch.zeros(max(nbytes // len(peers), 1), dtype=torch.uint8)
+    incoming = {peer: torch.empty_like(message) for peer in peers}
+    about = "a measurement of links"
+    return partial(exchange, group, dict.fromkeys(peers, message), incoming, about), 1
+
+
+def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, int]:
+    """Return two phases of collectives on device tensors that send `nbytes` per rank and phase."""
+    ranks = distributed.get_world_size(group)
+    part = max(nbytes // (ranks - 1), 1)
+    sent = torch.zeros(ranks * part, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def both() -> None:
+        distributed.all_to_all_single(received, sent, group=group)
+        _ALL_GATHER(received, sent[:part], group=group)
+
+    return both, 2
+
+
+def exchange_seconds(
+    transport: Transport,
+    nbytes: int,
+    repeats: int = REPEATS,
+    device: torch.device = CPU,
+    group: ProcessGroup | None = None,
+) -> float:
+    """Return the median seconds of a phase in which each rank of a group sends `nbytes` in total.
+
+    All ranks call this together; the result is equal on all of them.
+
+    Args:
+        group: ranks that exchange; by default all of them.
+    """
+    if transport == "point_to_point":
+        group = group or control()
+        call, phases = _messages(nbytes, group)
+        return last_rank_seconds(call, repeats, CPU, group) / phases
+    group = group or carrying(device)
+    call, phases = _collectives(nbytes, group, device)
+    return last_rank_seconds(call, repeats, device, group) / phases
+
+
+def exchanges(
+    device: torch.device = CPU,
+    groups: Mapping[RankGroup, Sequence[Sequence[int]]] = MappingProxyType({}),
+) -> list[Exchange]:
+    """Measure exchanges with each transport, on all ranks at once.
+
+    A transport that torch.distributed's backend does not support is left out, with a warning.
+
+    Args:
+        device: device of gradients.
+        groups: groups of ranks of each kind, with each rank in one group; by default one group of
+            all ranks.
+    """
+    by_kind = groups or {"all": [range(distributed.get_world_size())]}
+    result: list[Exchange] = []
+    for transport in TRANSPORTS:
+        try:
+            for kind, ranks in by_kind.items():
+                seconds = _table(transport, device, ranks)
+                result.append(Exchange(transport, kind, len(ranks[0]), seconds))
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            text = f"the transport {transport} of compressed gradients was not measured: {reason}"
+            warnings.warn(text, stacklevel=2)
+    return result
+
+
+TRANSPORTS: Final[tuple[Transport, ...]] = ("point_to_point", "collective")
+
+
+def _table(
+    transport: Transport, device: torch.device, groups: Sequence[Sequence[int]]
+) -> list[tuple[float, float]]:
+    """Return the pairs of bytes and seconds of all groups at once."""
+    group = None
+    if len(groups) > 1:
+        full = carrying(device) if transport == "collective" else control()
+        made: Any = distributed.new_subgroups_by_enumeration
+        ranks, backend = [list(item) for item in groups], distributed.get_backend(full)
+        group, _ = made(ranks, backend=backend)
+    try:
+        table = []
+        for size in _SIZES:
+            seconds = exchange_seconds(transport, size, REPEATS, device, group)
+            if seconds < SHORT:
+                seconds = exchange_seconds(transport, size, MANY, device, group)
+            table.append((size, seconds))
+        return [(float(size), seconds) for size, seconds in rising(table)]
+    finally:
+        if group is not None:
+            distributed.destroy_process_group(group)
