@@ -39,6 +39,11 @@ def names() -> list[str]:
     return sorted({path.stem for folder in folders() for path in folder.glob("*.toml")})
 
 
+def shipped() -> list[Path]:
+    """Return the device files of the package, sorted."""
+    return sorted(_CATALOG.glob("*.toml"))
+
+
 def canonical(name: str) -> str | None:
     """Return the catalog name of a device in any spelling; None if there is no such device.
 

@@ -1,16 +1,16 @@
 """Proposal of a device file for a GPU, from the properties that torch reports.
 
-Peaks are computed from the operations per cycle of the GPU's architecture. Efficiencies are those
-of a calibrated device (`calibrated_as`), so that times are a guide until the GPU is measured.
+The catalog has GPUs of each architecture. Peaks are computed from the operations per cycle of one
+of them, and efficiencies are carried over from it, so that times are a guide only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
-from qsync_fx.devices.device_model import DEVICE
+from qsync_fx.devices.device_catalog import get, shipped
+from qsync_fx.devices.device_model import DEVICE, Device
 from qsync_fx.errors import DeviceError
 
 
@@ -34,55 +34,42 @@ class GpuProperties(Protocol):
     memory_bus_width: int
 
 
-_ADA: Final = {
-    "fp64": 4, "fp32": 256, "tf32": 512, "bf16": 1024, "fp16": 1024,
-    "fp8": 2048, "fp8_e5m2": 2048, "int8": 2048,
-}  # fmt: skip
-OPERATIONS: Final[Mapping[tuple[int, int], Mapping[str, int]]] = {
-    (7, 0): {"fp64": 64, "fp32": 128, "fp16": 1024},
-    (7, 5): {"fp64": 4, "fp32": 128, "fp16": 1024, "int8": 2048},
-    (8, 0): {"fp64": 64, "fp32": 128, "tf32": 1024, "bf16": 2048, "fp16": 2048, "int8": 4096},
-    (8, 6): {"fp64": 4, "fp32": 256, "tf32": 512, "bf16": 1024, "fp16": 1024, "int8": 2048},
-    (8, 9): _ADA,
-    (9, 0): {
-        "fp64": 128, "fp32": 256, "tf32": 2048, "bf16": 4096, "fp16": 4096,
-        "fp8": 8192, "fp8_e5m2": 8192, "int8": 8192,
-    },
-    (10, 0): {
-        "fp64": 128, "fp32": 256, "tf32": 4096, "bf16": 8192, "fp16": 8192,
-        "fp8": 16384, "fp8_e5m2": 16384, "int8": 16384,
-    },
-    (12, 0): _ADA,
-}  # fmt: skip
-"""Operations per cycle and multiprocessor by compute capability, 2 per multiply-add, dense."""
+def template(capability: tuple[int, int], geforce: bool) -> Device:
+    """Return the catalog GPU whose operations per cycle a GPU of this architecture has.
 
-HALVED: Final = frozenset({"tf32", "bf16", "fp16", "fp8", "fp8_e5m2"})
-"""Tensor-core formats that GeForce cards multiply at half the rate if sums are FP32."""
-
-
-def operations(capability: tuple[int, int], geforce: bool) -> Mapping[str, int]:
-    """Return the operations per cycle and multiprocessor of a GPU, by format.
-
-    Newer architectures than those of `OPERATIONS` get the values of the newest that precedes them.
+    It has the same compute capability, or the next lower one in the catalog, and is a GeForce card
+    if possible and requested, since these add products in FP32 at half the rate. Of several, it is
+    the one with most operations per cycle.
 
     Raises:
-        DeviceError: the GPU is older than compute capability 7.0.
+        DeviceError: all GPUs of the catalog are newer.
     """
-    known = [item for item in OPERATIONS if item <= capability]
-    if not known:
+    gpus = [device for device in map(get, shipped()) if device.capability is not None]
+    older = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability <= capability]
+    if not older:
         version = ".".join(map(str, capability))
-        message = f"a GPU of compute capability {version} has no tensor cores, so none is proposed"
+        message = f"the catalog has no GPU as old as compute capability {version}"
         do = "write a device file by hand: qsync docs howto-device"
         raise DeviceError(message, where="device file", do=do)
-    rates = OPERATIONS[max(known)]
-    return {fmt: rate // (1 + (geforce and fmt in HALVED)) for fmt, rate in rates.items()}
+
+    def preference(gpu: Device) -> tuple[tuple[int, int], bool, float]:
+        operations = sum(unit.peak for unit in gpu.units.values())
+        same_kind = is_geforce(gpu.title) == geforce
+        return gpu.capability or (0, 0), same_kind, operations / (gpu.processors * gpu.clock)
+
+    return max(older, key=preference)
+
+
+def is_geforce(title: str) -> bool:
+    """Return whether the name of a GPU is that of a GeForce card."""
+    return "geforce" in title.casefold()
 
 
 def propose(gpu: GpuProperties) -> str:
     """Return the text of a device file for a GPU; write it to NAME.toml, see `proposed_name`.
 
     Raises:
-        DeviceError: the GPU has no tensor cores, or torch reports no clock or memory bus.
+        DeviceError: the GPU is too old or calibrated itself, or torch reports no clock or bus.
     """
     unknown = [
         field
@@ -93,14 +80,18 @@ def propose(gpu: GpuProperties) -> str:
         message = f"torch reports no {' and no '.join(unknown)} of {gpu.name}"
         do = "write a device file by hand, from the data sheet: qsync docs howto-device"
         raise DeviceError(message, where="torch.cuda.get_device_properties", do=do)
-    capability, geforce = (gpu.major, gpu.minor), "geforce" in gpu.name.casefold()
-    rates = operations(capability, geforce)
+    like = template((gpu.major, gpu.minor), is_geforce(gpu.name))
     cycles = gpu.multi_processor_count * gpu.clock_rate * 1e3
+    scale = cycles / (like.processors * like.clock)
     bandwidth = 2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8
-    calibrated = "t4" if capability == (7, 5) else "v100"
     source = "torch.cuda.get_device_properties"
+    carried = f"carried over from {like.name}"
+    name, calibrated = proposed_name(gpu.name), like.calibrated_as or like.name
+    if name == calibrated:
+        do = f"use the name {name} of the catalog"
+        raise DeviceError(f"the catalog has the times of {gpu.name}", where="device file", do=do)
     lines = [
-        f'name = "{proposed_name(gpu.name)}"',
+        f'name = "{name}"',
         f"title = {_quoted(gpu.name)}",
         'kind = "gpu"',
         f"capability = [{gpu.major}, {gpu.minor}]",
@@ -112,20 +103,18 @@ def propose(gpu: GpuProperties) -> str:
         "[memory]",
         f"bytes = {gpu.total_memory}",
         f"bandwidth = {bandwidth:.6g}",
-        "fraction = 0.85",
+        f"fraction = {like.memory.fraction}",
         f"cache = {gpu.L2_cache_size}",
-        f"cache_bandwidth = {20 * cycles:.3g}",
-        f'source = "bytes, bandwidth and cache: {source}; fraction: assumed; cache_bandwidth: '
-        '20 bytes per cycle and multiprocessor, carried over from t4"',
+        f"cache_bandwidth = {like.memory.cache_bandwidth * scale:.3g}",
+        f"host = {like.memory.host:.3g}",
+        f'source = "bytes, bandwidth and cache: {source}; fraction and host: {carried}; '
+        f'cache_bandwidth: {carried}, by processors and clock"',
         "",
         "[units]",
     ]
-    for fmt, rate in rates.items():
-        half = ", half the rate as sums are FP32" if geforce and fmt in HALVED else ""
-        lines.append(
-            f"{fmt} = {{peak = {rate * cycles:.4g}, source = "
-            f'"{rate} operations per cycle and multiprocessor of this architecture{half}"}}'
-        )
+    for fmt, unit in like.units.items():
+        line = f'peak = {unit.peak * scale:.4g}, source = "{carried}, by processors and clock"'
+        lines.append(f"{fmt} = {{{line}}}")
     text = "\n".join(lines) + "\n"
     DEVICE.decode(text.encode())
     return text

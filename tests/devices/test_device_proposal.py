@@ -11,7 +11,7 @@ import torch
 from qsync_fx import devices
 from qsync_fx.cli import main
 from qsync_fx.devices.device_model import DEVICE
-from qsync_fx.devices.device_proposal import OPERATIONS, operations, propose, proposed_name
+from qsync_fx.devices.device_proposal import propose, proposed_name, template
 from qsync_fx.errors import DeviceError
 
 
@@ -58,33 +58,53 @@ def test_proposal_for_a_known_gpu_agrees_with_its_catalog_entry() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [n for n in devices.names() if devices.get(n).kind == "gpu"])
-def test_peaks_of_the_catalog_are_operations_per_cycle(name: str) -> None:
+@pytest.mark.parametrize("name", ["rtx-3080", "rtx-a4000", "rtx-2070", "a10", "rtx-5060", "l4"])
+def test_peaks_of_one_architecture_differ_by_processors_and_clock(name: str) -> None:
     device = devices.get(name)
     assert device.capability is not None
-    # The data sheet of the L40 gives half the rate of its chip in tensor cores, INT8 included.
-    rates = operations(device.capability, "GeForce" in device.title or name == "l40")
-    assert rates.keys() <= device.units.keys() | {"fp64"}
-    for fmt, rate in rates.items():
-        if fmt == "fp64" or (name, fmt) == ("l40", "int8"):
-            continue
-        peak = device.processors * device.clock * rate
-        assert device.units[fmt].peak == pytest.approx(peak, rel=0.1), fmt
+    like = template(device.capability, "GeForce" in device.title)
+    scale = device.processors * device.clock / (like.processors * like.clock)
+    for fmt, unit in like.units.items():
+        # NVIDIA's tables of data center cards differ in the rate of FP64.
+        if fmt != "fp64":
+            assert device.units[fmt].peak == pytest.approx(scale * unit.peak, rel=0.05), fmt
 
 
-def test_newer_architecture_is_proposed_as_the_newest_known_one() -> None:
+@pytest.mark.parametrize(
+    ("capability", "geforce", "name"),
+    [
+        ((7, 0), False, "v100"),
+        ((7, 5), False, "t4"),
+        ((8, 9), False, "l40s"),
+        ((10, 3), False, "b200"),
+        ((12, 1), False, "rtx-5"),
+        ((8, 6), True, "rtx-30"),
+        ((8, 6), False, "a"),
+    ],
+)
+def test_template_is_of_the_same_architecture_and_kind(
+    capability: tuple[int, int], geforce: bool, name: str
+) -> None:
+    chosen = template(capability, geforce).name
+    assert chosen.startswith(name) or (name, chosen) in (("l40s", "l4"), ("a", "rtx-a4000"))
+
+
+def test_newer_architecture_is_proposed_as_the_newest_of_the_catalog() -> None:
     newer = replace(RTX_3090, name='NVIDIA B300 "SXM6"', major=10, minor=3)
     device = DEVICE.decode(propose(newer).encode())
     assert (device.name, device.title) == ("b300-sxm6", "NVIDIA B300 SXM6")
-    assert device.units.keys() == OPERATIONS[10, 0].keys()
+    assert device.units.keys() == devices.get("b200").units.keys()
+    assert device.gemm_seconds(512, 512, 512, "fp8") > 0
 
 
-def test_gpu_without_tensor_cores_or_clock_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(DeviceError, match=r"compute capability 6.1 has no tensor cores"):
+def test_old_gpu_or_one_without_a_clock_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"no GPU as old as compute capability 6.1"):
         propose(replace(RTX_3090, major=6, minor=1))
     with pytest.raises(DeviceError, match="torch reports no clock_rate") as raised:
         propose(replace(RTX_3090, clock_rate=0))
     assert "howto-device" in (raised.value.do or "")
+    with pytest.raises(DeviceError, match="the catalog has the times of Tesla T4"):
+        propose(replace(RTX_3090, name="Tesla T4", major=7, minor=5))
 
 
 @pytest.mark.parametrize(

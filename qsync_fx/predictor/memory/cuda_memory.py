@@ -47,8 +47,8 @@ def allocated(size: int) -> int:
 @functools.cache
 def workspace_bytes(device: str) -> int:
     """Return the bytes of the cuBLAS workspaces on a GPU; an unknown GPU has the largest ones."""
-    known = is_path(device) or canonical(device) is not None
-    capability = get(device).capability if known else None
+    listed = is_path(device) or canonical(device) is not None
+    capability = get(device).capability if listed else None
     large = capability is None or capability >= _HOPPER
     return _HANDLES * (_HOPPER_WORKSPACE if large else _WORKSPACE)
 
