@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.gpu.foreseen import MIXED, PRECISIONS, bert_wide
 from benchmarks.predictor.replay_accuracy import mixed_plans
 from qsync_fx import Plan
 from qsync_fx.devices import get
+from qsync_fx.devices.roofline import NO_HOST
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import SGD, Category, StepMemory, TrainingMemory, step_memory
@@ -32,6 +34,7 @@ from tests.support.tiers import ALL
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_foreseen.json"
 ROWS: Mapping[str, Any] = {row["plan"]: row for row in json.loads(RECORD.read_text())["rows"]}
+WITHOUT_HOST = replace(get("h200"), host=NO_HOST)
 SGD_BYTES = 12
 """Bytes that SGD moves per parameter."""
 
@@ -67,10 +70,30 @@ def test_step_time_is_within_15_percent(plan: str) -> None:
     assert milliseconds == pytest.approx(ROWS[plan]["milliseconds"], rel=0.15)
 
 
+def test_page_has_the_predictions() -> None:
+    times, plans = predicted()
+    titles = ("plan", "measured", "kernels alone", "with the host", "error", "used for the fit")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for plan, row in ROWS.items():
+        milliseconds = qsync_fx.replay(plans[plan], times).seconds * 1e3
+        error = milliseconds / row["milliseconds"] - 1
+        kernels = qsync_fx.replay(plans[plan], times.on(WITHOUT_HOST)).seconds * 1e3
+        cells = (f"{value:.1f} ms" for value in (row["milliseconds"], kernels, milliseconds))
+        fitted = "yes" if plan in PRECISIONS else "no"
+        lines.append(f"| {' | '.join((plan, *cells, f'{error:+.1%}', fitted))} |")
+    page = RECORD.parents[2] / "docs" / "device-catalog.md"
+    before, _, rest = page.read_text().partition("<!-- host -->\n\n")
+    table, _, after = rest.partition("\n\n<!-- end -->")
+    if os.environ.get("QSYNC_UPDATE_DOCS") == "1":
+        text = "\n".join(lines)
+        page.write_text(f"{before}<!-- host -->\n\n{text}\n\n<!-- end -->{after}")
+    else:
+        assert table.splitlines() == lines
+
+
 def test_constants_of_the_host_carry_the_prediction() -> None:
     times, plans = predicted()
-    without = replace(get("h200"), host=replace(get("h200").host, step=0, launch=0, call=0))
-    kernels = qsync_fx.replay(plans["int8"], times.on(without)).seconds * 1e3
+    kernels = qsync_fx.replay(plans["int8"], times.on(WITHOUT_HOST)).seconds * 1e3
     assert kernels == pytest.approx(ROWS["int8"]["foreseen_ms"], rel=0.05)
     assert kernels < 0.3 * ROWS["int8"]["milliseconds"]
 
