@@ -18,7 +18,7 @@ from qsync_fx.graph.cost_algebra import Size
 from qsync_fx.graph.graph import VECTORS
 from qsync_fx.ops import table
 from qsync_fx.predictor.cost_mapper.plan_states import States
-from qsync_fx.predictor.memory.cuda_memory import allocated, on_gpu
+from qsync_fx.predictor.memory.cuda_memory import allocated
 from qsync_fx.predictor.model.model_graph import ModelOperator, Name, Value
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
@@ -71,7 +71,6 @@ def value_bytes(value: Value, fmt: Name) -> int:
 class Values:
     def __init__(self, states: States) -> None:
         self.states, self.graph = states, states.graph
-        self._gpu = on_gpu(states.graph)
         self._products = {row.name: row.added for row in table().values() if row.products}
         self._roots = [value.tensor for value in self.graph.values]
         same: dict[int, int] = {}
@@ -90,8 +89,7 @@ class Values:
 
     def bytes(self, value: int, fmt: Name) -> int:
         """Return the bytes of a value in a format, on a GPU as its allocator takes them."""
-        size = value_bytes(self.graph.values[value], fmt)
-        return allocated(size) if self._gpu else size
+        return allocated(self.graph, value_bytes(self.graph.values[value], fmt))
 
     def multiplies(self, operator: ModelOperator) -> bool:
         """Return whether an operator is a product, which a library kernel computes."""

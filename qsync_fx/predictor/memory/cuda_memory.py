@@ -38,8 +38,10 @@ def on_gpu(graph: ModelGraph) -> bool:
     return graph.device != "cpu"
 
 
-def allocated(size: int) -> int:
-    """Return the bytes that the caching allocator takes for a tensor of `size` bytes."""
+def allocated(graph: ModelGraph, size: int) -> int:
+    """Return the bytes that a tensor of `size` bytes takes from the device's allocator."""
+    if not on_gpu(graph):
+        return size
     granularity = _SEGMENT if size >= _OWN_SEGMENT else BLOCK
     return -(-size // granularity) * granularity
 

@@ -26,7 +26,7 @@ from qsync_fx.predictor.memory.buffers import (
     pools,
     whole,
 )
-from qsync_fx.predictor.memory.cuda_memory import convolution_workspace
+from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
 Sources = frozenset[Buffer]
@@ -108,7 +108,7 @@ class Forward(Values):
         self._extras[index] = extras
         written = self._written(result, output)
         workspace = 0
-        if self._gpu and convolves(operator):
+        if on_gpu(self.graph) and convolves(operator):
             read_as = ((read.value, self._wanted(read, precision)) for read in operator.reads)
             operands = sum(self.bytes(value, fmt) for value, fmt in read_as)
             workspace = convolution_workspace(operands, written.bytes)

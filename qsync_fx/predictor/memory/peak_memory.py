@@ -22,10 +22,15 @@ from qsync_fx.predictor.memory.buffers import (
     value_bytes,
     whole,
 )
-from qsync_fx.predictor.memory.cuda_memory import FRAGMENTATION, on_gpu, workspace_bytes
+from qsync_fx.predictor.memory.cuda_memory import (
+    FRAGMENTATION,
+    allocated,
+    on_gpu,
+    workspace_bytes,
+)
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.kernel_order import ordered
-from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.predictor.model.model_graph import ModelGraph, ModelParameter
 
 _FP32 = 4
 
@@ -175,9 +180,7 @@ def step_memory(
 
     trained = [parameter for parameter in states.graph.parameters if parameter.trained]
     numels = [whole(parameter.numel) for parameter in trained]
-    gradients = sum(
-        numel * parameter.dtype_bytes for numel, parameter in zip(numels, trained, strict=True)
-    )
+    gradients = sum(_parameter_bytes(states.graph, parameter) for parameter in trained)
     before: dict[Kind, int] = {(Category.PARAMETERS, None): _given_bytes(states.graph)}
     if state := training.optimizer.state_bytes(numels):
         before[Category.OPTIMIZER, None] = state
@@ -265,11 +268,15 @@ def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
 
 def _given_bytes(graph: ModelGraph) -> int:
     """Return the bytes of parameters, buffers and the batch."""
-    result = sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters)
+    result = sum(_parameter_bytes(graph, parameter) for parameter in graph.parameters)
     for index, value in enumerate(graph.values):
         if value.source in ("buffer", "input") and value.tensor == index:
-            result += value_bytes(value, value.own)
+            result += allocated(graph, value_bytes(value, value.own))
     return result
+
+
+def _parameter_bytes(graph: ModelGraph, parameter: ModelParameter) -> int:
+    return allocated(graph, whole(parameter.numel) * parameter.dtype_bytes)
 
 
 @dataclass(frozen=True)
