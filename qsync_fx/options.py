@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from qsync_fx.devices.device_catalog import canonical
 from qsync_fx.devices.format_support import TARGETS, default_precision
 from qsync_fx.errors import OptionError, PrecisionError, nearest
 from qsync_fx.formats import FORMATS, Precision, precision
@@ -99,6 +100,7 @@ class Options:
             _one_of("precision", self.precision, FORMATS)
         if self.target is not None:
             _one_of("target", self.target, TARGETS)
+            object.__setattr__(self, "target", canonical(self.target) or self.target)
         if self.device_class is not None and not isinstance(self.device_class, str):
             raise _wrong("device_class", self.device_class, 'use a name such as "t4"')
         if self.plan is not None and not isinstance(self.plan, Plan):

@@ -1,14 +1,16 @@
 """Catalog of device files.
 
 A device is a TOML file in the package's catalog, in a folder of $QSYNC_DEVICES, in the folder
-`devices` of the user's configuration, or at an explicit path. Its name is its file name. User files
-have precedence over package files of the same name.
+`devices` of the user's configuration, or at an explicit path. Its name is its file name; other
+spellings of the name find it as well (`canonical`). User files have precedence over package files
+of the same name.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,27 @@ def folders() -> list[Path]:
 def names() -> list[str]:
     """Return the names of all devices, sorted."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.toml")})
+
+
+def shipped() -> list[Path]:
+    """Return the device files of the package, sorted."""
+    return sorted(_CATALOG.glob("*.toml"))
+
+
+def canonical(name: str) -> str | None:
+    """Return the catalog name of a device in any spelling; None if there is no such device.
+
+    Case, spaces and hyphens do not count, nor do the words NVIDIA, GeForce, Tesla and RTX: "RTX
+    3090", "rtx3090", "3090" and torch's "NVIDIA GeForce RTX 3090" are all rtx-3090.
+    """
+    available = names()
+    if name in available:
+        return name
+    return next((item for item in available if _key(item) and _key(item) == _key(name)), None)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|rtx|[\s_-]", "", name.casefold())
 
 
 def get(name: str | os.PathLike[str]) -> Device:
@@ -64,13 +87,13 @@ def _path(name: str | os.PathLike[str]) -> Path:
     if isinstance(name, os.PathLike) or is_path(name):
         return Path(name).expanduser()
     text = str(name)
-    for folder in folders():
-        if text and (result := folder / f"{text}.toml").is_file():
-            return result
+    if (stem := canonical(text)) is not None:
+        return next(path for folder in folders() if (path := folder / f"{stem}.toml").is_file())
     raise DeviceError(
         f"unknown device {shown(text)}",
         where=", ".join(str(folder) for folder in folders()[:-1]) + " and the catalog of qsync_fx",
-        do=f"{nearest(text[:40], names())}; or use the path of a TOML device file",
+        do=f"{nearest(text[:40], names())}; or use the path of a TOML device file, which "
+        "'qsync devices propose' writes on a machine with the GPU",
     )
 
 

@@ -15,9 +15,11 @@ from typing import Any, Final, Literal, get_args
 
 from qsync_fx.devices.format_support import ANY, row_at
 from qsync_fx.devices.roofline import (
+    NO_HOST,
     ConvolutionSpec,
     FunctionalUnit,
     GemmShape,
+    HostSpec,
     Layout,
     LinkSpec,
     MemorySpec,
@@ -53,6 +55,7 @@ class Device:
         products: constants of matrix products, by encoding.
         convolutions: constants of each product of a convolution, by encoding.
         link: interconnect to devices of the same kind.
+        host: time in which the host issues work; by default it is never waited for.
         path: path of the device file; "" without one.
     """
 
@@ -70,6 +73,7 @@ class Device:
     convolutions: Mapping[str, Mapping[str, ConvolutionSpec]] = field(default_factory=dict)
     reductions: Sequence[ReductionSpec] = ()
     link: LinkSpec | None = None
+    host: HostSpec = NO_HOST
     path: str = ""
 
     def __str__(self) -> str:
@@ -346,7 +350,7 @@ DEVICE: Final = TomlSchema(
     largest=2**20,
     smaller="describe one device per file",
     checks={
-        **dict.fromkeys((MemorySpec, FunctionalUnit, LinkSpec), _check_constants),
+        **dict.fromkeys((MemorySpec, FunctionalUnit, LinkSpec, HostSpec), _check_constants),
         **dict.fromkeys((Tiles, ConvolutionSpec), _tiles),
         ReductionSpec: _reduction,
         Device: _device,

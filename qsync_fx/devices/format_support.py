@@ -22,7 +22,7 @@ from qsync_fx.devices.cpu_features import (
     native_integer_unit,
     wrong_path,
 )
-from qsync_fx.devices.device_catalog import get, is_path, names
+from qsync_fx.devices.device_catalog import canonical, get, is_path, names
 from qsync_fx.errors import DeviceError
 from qsync_fx.formats import FP32, Precision, encoding, precision, promoted
 from qsync_fx.ops.spec import OperatorRow
@@ -310,7 +310,7 @@ class _Targets(Mapping[str, tuple[int, int]]):
     """GPUs of the catalog and of user files, by name or by path of the file."""
 
     def __getitem__(self, name: str) -> tuple[int, int]:
-        capability = get(name).capability if is_path(name) or name in names() else None
+        capability = get(name).capability if is_path(name) or canonical(name) else None
         if capability is None:
             raise KeyError(name)
         return capability

@@ -149,6 +149,31 @@ class LinkSpec:
     source: str
 
 
+@dataclass(frozen=True)
+class HostSpec:
+    """Time that the host needs to issue the work of a compiled step to a GPU.
+
+    A GPU that computes faster than this waits for its host.
+
+    Attributes:
+        step: seconds per step in which the GPU waits, for guards and the call of compiled code.
+        launch: seconds per operator: Python of the compiled code, and the launch of its kernels.
+        call: additional seconds of an operator of ours, which a Python function launches.
+    """
+
+    step: float
+    launch: float
+    call: float
+    source: str
+
+    def issued(self, seconds: float, launches: int, calls: int = 0) -> float:
+        """Return the seconds of work on the GPU, or of its host's if that takes longer."""
+        return max(seconds, launches * self.launch + calls * self.call)
+
+
+NO_HOST = HostSpec(0.0, 0.0, 0.0, "not known: the GPU never waits for its host")
+
+
 Numbers = NDArray[np.float64]
 
 _EDGES = [(256, 128), (128, 256), *itertools.product((128, 64, 32), repeat=2)]

@@ -2,7 +2,8 @@
 
 Matrix products and convolutions with known dimensions use the device's tile model. Other operators
 use the roofline: the longer of the times of their operations and of their memory traffic. Each
-operator is assumed to run alone; fused operators take less time.
+operator is assumed to run alone; fused operators take less time. No operator takes less time than
+its host needs to issue it (`Device.host`).
 """
 
 from __future__ import annotations
@@ -175,10 +176,14 @@ class DeviceTimes:
         read, written = (numel * fmt.dtype.itemsize for fmt in (source, target))
         gradient = cast_cost(read, written, target, differentiated).casts_backward.bytes
         backward = self.device.memory_seconds(gradient) if gradient else 0.0
-        return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
+        forward = self.device.cast_seconds(source, target, numel)
+        # Compiled code converts plain formats in the kernel that reads the value.
+        if source.scaled or target.scaled:
+            forward = self.device.host.issued(forward, 1, calls=target.scaled)
+        return Seconds(forward, backward, interpolated=True)
 
     def outside(self) -> Seconds:
-        return Seconds(0.0, 0.0, interpolated=True)
+        return Seconds(self.device.host.step, 0.0, interpolated=True)
 
     def optimizer(self) -> float:
         """Return the seconds to read and write all trained parameters and their state."""
@@ -212,7 +217,18 @@ class DeviceTimes:
             forward = self._product(sides, "output", fmt)
             backward = sum(self._product(sides, part, back) for part in self._gradients(operator))
             backward += forward * operator.repeated
+        host = self.device.host
+        if forward:
+            forward = host.issued(forward, 1, calls=fmt.scaled and sides is not None)
+        if backward:
+            backward = host.issued(backward, self._launched_backward(operator))
         return Seconds(forward, backward, interpolated=True)
+
+    def _launched_backward(self, operator: ModelOperator) -> int:
+        """Return the number of gradients that an operator's backward pass computes separately."""
+        if self.sides(operator.id) is None:
+            return 1
+        return max(1, sum(bool(read.gradient) for read in operator.reads))
 
     def _work(self, operator: ModelOperator, work: Work, fmt: Precision) -> float:
         flops, nbytes = (_number(size, operator) for size in (work.flops, work.bytes))

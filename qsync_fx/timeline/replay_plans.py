@@ -23,7 +23,7 @@ from qsync_fx.communication.codec_cost_model import (
     uniform,
 )
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.devices.device_catalog import get, names
+from qsync_fx.devices.device_catalog import canonical, get
 from qsync_fx.errors import PlanError, ProfileError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan import ClusterPlan, Plan
@@ -186,7 +186,7 @@ def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
         called = of_class.device or pathlib.PurePath(graph_of(name, profile).device).stem
         if isinstance(profile, DeviceTimes):
             device = profile.device
-        elif of_class.device is not None or called in names():
+        elif of_class.device is not None or canonical(called) is not None:
             device = get(called)
         measured = of_device(device, name, getattr(profile, "codecs", ()), on_device)
         result.append(slowed(measured, of_class.slowdown))

@@ -18,6 +18,7 @@ from qsync_fx.allocator import PlanNoteKind, PlanResult
 from qsync_fx.allocator.measure_and_replan import ReplanLoop
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.memory import SGD, step_memory
+from qsync_fx.predictor.memory.cuda_memory import FRAGMENTATION, workspace_bytes
 from qsync_fx.profiler.measurement import corrected
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
 from qsync_fx.timeline.device_profiles import training_of
@@ -136,7 +137,7 @@ def test_plan_above_the_memory_limit_is_replaced() -> None:
     be taken.
     """
     profile = replace(reckoned(), optimizer_memory=SGD)
-    limit = 110 * 10**6
+    limit = 110 * 10**6 + workspace_bytes("t4") + FRAGMENTATION
 
     def within(known: Mapping[str, Profile]) -> PlanResult:
         return qsync_fx.find_plan(

@@ -73,9 +73,12 @@ def test_cyclic_calibration_is_rejected(mine: Path) -> None:
 
 
 def test_explain_targets_equal_the_catalog() -> None:
-    assert {"v100", "t4", "a100", "a30", "a10", "a40", "l4", "l40s", "h100", "h200", "b200"} == set(
-        TARGETS
+    server = "v100 t4 a2 a10 a30 a40 a100 l4 l40 l40s h100 h200 b200"
+    geforce = (
+        "2060 2070 2080 2080-ti 3060 3070 3080 3090 4060 4070 4080 4090 "
+        "5060 5060-ti 5070 5070-ti 5080 5090 a4000 a5000 a6000"
     )
+    assert set(TARGETS) == {*server.split(), *(f"rtx-{name}" for name in geforce.split())}
     assert len(TARGETS) == len(set(TARGETS))
     assert "epyc-9004" in devices.names()
     assert "epyc-9004" not in TARGETS
@@ -125,6 +128,34 @@ def test_unknown_device_names_the_nearest() -> None:
         Options(target="epyc-9004")
     with pytest.raises(DeviceError, match="cannot be read"):
         Options(target="./nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("rtx3090", "rtx-3090"),
+        ("RTX 3090", "rtx-3090"),
+        ("3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
+        ("a6000", "rtx-a6000"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA H200", "h200"),
+        ("EPYC 9004", "epyc-9004"),
+    ],
+)
+def test_usual_spelling_finds_the_device(spelling: str, name: str) -> None:
+    assert devices.get(spelling) is devices.get(name)
+    if devices.get(name).kind == "gpu":
+        assert TARGETS[spelling] == TARGETS[name]
+        assert Options(target=spelling).target == name
+
+
+@pytest.mark.parametrize("other", ["RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "rtx", ""])
+def test_other_device_is_not_taken_for_one_of_the_catalog(other: str) -> None:
+    with pytest.raises(DeviceError, match="unknown device") as raised:
+        devices.get(other)
+    assert "qsync devices propose" in (raised.value.do or "")
 
 
 WRONG = {

@@ -26,7 +26,7 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name,
 
 K = TypeVar("K")
 
-_STATIC: Final = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
+_STATIC: Final = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS, Category.CUDA)
 
 
 class Passes:

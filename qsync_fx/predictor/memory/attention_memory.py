@@ -2,7 +2,8 @@
 
 A fused kernel saves its result and one sum per row. Without it, as with dropout on a CPU, scores,
 weights and the dropout mask are saved at full size. With dropout below FP32 a kernel materializes
-the FP32 exponentials; in FP32 the backward pass recomputes the weights from the scores.
+the FP32 exponentials; in FP32 the backward pass recomputes the weights from the scores. On a GPU,
+torch computes attention in FP32 where its fused kernels refuse the operands; dropout is assumed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Task, Values, attends, draws_alone, whole
+from qsync_fx.predictor.memory.cuda_memory import on_gpu
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, Name
 
 QUERY, KEY, VALUE = range(3)
@@ -19,11 +21,15 @@ _SUM = 4
 """Bytes of the maximum and of the sum of a row, both FP32."""
 
 
-def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> bool:
-    """Return whether an operator is attention with fused kernels; on GPUs all attention is."""
+def is_fused(
+    graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name], on_gpus: bool = True
+) -> bool:
+    """Return whether an operator is attention with fused kernels; on GPUs if `on_gpus`."""
     if not attends(operator):
         return False
-    if graph.device != "cpu" or any(output is None for _, output in operator.costs):
+    if on_gpu(graph):
+        return on_gpus
+    if any(output is None for _, output in operator.costs):
         return True
     saved, result = operator.costs[state].saved, graph.values[operator.result].name
     return not saved or any(name == result and not fmt.startswith("extra") for name, fmt in saved)
@@ -62,7 +68,8 @@ class Matrices:
 
     def __init__(self, values: Values, index: int, operator: ModelOperator) -> None:
         graph, state = values.graph, values.states.names[index]
-        fmt = state[0] or state[1]
+        gpu = on_gpu(graph)
+        fmt = FP32.name if gpu else state[0] or state[1]
         assert fmt is not None, "attention without fused kernels has a format"
         result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
         # Each row of the scores yields one row of the result, as wide as a row of the values.
@@ -70,7 +77,7 @@ class Matrices:
         rows = whole(result.numel) // width
         across = whole(graph.values[operator.reads[QUERY].value].numel) // rows
         scores = whole(operator.costs[state].forward.flops) // (2 * (across + width))
-        drops = scores in map(whole, operator.costs[state].saved.values())
+        drops = gpu or scores in map(whole, operator.costs[state].saved.values())
 
         def buffer(name: str, bytes_: int, fmt: Name = None) -> Buffer:
             return Buffer(f"{name} of {result.name}", fmt, bytes_)
@@ -80,7 +87,7 @@ class Matrices:
 
         query, key, value = (read.value for read in operator.reads[:3])
         self.copies: tuple[Buffer, ...] = ()
-        if _kept_whole(values, operator, state, drops):
+        if not gpu and _kept_whole(values, operator, state, drops):
             value = values.root(value)
             self.copies = operand(query, " as kept"), operand(key, " as kept")
         self.operands = operand(query), operand(key), operand(value)
@@ -91,7 +98,7 @@ class Matrices:
         self.mask = self.numbers = self.exponentials = None
         if drops:
             self.mask = buffer("mask", scores)
-            if not draws_alone(operator):
+            if not gpu and not draws_alone(operator):
                 self.numbers = buffer("numbers", size * scores, fmt)
             if size < FP32.dtype.itemsize:
                 self.exponentials = buffer("exponentials", 4 * scores, FP32.name)

@@ -22,6 +22,7 @@ from qsync_fx.predictor.memory.buffers import (
     pools,
     whole,
 )
+from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.memory.forward import Forward, Sources
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
@@ -241,6 +242,10 @@ class Backward:
             if attends(operator):
                 factors.append(self._factor(index, operator, 2, carrier))
                 factors += self._now(self.forward.kept.get(index, frozenset()))
+            elif on_gpu(self.graph):
+                operands = sum(self.forward.bytes(value, carrier) for value in values)
+                results = sum(buffer.bytes for buffer in made.values())
+                workspace = convolution_workspace(operands + gradient.bytes, results)
             else:
                 # oneDNN copies the weights into its own layout, and sums their gradient in FP32.
                 workspace = 2 * self.forward.bytes(values[1], carrier)

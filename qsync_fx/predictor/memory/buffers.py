@@ -18,6 +18,7 @@ from qsync_fx.graph.cost_algebra import Size
 from qsync_fx.graph.graph import VECTORS
 from qsync_fx.ops import table
 from qsync_fx.predictor.cost_mapper.plan_states import States
+from qsync_fx.predictor.memory.cuda_memory import allocated
 from qsync_fx.predictor.model.model_graph import ModelOperator, Name, Value
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
@@ -87,8 +88,8 @@ class Values:
         return self._roots[value]
 
     def bytes(self, value: int, fmt: Name) -> int:
-        """Return the bytes of a value in a format."""
-        return value_bytes(self.graph.values[value], fmt)
+        """Return the bytes of a value in a format, on a GPU as its allocator takes them."""
+        return allocated(self.graph, value_bytes(self.graph.values[value], fmt))
 
     def multiplies(self, operator: ModelOperator) -> bool:
         """Return whether an operator is a product, which a library kernel computes."""
@@ -132,6 +133,7 @@ class Category(StrEnum):
     SAVED = "saved for the backward pass"
     CASTS = "copies in other formats"
     LOSS = "kept by the loss"
+    CUDA = "workspaces and fragmentation on the GPU"
     TEMPORARY = "temporaries"
 
 

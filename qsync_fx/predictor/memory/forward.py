@@ -21,10 +21,12 @@ from qsync_fx.predictor.memory.buffers import (
     Task,
     Values,
     attends,
+    convolves,
     draws_alone,
     pools,
     whole,
 )
+from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
 Sources = frozenset[Buffer]
@@ -43,8 +45,9 @@ class Forward(Values):
         matrices: buffers of attention without a fused kernel, by operator index.
     """
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: States, fused_attention: bool = True) -> None:
         super().__init__(states)
+        self._fused_attention = fused_attention
         graph, count = self.graph, len(self.graph.operators)
         self.kept: dict[int, Sources] = {}
         self.factors: dict[tuple[int, int], Buffer | None] = {}
@@ -90,9 +93,11 @@ class Forward(Values):
         if not self.multiplies(operator):
             self._sources[result] = self._elementwise(index, operator, output)
             return
-        if attends(operator) and not is_fused(self.graph, operator, (precision, output)):
-            self._attention(index, operator)
-            return
+        if attends(operator):
+            state, fused = (precision, output), self._fused_attention
+            if not is_fused(self.graph, operator, state, on_gpus=fused):
+                self._attention(index, operator)
+                return
         for place, read in enumerate(operator.reads):
             wanted = self._wanted(read, precision)
             copies = self.is_part(read.value) and not self._strides(operator, read, wanted)
@@ -101,7 +106,13 @@ class Forward(Values):
         factors = [self.factors[index, place] for place in range(len(operator.reads))]
         extras = self._extras_of(index, operator) if attends(operator) else []
         self._extras[index] = extras
-        self._task(index, True, filter(None, factors), self._written(result, output), *extras)
+        written = self._written(result, output)
+        workspace = 0
+        if on_gpu(self.graph) and convolves(operator):
+            read_as = ((read.value, self._wanted(read, precision)) for read in operator.reads)
+            operands = sum(self.bytes(value, fmt) for value, fmt in read_as)
+            workspace = convolution_workspace(operands, written.bytes)
+        self._task(index, True, filter(None, factors), written, *extras, workspace=workspace)
 
     def _written(self, result: int, output: Name) -> Buffer:
         """Return the buffer of a materialized result, from which its readers compute."""
@@ -196,9 +207,17 @@ class Forward(Values):
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(self, index: int, library: bool, reads: Iterable[Buffer], *writes: Buffer) -> None:
+    def _task(
+        self,
+        index: int,
+        library: bool,
+        reads: Iterable[Buffer],
+        *writes: Buffer,
+        workspace: int = 0,
+    ) -> None:
         name = self.graph.operators[index].id if index < len(self.graph.operators) else ""
-        self.tasks_by_operator[index].append(Task(name, False, library, frozenset(reads), writes))
+        task = Task(name, False, library, frozenset(reads), writes, workspace)
+        self.tasks_by_operator[index].append(task)
         for buffer in writes:
             self._made_at[buffer] = index
 

@@ -22,9 +22,15 @@ from qsync_fx.predictor.memory.buffers import (
     value_bytes,
     whole,
 )
+from qsync_fx.predictor.memory.cuda_memory import (
+    FRAGMENTATION,
+    allocated,
+    on_gpu,
+    workspace_bytes,
+)
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.kernel_order import ordered
-from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.predictor.model.model_graph import ModelGraph, ModelParameter
 
 _FP32 = 4
 
@@ -50,10 +56,15 @@ class OptimizerMemory:
     def state_bytes(self, numels: Sequence[int]) -> int:
         return round(self.state * sum(numels)) * _FP32
 
-    def step_bytes(self, numels: Sequence[int]) -> int:
-        """Return the peak of an optimizer step beyond state and gradients, in bytes."""
+    def step_bytes(self, numels: Sequence[int], on_gpu: bool = False) -> int:
+        """Return the peak of an optimizer step beyond state and gradients, in bytes.
+
+        On a GPU, torch's optimizers update all parameters at once (`foreach`).
+        """
         pairs = pairwise([0, *numels])
         alone = max((self.temporary * n + self.before * before for before, n in pairs), default=0.0)
+        if on_gpu:
+            alone = self.temporary * sum(numels)
         return round(alone + self.together * sum(numels)) * _FP32
 
 
@@ -81,14 +92,17 @@ class TrainingMemory:
 
     `buckets`: gradients are copied into communication buckets, as in DistributedDataParallel
     without gradient_as_bucket_view. The `loss` is outside of the model; None if unknown.
+    `fused_attention`: torch's fused kernels accept all attention on a GPU. They refuse some masks;
+    then matrices of scores are in memory.
     """
 
     optimizer: OptimizerMemory = SGD
     buckets: bool = False
     loss: LossMemory | None = None
+    fused_attention: bool = True
 
 
-_HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
+_HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER, Category.CUDA})
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ class StepMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes before the step: parameters, buffers, the batch and the optimizer state."""
+        """Bytes before the step: parameters, buffers, batch, optimizer state and workspaces."""
         return sum(self.moments[0].of(category) for category in _HELD)
 
     @property
@@ -166,20 +180,20 @@ def step_memory(
 
     trained = [parameter for parameter in states.graph.parameters if parameter.trained]
     numels = [whole(parameter.numel) for parameter in trained]
-    gradients = sum(
-        numel * parameter.dtype_bytes for numel, parameter in zip(numels, trained, strict=True)
-    )
+    gradients = sum(_parameter_bytes(states.graph, parameter) for parameter in trained)
     before: dict[Kind, int] = {(Category.PARAMETERS, None): _given_bytes(states.graph)}
     if state := training.optimizer.state_bytes(numels):
         before[Category.OPTIMIZER, None] = state
     if training.buckets:
         before[Category.BUCKETS, None] = gradients
+    if on_gpu(states.graph):
+        before[Category.CUDA, None] = workspace_bytes(states.graph.device) + FRAGMENTATION
     result = []
     for live in lives(tasks, kind, kind(Buffer("", None, 0))):
         place = "backward" if live.backward else "forward"
         result.append(Moment(place, live.operator, {**before, **live.kinds}))
     update = {**before, (Category.GRADIENTS, None): gradients}
-    if temporary := training.optimizer.step_bytes(numels):
+    if temporary := training.optimizer.step_bytes(numels, on_gpu(states.graph)):
         update[Category.TEMPORARY, None] = temporary
     return StepMemory((*result, Moment("optimizer", "", update)))
 
@@ -200,7 +214,7 @@ class Orders:
     def of(cls, states: States, training: TrainingMemory | None = None) -> Orders:
         """Return both orders, for a training with a known or an unknown loss."""
         training = training or TrainingMemory()
-        forward = Forward(states)
+        forward = Forward(states, training.fused_attention)
         backward = Backward(forward)
         # A compiler counts graph inputs as live throughout, such as incoming gradients.
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
@@ -254,11 +268,15 @@ def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
 
 def _given_bytes(graph: ModelGraph) -> int:
     """Return the bytes of parameters, buffers and the batch."""
-    result = sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters)
+    result = sum(_parameter_bytes(graph, parameter) for parameter in graph.parameters)
     for index, value in enumerate(graph.values):
         if value.source in ("buffer", "input") and value.tensor == index:
-            result += value_bytes(value, value.own)
+            result += allocated(graph, value_bytes(value, value.own))
     return result
+
+
+def _parameter_bytes(graph: ModelGraph, parameter: ModelParameter) -> int:
+    return allocated(graph, whole(parameter.numel) * parameter.dtype_bytes)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from qsync_fx.devices.device_catalog import check_exists, get, is_path, names
+from qsync_fx.devices.device_catalog import canonical, check_exists, get, is_path
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.collectives import (
     BUCKET_BYTES,
@@ -352,7 +352,7 @@ class Cluster:
         available = memory_size(device.memory or 0)
         if available is not None and not available.share:
             return available.amount * size.amount
-        if device.device is None and name not in names():
+        if device.device is None and canonical(name) is None:
             return None
         return get(device.device or name).memory.bytes * size.amount
 
