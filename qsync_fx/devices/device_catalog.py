@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,16 @@ def name_of(device: Device) -> str | None:
     path = Path(device.path)
     if path.stem in names() and _path(path.stem) == path:
         return path.stem
+    return None
+
+
+def device_called(name: str, capability: tuple[int, int]) -> Device | None:
+    """Return the GPU whose name consists of words of a driver's name, such as "NVIDIA H200"."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    matching = [stem for stem in names() if set(stem.split("-")) <= words]
+    for stem in sorted(matching, key=len, reverse=True):
+        if (device := get(stem)).capability == capability:
+            return device
     return None
 
 
