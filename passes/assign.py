@@ -70,7 +70,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
         operator.decide(choice.precision, reason)
         return True
     else:
-        skip = context.options.skip_unprofitable and not choice.explicit
+        skip = context.skips_unprofitable and not choice.explicit
         operator.decide(choice.precision, choice.reason, skip_unprofitable=skip)
     return False
 

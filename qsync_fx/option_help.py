@@ -32,7 +32,7 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "default",
         "skip_unprofitable": "True: an operator that no plan names runs in a wider format than the "
         "uniform precision if that is as fast for its shape on the device, and the report says so; "
-        "False by default",
+        "by default True on GPUs with a precision, else False",
         "fast_dropout": "False: on the CPU, torch's generator draws dropout masks one value at a "
         "time; by default they are drawn in vectors from the stream of random numbers for "
         "rounding, if possible; True also reports where it is not possible",
@@ -100,8 +100,7 @@ RECIPE_HELP: Final = (
 )
 
 SWITCHES: Final = frozenset(
-    "emulate_unsupported skip_unprofitable cudagraphs activation_recompute "
-    "cache_quantized_weights strict".split()
+    "emulate_unsupported cudagraphs activation_recompute cache_quantized_weights strict".split()
 )
 """Options that are False by default."""
 

@@ -58,7 +58,7 @@ class Options:
         scaling: one scale per "tensor" or per "channel".
         emulate_unsupported: emulate unsupported formats exactly instead of substituting them.
         skip_unprofitable: use a wider format for operators that the uniform precision does not make
-            faster.
+            faster; None to do so on GPUs if `precision` is given.
         fast_dropout: draw dropout masks in vectors on the CPU; None to do so if possible.
         cudagraphs: capture steps in CUDA graphs.
         activation_recompute: recompute inexpensive activations in backward instead of saving them.
@@ -82,7 +82,7 @@ class Options:
     gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
     emulate_unsupported: bool = False
-    skip_unprofitable: bool = False
+    skip_unprofitable: bool | None = None
     fast_dropout: bool | None = None
     cudagraphs: bool = False
     activation_recompute: bool = False
@@ -114,8 +114,9 @@ class Options:
         for name in (item.name for item in fields(self) if isinstance(item.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "use True or False")
-        if self.fast_dropout is not None and not isinstance(self.fast_dropout, bool):
-            raise _wrong("fast_dropout", self.fast_dropout, "use True or False, or remove it")
+        for name in ("fast_dropout", "skip_unprofitable"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _wrong(name, getattr(self, name), "use True or False, or remove it")
         for name in ("fast_dropout", "cudagraphs", "activation_recompute"):
             if getattr(self, name) and self.inner_backend != "inductor":
                 raise OptionError(

@@ -7,7 +7,8 @@ Each entry of this list imports only from entries above it; start reading at `ru
     codegen         kernel sources: translation units for the templates in cpp/cutlass
     toolchain       nvcc, host compiler and CUTLASS headers of this machine
     kernel_build    configurations to libraries: compiled, verified, cached on disk, loaded
+    layer_times     measured times of layers in narrow formats and in BF16, from tuning tables
     tuning          choice of the fastest candidate from timings, and the tables of choices
-    selection       valid configurations, their problems, candidates, and the final decision
+    selection       valid configurations, their problems, candidates, estimates, the final decision
     runtime         arguments from tensors, launches, device state, fallback reasons, timing
 """

@@ -111,6 +111,11 @@ MULTIPROCESSORS: Final[dict[Arch, int]] = {
 }  # fmt: skip
 """Multiprocessors of T4, A100, A40, L40 and H100 (NVIDIA data sheets), for absent devices."""
 
+TYPICAL: Final[dict[Arch, str]] = {
+    "sm_75": "t4", "sm_80": "a100", "sm_86": "a40", "sm_89": "l40s", "sm_90a": "h100",
+}  # fmt: skip
+"""Device of the catalog whose constants apply to devices that the catalog lacks."""
+
 
 def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arch | None:
     """Return the compile target of kernels for a device; None if there are none.

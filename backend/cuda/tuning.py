@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, Protocol
 from filelock import FileLock, Timeout
 
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, OUTPUTS, Arch, KernelConfig
+from qsync_fx.backend.cuda.layer_times import LayerTimes, check_layer, layer_problem
 from qsync_fx.backend.cuda.problem.problem import LARGEST_SIZE, ConvProblem, GemmProblem, Problem
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
@@ -235,14 +236,24 @@ class Environment:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """Tuning results of one environment, by bucket; docs/kernels.md describes the file."""
+    """Tuning results of one environment; docs/kernels.md describes the file.
+
+    Attributes:
+        choices: fastest kernels of products, by bucket.
+        layers: times of layers, by `layer_problem` and narrow format.
+    """
 
     environment: Environment
     choices: Mapping[Problem, TunedChoice] = field(default_factory=dict)
+    layers: Mapping[tuple[Problem, str], LayerTimes] = field(default_factory=dict)
 
     def choice(self, problem: Problem) -> TunedChoice | None:
         """Return the choice of a problem's bucket, if any."""
         return self.choices.get(problem.bucket())
+
+    def layer(self, output: Problem, precision: str, wide: str) -> LayerTimes | None:
+        """Return the measured times of the layer with this output product, if any."""
+        return self.layers.get((layer_problem(output, wide), precision))
 
 
 def path_in(folder: Path, environment: Environment) -> Path:
@@ -257,18 +268,29 @@ def load_table(path: Path, environment: Environment | None = None) -> TuningTabl
     """
     if environment is not None and not path.exists():
         return TuningTable(environment)
-    rows = TABLE.load(path)
+    rows: _Rows = TABLE.load(path)
     if environment is not None and rows.environment != environment:
         raise TuningError(
             f"the tuning table was measured in another environment: {rows.environment}",
             where=str(path),
             do="delete it; `qsync tune` writes a new one",
         )
-    return TuningTable(rows.environment, {choice.problem: choice for choice in rows.choices})
+    choices = {choice.problem: choice for choice in rows.choices}
+    return TuningTable(rows.environment, choices, by_layer(rows.layers))
 
 
-def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoice]) -> TuningTable:
-    """Merge choices into the table at `path` under a lock and return the result.
+def by_layer(layers: Iterable[LayerTimes]) -> dict[tuple[Problem, str], LayerTimes]:
+    """Return layers by their problem and narrow format."""
+    return {(times.problem, times.precision): times for times in layers}
+
+
+def save_table(
+    path: Path,
+    environment: Environment,
+    choices: Iterable[TunedChoice],
+    layers: Iterable[LayerTimes] = (),
+) -> TuningTable:
+    """Merge choices and layers into the table at `path` under a lock and return the result.
 
     An unreadable file is renamed with the suffix `.unreadable`.
     """
@@ -278,9 +300,14 @@ def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoi
         except TuningError:
             path.replace(path.with_name(path.name + ".unreadable"))
             table = TuningTable(environment)
-        table = replace(table, choices={**table.choices, **{c.problem: c for c in choices}})
+        table = replace(
+            table,
+            choices={**table.choices, **{c.problem: c for c in choices}},
+            layers={**table.layers, **by_layer(layers)},
+        )
         rows = [_short(choice) for choice in table.choices.values()]
-        TABLE.write(path, TABLE.encode(_Rows(environment, rows)))
+        value = _Rows(environment, rows, list(table.layers.values()))
+        TABLE.write(path, TABLE.encode(value))
         return table
 
 
@@ -314,11 +341,17 @@ def _writing(path: Path) -> Iterator[None]:
 class _Rows:
     environment: Environment
     choices: list[TunedChoice]
+    layers: list[LayerTimes] = field(default_factory=list)
 
 
 def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
     """Return one row of a table."""
     return unstructured(_short(choice))  # type: ignore[no-any-return]
+
+
+def layer_as_json(times: LayerTimes) -> dict[str, Any]:
+    """Return one layer of a table."""
+    return unstructured(times)  # type: ignore[no-any-return]
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
@@ -348,6 +381,7 @@ _CHECKS: Final[Mapping[Any, Check]] = {
     GemmProblem: _check_problem,
     ConvProblem: _check_problem,
     TunedChoice: _check_choice,
+    LayerTimes: check_layer,
 }
 TABLE: Final = Schema(
     _Rows,
@@ -362,11 +396,15 @@ TABLE: Final = Schema(
 
 @dataclass(frozen=True)
 class TimingRecording:
-    """Seconds of every run in one environment, by problem and candidate; for tuning without GPU."""
+    """Seconds of every run in one environment, by problem and candidate; for tuning without GPU.
+
+    `layers` are the times of layers, by `layer_problem` and narrow format.
+    """
 
     environment: Environment
     arch: Arch
     timings: Mapping[Problem, Mapping[str, list[float]]]
+    layers: Mapping[tuple[Problem, str], LayerTimes] = field(default_factory=dict)
 
     def timer(self, problem: Problem) -> RecordedTimer:
         """Return the timer of a problem, recorded under itself or its bucket."""
@@ -410,12 +448,14 @@ class _RecordedRows:
     environment: Environment
     arch: Arch
     timings: list[_Row]
+    layers: list[LayerTimes] = field(default_factory=list)
 
 
 def save_recording(path: Path, recording: TimingRecording) -> None:
     """Write a recording to `path` atomically; raise `TuningError` on failure."""
     rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
-    value = _RecordedRows(recording.environment, recording.arch, rows)
+    layers = list(recording.layers.values())
+    value = _RecordedRows(recording.environment, recording.arch, rows, layers)
     RECORDING.write(path, RECORDING.encode(value))
 
 
@@ -423,7 +463,7 @@ def load_recording(path: Path) -> TimingRecording:
     """Return the recording in a file; raise `TuningError` if it is invalid."""
     result = RECORDING.load(path)
     timings = {row.problem: row.seconds for row in result.timings}
-    return TimingRecording(result.environment, result.arch, timings)
+    return TimingRecording(result.environment, result.arch, timings, by_layer(result.layers))
 
 
 def _check_row(row: _Row) -> str | None:

@@ -24,7 +24,7 @@ from qsync_fx.backend.operators.conv_gradients import (
 from qsync_fx.backend.operators.convert import in_order
 from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm
 from qsync_fx.backend.operators.gemm.dispatch import Dispatcher, partner
-from qsync_fx.backend.operators.layer_kernels import computed, on_gpu, without_narrow_unit
+from qsync_fx.backend.operators.layer_kernels import computed, without_narrow_unit
 from qsync_fx.backend.operators.once_differentiable import first_only
 from qsync_fx.backend.operators.product_utils import (
     GradientRounding,
@@ -42,6 +42,7 @@ from qsync_fx.backend.operators.product_utils import (
     without_gradients,
 )
 from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.format_support import is_gpu
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import Context
 from qsync_fx.graph.fx_utils import arguments, memory_order
@@ -318,7 +319,7 @@ def _refuses(node: fx.Node) -> str | None:
 
 
 def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
-    if on_gpu(context.device):
+    if is_gpu(context.device):
         row = row_for(node.target)
         assert row is not None, node.format_node()
         keep = _keep if context.options.scaling == "channel" else _none

@@ -18,17 +18,20 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import X_TYPES, TranslationUnit, written
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
-from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, TYPICAL, Arch, wide
+from qsync_fx.backend.cuda.layer_times import Part, layer_problem
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem import format_name, outline
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
+from qsync_fx.backend.cuda.selection.estimate import estimate
 from qsync_fx.backend.cuda.selection.select import KernelDecision
-from qsync_fx.backend.cuda.tuning import NARROW
+from qsync_fx.backend.cuda.tuning import NARROW, work
 from qsync_fx.backend.operators.gemm.dispatch import RecordingDispatcher
 from qsync_fx.backend.operators.product_utils import compute_product, incoming
 from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.devices.format_support import ANY, capability, row_on, standing_for
+from qsync_fx.devices.device_catalog import get
+from qsync_fx.devices.format_support import capability, row_on, standing_for
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.graph import Context, node_metadata
 from qsync_fx.graph.fx_utils import argument_at, arguments
@@ -87,6 +90,16 @@ def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
             result |= dict.fromkeys(product.problem for product in kernels.products)
         else:
             result |= dict.fromkeys(_problems_of_layer(operator.node))
+    return list(result)
+
+
+def scaled_layers(graphs: Iterable[PrecisionGraph], wide: str) -> list[tuple[Problem, str]]:
+    """Return the distinct layers in narrow formats, by `layer_problem` and name of the format."""
+    result: dict[tuple[Problem, str], None] = {}
+    for operator in (operator for graph in graphs for operator in _layers(graph)):
+        fmt, problems = operator.precision, _problems_of_layer(operator.node)
+        if fmt is not None and fmt.scaled and problems:
+            result[layer_problem(problems[0], wide), fmt.name] = None
     return list(result)
 
 
@@ -260,11 +273,6 @@ def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
     ]
 
 
-def on_gpu(device: torch.device) -> bool:
-    """Return whether a device is a GPU, or represents one."""
-    return device.type != "cpu" or capability(device) != ANY
-
-
 def without_narrow_unit(
     node: fx.Node,
     row: OperatorRow,
@@ -273,31 +281,53 @@ def without_narrow_unit(
     emit: Callable[[fx.Node, Operands], fx.Node],
     keep: Callable[[fx.Node, Role], list[int]],
 ) -> str | None:
-    """Return why no product of a layer would use a narrow unit; None if one would, or if unknown.
+    """Return why a layer on a GPU is not faster in a narrow format; None if it is, or if unknown.
 
-    `node` is torch's operator, not quantized yet; `emit` and `keep` are as in `Lowering`.
+    Measured times of the layer decide, or else an estimate, see `selection.estimate`. `node` is
+    torch's operator, not quantized yet; `emit` and `keep` are as in `Lowering`.
     """
     if not fmt.scaled:
         return None
     requested = _problems_on_trial(node, row, fmt, context, emit, keep)
     if requested is None:
         return None
-    narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]
+    narrow = {part: p for part, p in requested.items() if p.a in NARROW or p.b in NARROW}
     if not narrow:
         # torch has no narrow convolution. For stacks of matrices its choice depends on more than
         # the problem.
         return _NONE_LIKE_IT * (row.contracts is None) or None
-    decisions = [decision(problem, context.device) for problem in narrow]
-    for problem, selected in zip(narrow, decisions, strict=True):
-        if selected.config is not None or (selected.integers and _by_cublas(problem)):
-            return None
-    return decisions[0].reason
+    state = known_of(context.device)
+    if state.arch is None:
+        return state.reason
+    output, other = requested["forward"], wide(state.arch)
+    measured = state.layer(output, fmt.name)
+    if measured is not None:
+        return _slower(output, measured.speed(requested), f"{fmt} was measured", other)
+    decisions = {part: decision(problem, context.device) for part, problem in narrow.items()}
+    if not any(selected.config or _by_cublas(selected) for selected in decisions.values()):
+        return next(iter(decisions.values())).reason
+    by_kernel = frozenset(part for part, selected in decisions.items() if selected.config)
+    if (version := capability(context.device)) not in BY_CAPABILITY:
+        newer = ".".join(map(str, version))
+        return f"kernels for {state.arch} were not measured on compute capability {newer}"
+    device = state.model or get(TYPICAL[state.arch])
+    times = estimate(requested, by_kernel, fmt.name, other, device, state.table)
+    return _slower(output, times.speed(), f"{fmt} is estimated", other)
 
 
-def _by_cublas(problem: Problem) -> bool:
-    """Return whether torch has a product of such operands, without casts to a wider format."""
-    kinds = {FORMATS[problem.a].kind, FORMATS[problem.b].kind}
-    return isinstance(problem, GemmProblem) and kinds == {"integer"}
+def _slower(output: Problem, speed: float, subject: str, wide: str) -> str | None:
+    """Return the reason against a narrow format by its speed relative to `wide`, or None."""
+    if speed >= 1:
+        return None
+    sizes = " x ".join(map(str, work(output)))
+    return f"{subject} to reach {speed:.2f} of {wide}'s speed at {sizes}, with quantization"
+
+
+def _by_cublas(selected: KernelDecision) -> bool:
+    """Return whether torch multiplies integers as such, as measured."""
+    kinds = {FORMATS[selected.taken.a].kind, FORMATS[selected.taken.b].kind}
+    is_gemm = isinstance(selected.taken, GemmProblem)
+    return selected.integers and is_gemm and kinds == {"integer"}
 
 
 def _problems_on_trial(
@@ -307,8 +337,11 @@ def _problems_on_trial(
     context: Context,
     emit: Callable[[fx.Node, Operands], fx.Node],
     keep: Callable[[fx.Node, Role], list[int]],
-) -> list[Problem] | None:
-    """Return the problems of a layer, lowered in a separate graph; None if a size is unknown."""
+) -> dict[Part, Problem] | None:
+    """Return the problems of a layer, lowered in a separate graph; None if a size is unknown.
+
+    Without training, there is only the output.
+    """
     trial = fx.Graph()
     stand_ins: dict[fx.Node, fx.Node] = {}
     for used in node.all_input_nodes:
@@ -335,9 +368,21 @@ def _problems_on_trial(
             q, scale = quantize(value, seed.meta["val"], 0, fmt.name, rounding, dims)
             operands.append((operand, placeholder(q), placeholder(scale)))
     first, second = operands
-    problems: dict[Problem, None] = {}
-    for out in (row_on(context.device, fmt).output.dtype, torch.float32):
-        lowered = emit(layer, Operands((first, second), seed, 0, fmt.name, rounding, out))
-        lowered.meta["val"] = node.meta["val"]
-        problems |= dict.fromkeys(_problems_of_layer(lowered))
-    return list(problems)
+    out = row_on(context.device, fmt).output.dtype
+    lowered = emit(layer, Operands((first, second), seed, 0, fmt.name, rounding, out))
+    lowered.meta["val"] = node.meta["val"]
+    problems = _problems_of_layer(lowered)
+    if not problems:
+        return {}
+    named = zip(_names_of_products(lowered, problems), problems, strict=True)
+    parts = {_PARTS[name]: problem for name, problem in named if name in _PARTS}
+    if not context.training or "forward" not in parts:
+        return {"forward": problems[0]}
+    return parts
+
+
+_PARTS: Final[dict[str, Part]] = {
+    "output": "forward",
+    "input gradient": "input_gradient",
+    "weight gradient": "weight_gradient",
+}

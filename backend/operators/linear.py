@@ -18,7 +18,7 @@ from qsync_fx.backend.operators.convert import in_order
 from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm
 from qsync_fx.backend.operators.gemm.dispatch import Dispatcher, MatrixProduct, partner
 from qsync_fx.backend.operators.gemm.int_mm import grouped_products
-from qsync_fx.backend.operators.layer_kernels import computed, on_gpu, without_narrow_unit
+from qsync_fx.backend.operators.layer_kernels import computed, without_narrow_unit
 from qsync_fx.backend.operators.once_differentiable import first_only
 from qsync_fx.backend.operators.product_utils import (
     GradientRounding,
@@ -36,6 +36,7 @@ from qsync_fx.backend.operators.product_utils import (
     without_gradients,
 )
 from qsync_fx.backend.operators.quantize import quantize_transposed
+from qsync_fx.devices.format_support import is_gpu
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import Context, node_metadata
 from qsync_fx.graph.fx_utils import arguments, memory_order
@@ -439,7 +440,7 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     result = _contraction(node)
     if isinstance(result, str):
         return None
-    if on_gpu(context.device):
+    if is_gpu(context.device):
         keep = _keep if context.options.scaling == "channel" else _separate
         return without_narrow_unit(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (

@@ -43,7 +43,9 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
     result = problems_of(
-        explain(model, *args, options={"precision": options.precision}).lowered_graphs
+        explain(
+            model, *args, options={"precision": options.precision, "skip_unprofitable": False}
+        ).lowered_graphs
     )
     chosen = {p for p in result if isinstance(p, ConvProblem)}
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))

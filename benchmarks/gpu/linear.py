@@ -169,7 +169,11 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
     inner = inner_backend(options.device)
     result: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
     for precision in ("bf16", "int8", "int8_grad", "fp8"):
-        settings: dict[str, Any] = {"precision": precision, "inner_backend": inner}
+        settings: dict[str, Any] = {
+            "precision": precision,
+            "inner_backend": inner,
+            "skip_unprofitable": False,
+        }
         result[f"qsync {precision}"] = torch.compile(
             plain(), backend="qsync", options=settings, dynamic=False
         )

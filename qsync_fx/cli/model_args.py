@@ -284,7 +284,7 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
 
 def measured(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options for measurements of several plans, each of which is of one device."""
-    options = given(arguments) | {"skip_unprofitable": False}  # which a recipe may set
+    options = given(arguments) | {"skip_unprofitable": None}  # which a recipe may set
     return {name: value for name, value in options.items() if name not in ("plan", "device_class")}
 
 
@@ -298,7 +298,7 @@ def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
         text = text.removeprefix("True: ").removesuffix("; False by default")
         help_text = literal(_CLI_HELP.get(name, text))
         metavar = {"metavar": _METAVARS.get(name, "MODE")}
-        if name == "fast_dropout":  # by default neither on nor off
+        if name in ("fast_dropout", "skip_unprofitable"):  # by default neither on nor off
             result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
             result[name] = {"action": "store_true", "default": None, "help": help_text}

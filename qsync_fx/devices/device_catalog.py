@@ -78,6 +78,16 @@ def name_of(device: Device) -> str | None:
     return None
 
 
+def device_called(name: str, capability: tuple[int, int]) -> Device | None:
+    """Return the GPU whose name consists of words of a driver's name, such as "NVIDIA H200"."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    matching = [stem for stem in names() if set(stem.split("-")) <= words]
+    for stem in sorted(matching, key=len, reverse=True):
+        if (device := get(stem)).capability == capability:
+            return device
+    return None
+
+
 def is_path(name: str) -> bool:
     """Return whether a text is the path of a TOML file rather than a name."""
     return name.endswith(".toml") or os.sep in name

@@ -53,14 +53,22 @@ class Offer:
     forget: tuple[Callable[[], object], ...] = ()
 
 
-target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_target", default=None)
-"""Device type that counts as another GPU, and the compute capability of that GPU."""
+target: ContextVar[tuple[str, tuple[int, int], str] | None] = ContextVar(
+    "qsync_target", default=None
+)
+"""Device type that counts as another GPU, and the compute capability and name of that GPU."""
 
 
 def target_of(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability that a device is assumed to have; None without assumption."""
-    device_type, assumed = target.get() or ("", None)
+    device_type, assumed, _ = target.get() or ("", None, "")
     return assumed if device_type == device.type else None
+
+
+def target_name(device: torch.device) -> str:
+    """Return the name of the GPU in `TARGETS` that a device is assumed to be; "" if unknown."""
+    device_type, _, name = target.get() or ("", None, "")
+    return name if device_type == device.type else ""
 
 
 ANY = (99, 0)
@@ -86,7 +94,7 @@ def standing_for(device: torch.device) -> Iterator[None]:
     if result == ANY:
         yield
         return
-    token = target.set(("meta", result))
+    token = target.set(("meta", result, target_name(device)))
     try:
         yield
     finally:
@@ -306,6 +314,11 @@ def stays(owned: Precision, planned: Precision, automatic: bool) -> bool:
     return owned.name == "fp64" or widened or (automatic and owned.bits < 32)
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU, or represents one."""
+    return device.type != "cpu" or capability(device) != ANY
+
+
 class _Targets(Mapping[str, tuple[int, int]]):
     """GPUs of the catalog and of user files, by name or by path of the file."""
 
@@ -337,7 +350,7 @@ def targeted(name: str | None, on: torch.device) -> Iterator[None]:
     if name is None:
         yield
         return
-    token = target.set((on.type, TARGETS[name]))
+    token = target.set((on.type, TARGETS[name], name))
     forget()
     try:
         yield

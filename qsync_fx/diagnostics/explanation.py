@@ -329,7 +329,7 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
     chosen explicitly, and plans for which the option has no effect, are excluded.
     """
     options = part.context.options
-    if options.is_default or options.skip_unprofitable or options.emulate_unsupported:
+    if options.is_default or part.context.skips_unprofitable or options.emulate_unsupported:
         return {}
     # `slower` applies to torch's own operators, before lowering.
     written = {operator.id: operator for operator in part.written.operators(Kind.ADJUSTABLE)}

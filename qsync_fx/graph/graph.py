@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import fx
 
-from qsync_fx.devices.format_support import ANY, capability, resolve, row_on, support, targeted
+from qsync_fx.devices.format_support import (
+    ANY,
+    capability,
+    is_gpu,
+    resolve,
+    row_on,
+    support,
+    targeted,
+)
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph import node_metadata
@@ -213,6 +221,18 @@ class Context:
     def automatic(self) -> bool:
         """Whether the user requested neither a plan nor a precision: autocast regions decide."""
         return self.options.is_default
+
+    @property
+    def skips_unprofitable(self) -> bool:
+        """Whether formats that are not faster are replaced: the option, or its default on GPUs.
+
+        A plan is an explicit choice, which the default does not change.
+        """
+        options = self.options
+        if options.skip_unprofitable is not None:
+            return options.skip_unprofitable
+        on_gpu = options.target is not None or is_gpu(self.device)
+        return on_gpu and options.precision is not None and not options.emulate_unsupported
 
     def there(self) -> AbstractContextManager[None]:
         """Activate the target device of the options, if any, for queries about the device."""

@@ -75,7 +75,9 @@ def test_int8_is_watched_where_fp16_carries_it() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     for target, formats in (("a100", None), ("t4", "fp16 (whose range ends at 65504)")):
         [part] = qsync_fx.explain(
-            model, torch.randn(8, 64), options={"precision": "int8", "target": target}
+            model,
+            torch.randn(8, 64),
+            options={"precision": "int8", "target": target, "skip_unprofitable": False},
         ).graphs
         numeric_guards.watch(part.graph, model)
         assert numeric_guards._watched.pop(model, None) == formats

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qsync_fx.backend.cuda import tuning
+from qsync_fx.backend.cuda.layer_times import LayerTimes, layer_problem
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import event_timer
 from qsync_fx.backend.cuda.selection.select import decide, way
@@ -131,6 +132,24 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     said = json.loads(capsys.readouterr().out)
     assert said["environment"] == asdict(HERE) and said["arch"] == "sm_80" and not said["skipped"]
     assert {row["name"] for row in said["choices"]} == {"torch", third}
+
+
+def test_recorded_layers_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers are measured as a whole, and those that are not faster stay in BF16."""
+    timings = {p: {"torch": [10e-6]} for p in problems(capsys)}
+    bf16, times = layer_problem(LAYER, "bf16"), {"forward": 1e-6, "weight_gradient": 2e-6}
+    slower = LayerTimes(bf16, "int8", {"forward": 2e-6, "weight_gradient": 2e-6}, times)
+    other = LayerTimes(bf16, "fp8", times, times)
+    layers = tuning.by_layer([slower, other])
+    tuning.save_recording(Path("a100.json"), TimingRecording(HERE, "sm_80", timings, layers))
+    tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
+    assert run(*tuned, "--output", "table.json") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "by default" in line]
+    assert line.split()[-8:-5] == ["0.50", "1.00", "0.75"] and "stays in bf16" in line
+    assert list(tuning.load_table(Path("table.json")).layers.values()) == [slower]
+    assert run(*tuned, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["layers"]
+    assert row["precision"] == "int8" and row["wide_seconds"] == times
 
 
 def test_int8_slower_than_bf16_is_reported_and_not_used(

@@ -92,7 +92,9 @@ def test_bf16_is_substituted_by_fp16_or_an_error_if_exact() -> None:
 @pytest.mark.parametrize("target", ["v100", "t4", "a100"])
 def test_explain_shows_the_graph_of_an_absent_device(target: str) -> None:
     model, x = Convolutional(), torch.randn(2, 1, 8, 8)
-    explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
+    explanation = qsync_fx.explain(
+        model, x, options={"precision": "int8", "target": target, "skip_unprofitable": False}
+    )
     text, old = explanation.graph("lower"), target != "a100"
     assert ("bfloat16" not in text and "bf16" not in text) is old
     assert ("float16)" in text and "f16[" in text) is True
@@ -156,7 +158,9 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(
     ):
         warnings.simplefilter("error")  # Inductor warns of a graph that it skips
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        step = torch.compile(model, backend="qsync", options={"precision": "int8"})
+        step = torch.compile(
+            model, backend="qsync", options={"precision": "int8", "skip_unprofitable": False}
+        )
         ours = train(step)
     applied = qsync_fx.plan_coverage(model)
     ran = [
@@ -193,6 +197,7 @@ def test_sums_stay_in_the_range_of_fp16(
 
     options = {
         "precision": precision,
+        "skip_unprofitable": False,
         "inner_backend": "aot_eager",
         "rounding": "nearest",
         "scaling": scaling,
@@ -211,7 +216,9 @@ def test_infinite_gradients_reach_loss_scaling() -> None:
     layer = nn.Linear(16, 8)
     with on_a("t4", kernels=False):
         step = torch.compile(
-            layer, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager"}
+            layer,
+            backend="qsync",
+            options={"precision": "int8", "inner_backend": "aot_eager", "skip_unprofitable": False},
         )
         y = step(torch.randn(4, 16))
         y.backward(torch.full_like(y, float("inf")))
@@ -263,7 +270,9 @@ def test_kernels_are_queried_for_the_formats_of_the_device() -> None:
     """
     model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
-        explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
+        explanation = qsync_fx.explain(
+            model, x, options={"precision": "int8", "target": target, "skip_unprofitable": False}
+        )
         with explanation.there():
             asked = [(problem.a, problem.b) for problem in problems_of(explanation.lowered_graphs)]
         assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]

@@ -131,7 +131,7 @@ def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
 def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
     """Returns the products of a model's layers on a GPU, which need not be there."""
     with assumed(arch, on="cpu"):
-        options = {"precision": precision}
+        options = {"precision": precision, "skip_unprofitable": False}
         return problems_of(
             explain(
                 build(name, torch.device("cpu")), CASES[name].inputs(), options=options

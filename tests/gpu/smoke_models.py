@@ -118,7 +118,9 @@ def trained(device: torch.device) -> dict[str, Any]:
             print(f"smoke: {name}, {inner}", file=sys.stderr, flush=True)
             model, x, y = case(name, device)
             compiled = torch.compile(
-                model, backend="qsync", options={"precision": "int8", "inner_backend": inner}
+                model,
+                backend="qsync",
+                options={"precision": "int8", "inner_backend": inner, "skip_unprofitable": False},
             )
             with (
                 torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
@@ -176,7 +178,11 @@ def timed(device: torch.device) -> dict[str, Any]:
                 run = torch.compile(
                     model,
                     backend="qsync",
-                    options={"precision": way.split()[1], "inner_backend": inner},
+                    options={
+                        "precision": way.split()[1],
+                        "inner_backend": inner,
+                        "skip_unprofitable": False,
+                    },
                 )
             elif way.endswith("compiled"):
                 run = torch.compile(model, backend=inner)

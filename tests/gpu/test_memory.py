@@ -33,7 +33,9 @@ def asked(precision: str = "int8") -> list[Problem]:
     with assumed(kit.arch(), on="cpu"):
         return problems_of(
             explain(
-                stack(), torch.randn(BATCH, WIDTH), options={"precision": precision}
+                stack(),
+                torch.randn(BATCH, WIDTH),
+                options={"precision": precision, "skip_unprofitable": False},
             ).lowered_graphs
         )
 
@@ -43,7 +45,9 @@ def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int
     step; parameters left out.
     """
     torch.compiler.reset()
-    fast = torch.compile(model, backend="qsync", options={"precision": precision})
+    fast = torch.compile(
+        model, backend="qsync", options={"precision": precision, "skip_unprofitable": False}
+    )
 
     def loss_of(output: Any) -> Tensor:
         states: Tensor = getattr(output, "last_hidden_state", output)

@@ -51,7 +51,12 @@ def compiled(
     return torch.compile(
         model,
         backend="qsync",
-        options={"precision": precision, "inner_backend": inner_backend, **options},
+        options={
+            "precision": precision,
+            "inner_backend": inner_backend,
+            "skip_unprofitable": False,
+            **options,
+        },
     )
 
 

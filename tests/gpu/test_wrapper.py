@@ -204,7 +204,10 @@ def test_explain_names_the_kernels(tmp_path: Path) -> None:
     with models.kernels_win([], kit.arch(), tmp_path):
         given = {
             precision: [
-                op.reason for op in explain(model, x, options={"precision": precision}).operators
+                op.reason
+                for op in explain(
+                    model, x, options={"precision": precision, "skip_unprofitable": False}
+                ).operators
             ]
             for precision in ("int8", "int8_grad")
         }

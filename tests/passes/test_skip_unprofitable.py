@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.backend.cuda.runtime.device_state import assumed
-from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.cuda.selection.select import way
-from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
+from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable, counterpart
 from qsync_fx.backend.operators import convolution
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.layer_kernels import problems_of
@@ -236,6 +236,32 @@ def test_it_trains() -> None:
         assert gradient is not None and wanted is not None and torch.equal(gradient, wanted)
 
 
+SLOW_GPU = """
+name = "slow"
+title = "A GPU on which products take long and bytes move fast"
+kind = "gpu"
+capability = [8, 0]
+processors = 1
+clock = 1e9
+source = "made up"
+[memory]
+bytes = 1
+bandwidth = 1e12
+fraction = 1
+source = "made up"
+[units.fp32]
+peak = 1e10
+source = "made up"
+[units.bf16]
+peak = 2e11
+source = "made up"
+[units.int8]
+peak = 4e11
+source = "made up"
+"""
+"""A device on which a layer that is small here is large enough for INT8."""
+
+
 class OnGpu(nn.Module):
     """Layers that a GPU with BF16 has no use for INT8 in, one that it has, and one that a plan
     names.
@@ -256,57 +282,74 @@ class OnGpu(nn.Module):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
-def test_wide_gpu_product_is_not_quantized(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the choice of kernels leaves to a wider unit is asked before casts stand in the graph,
-    and named in the report.
-    """
-    # What is large there takes long here.
-    monkeypatch.setattr(select, "ENOUGH_WORK", 256**3)
-    monkeypatch.setattr(select, "NARROWEST", 64)
+def test_wide_gpu_product_is_not_quantized(scaling: str, tmp_path: Path) -> None:
+    """Layers that are estimated to be slower are not quantized, and the report says why."""
+    gpu = tmp_path / "slow.toml"
+    gpu.write_text(SLOW_GPU)
     model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
-    how = {"plan": Plan("int8", patterns=[("named", "int8")]), "scaling": scaling}
+    how = {"plan": Plan("int8_grad", patterns=[("named", "int8_grad")]), "scaling": scaling}
     found = {
-        (gpu, asked): qsync_fx.explain(
-            model, *inputs, options={**how, "skip_unprofitable": asked, "target": gpu}
+        asked: qsync_fx.explain(
+            model, *inputs, options={**how, "skip_unprofitable": asked, "target": str(gpu)}
         )
-        for gpu, asked in (("a100", True), ("a100", False), ("t4", True))
+        for asked in (True, False)
     }
 
-    def layers(gpu: str, asked: bool) -> dict[str, tuple[str, str]]:
-        explained = found[gpu, asked].operators
+    def layers(asked: bool) -> dict[str, tuple[str, str]]:
+        explained = found[asked].operators
         return {
             op.id.module: (str(op.precision), op.reason)
             for op in explained
             if op.kind == "adjustable"
         }
 
-    def quantized(gpu: str, asked: bool) -> int:
-        nodes = found[gpu, asked].graph_module("lower").graph.nodes
+    def quantized(asked: bool) -> int:
+        nodes = found[asked].graph_module("lower").graph.nodes
         return sum(node.target is torch.ops.qsync.quantize.default for node in nodes)
 
-    wide = layers("a100", True)
+    wide = layers(True)
     assert {name: fmt for name, (fmt, _) in wide.items()} == {
-        **dict.fromkeys(("large", "named"), "int8"),
+        **dict.fromkeys(("large", "named"), "int8_grad"),
         **dict.fromkeys(("small", "image", "groups"), "bf16"),
     }
-    too_small = "256 x 32 x 256 is assumed to be too small for int8 to be faster (not tuned)"
-    assert wide["small"][1] == f"plan: default int8; {too_small}, so it runs in bf16"
-    none = "there are no kernels for layers like it, so it runs in bf16"
-    assert wide["groups"][1] == f"plan: default int8; {none}"
-    # A kernel of images takes one scale for all of them.
-    assert (none if scaling == "channel" else "is assumed to be too small for int8") in wide[
-        "image"
-    ][1]
-    # What a plan names is obeyed, and without the option all is: kept in a byte a value, and
-    # multiplied as it pays.
-    assert f"torch computes output: {too_small}" in wide["named"][1]
-    assert {fmt for fmt, _ in layers("a100", False).values()} == {"int8"}
-    assert (quantized("a100", True), quantized("a100", False)) == (4, 8)
-    # There is no unit for BF16, so all that has a kernel of INT8 is faster by it.
-    expected = {**dict.fromkeys(("large", "small", "named", "image"), "int8"), "groups": "fp16"}
-    assert {name: fmt for name, (fmt, _) in layers("t4", True).items()} == expected | (
-        {"image": "fp16"} if scaling == "channel" else {}
+    small = wide["small"][1]
+    assert small.startswith("plan: default int8_grad; int8_grad is estimated to reach 0.")
+    assert small.endswith(
+        "of bf16's speed at 256 x 32 x 256, with quantization, so it runs in bf16"
     )
+    none = "there are no kernels for layers like it, so it runs in bf16"
+    assert wide["groups"][1] == f"plan: default int8_grad; {none}"
+    # A kernel of images takes one scale for all of them.
+    reason = {"channel": "sm_80 has no kernel for this", "tensor": "int8_grad is estimated"}[
+        scaling
+    ]
+    assert reason in wide["image"][1]
+    # A plan's own entries are obeyed, and without the option all is.
+    assert "CUTLASS sm_80 kernels for output" in wide["named"][1]
+    assert {fmt for fmt, _ in layers(False).values()} == {"int8_grad"}
+    assert (quantized(True), quantized(False)) == (4, 8)
+
+
+@pytest.mark.parametrize("target", ["t4", "h200", "b200"])
+def test_by_default_a_precision_is_only_used_on_gpus_where_it_pays(target: str) -> None:
+    """A plan is obeyed, and so is the option; on a CPU all layers are in the precision."""
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+
+    def layer(**options: Any) -> tuple[str, str]:
+        (operator,) = qsync_fx.explain(model, x, options=options).operators
+        return str(operator.precision), operator.reason
+
+    fmt, reason = layer(precision="int8", target=target)
+    assert fmt == ("fp16" if target == "t4" else "bf16")
+    why = {"b200": "kernels for sm_80 were not measured on compute capability 10.0"}
+    assert why.get(target, "int8 is estimated to reach 0.") in reason
+    for options in (
+        {"precision": "int8", "skip_unprofitable": False},
+        {"precision": "int8", "emulate_unsupported": True},
+        {"plan": Plan("int8")},
+    ):
+        assert layer(target=target, **options)[0] == "int8"
+    assert layer(precision="int8")[0] == "int8"
 
 
 def test_tuning_table_decides_on_a_gpu() -> None:
@@ -322,11 +365,15 @@ def test_tuning_table_decides_on_a_gpu() -> None:
     kernels = way(problem, "sm_80")
     assert not isinstance(kernels, str)
     name = kernels.configs[0].name
+    wide = counterpart(problem)
+    assert wide is not None
     for pays, fmt in ((True, "int8"), (False, "bf16")):
         choice = TunedChoice(
             problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays
         )
-        table = TuningTable(Environment("", "", "", "", "", 1), {problem.bucket(): choice})
+        rival = TunedChoice(wide.bucket(), "torch", {"torch": 3.0 if pays else 0.5})
+        choices = {item.problem: item for item in (choice, rival)}
+        table = TuningTable(Environment("", "", "", "", "", 1), choices)
         with assumed("sm_80", table, on="cpu"):
             layer = qsync_fx.explain(model, x, options=options).operators[0]
         assert str(layer.precision) == fmt

@@ -20,6 +20,7 @@ def codec_accuracy() -> str:
             "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
         "seeds": lambda row: str(len(row["each"])),
+        "date": lambda row: row.get("date", ""),
     }
     sizes = dict.fromkeys(
         f"{row['task']}: {row['size']}" for row in rows_of("codec_accuracy") if "size" in row

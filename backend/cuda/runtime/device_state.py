@@ -20,12 +20,15 @@ import torch
 from qsync_fx.backend.cuda import kernel_config, toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit, unit_of
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, library
-from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig, wide
+from qsync_fx.backend.cuda.layer_times import LayerTimes
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.selection.candidates import candidates
 from qsync_fx.backend.cuda.selection.select import Candidates, KernelDecision, decide
 from qsync_fx.backend.cuda.tuning import Environment, TuningError, TuningTable, load_table, path_in
 from qsync_fx.devices import format_support
+from qsync_fx.devices.device_catalog import device_called, get
+from qsync_fx.devices.device_model import Device
 from qsync_fx.devices.format_support import Kernels, offer
 from qsync_fx.environment import switch
 from qsync_fx.errors import QSyncError, ToolchainError
@@ -43,6 +46,7 @@ class DeviceState:
         lacks: why this machine cannot compile GEMMs and convolutions; None if it can.
         multiprocessors: None if the device is not present.
         mend: remedy for `reason` or `lacks`; None if there is none.
+        model: device of the catalog with its constants; a typical one of `arch` if None.
     """
 
     arch: Arch | None
@@ -52,6 +56,15 @@ class DeviceState:
     lacks: str | None = None
     multiprocessors: int | None = None
     mend: str | None = None
+    model: Device | None = None
+
+    def layer(self, output: Problem, precision: str) -> LayerTimes | None:
+        """Return the measured times of a layer: of `qsync tune`, or those of this package."""
+        if self.arch is None:
+            return None
+        tables = (self.table, self.model and shipped(self.model.name))
+        rows = (table.layer(output, precision, wide(self.arch)) for table in tables if table)
+        return next(filter(None, rows), None)
 
 
 _assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar("qsync_assumed", default=None)
@@ -74,6 +87,18 @@ def assumed(
         format_support.forget()
 
 
+@contextlib.contextmanager
+def tuned_by(table: TuningTable, device: torch.device) -> Iterator[None]:
+    """Decide for devices of the type of `device` by a table that is not saved yet."""
+    token = _assumed.set((device.type, replace(known_of(device), table=table)))
+    format_support.forget()
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+        format_support.forget()
+
+
 def known_of(device: torch.device) -> DeviceState:
     """Return the state of a device; devices other than CUDA have no kernels."""
     assumption = _assumed.get()
@@ -83,7 +108,9 @@ def known_of(device: torch.device) -> DeviceState:
     if target is not None:
         # A target device's tuning table exists only there, so the first suitable kernel is used.
         arch = kernel_config.target(target)
-        return DeviceState(arch, "" if arch else _no_kernels(target), None)
+        name = format_support.target_name(device)
+        model = get(name) if name else None
+        return DeviceState(arch, "" if arch else _no_kernels(target), None, model=model)
     if device.type != "cuda":
         return DeviceState(None, f"{device.type} has no kernels", None)
     # A device without an index means cuda:0: the device of a tensor always has an index.
@@ -179,9 +206,25 @@ def _known(index: int) -> DeviceState:
     plain, full = _missing_tool(templates=False), _missing_tool()
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
-    count = properties.multi_processor_count
-    state = DeviceState(arch, "", _table(index), plain is None, multiprocessors=count)
+    state = DeviceState(
+        arch,
+        "",
+        _table(index),
+        plain is None,
+        multiprocessors=properties.multi_processor_count,
+        model=device_called(str(getattr(properties, "name", "")), capability),
+    )
     return state if full is None else replace(state, lacks=full.what, mend=full.do)
+
+
+@functools.cache
+def shipped(name: str) -> TuningTable | None:
+    """Return the times of layers that this package has of a device of the catalog, if any."""
+    path = _SHIPPED / f"{name}.json"
+    return load_table(path) if path.exists() else None
+
+
+_SHIPPED: Final = Path(__file__).parents[1] / "layer_tables"
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ torch product is one product and at most one elementwise pass, as in a compiled 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -81,7 +81,8 @@ def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Ten
     """
     product = _gemm(value) if isinstance(value, GemmProduct) else _conv(value)
     out = type_of(problem.out)
-    bare = value.a_scale is None and value.b_scale is None and value.bias is None
+    bare = value.a_scale is None and value.b_scale is None
+    bare = bare and (value.bias is None or _adds_bias(value))
     factor = torch.ones((), device=value.a.device)
     for scale in (value.b_scale, value.a_scale):
         if scale is not None and not scale.dim():
@@ -96,8 +97,17 @@ def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Ten
     return run
 
 
+def _adds_bias(x: GemmProduct | ConvProduct) -> bool:
+    """Return whether cuBLAS adds the bias in the epilogue, as it does in `F.linear`."""
+    plain = x.a_scale is None and x.b_scale is None and x.a.dtype == x.b.dtype == x.out_dtype
+    return isinstance(x, GemmProduct) and plain
+
+
 def _gemm(x: GemmProduct) -> Callable[[], Tensor]:
-    a, b = x.a, x.b
+    a, b, bias = x.a, x.b, x.bias
+    if bias is not None and _adds_bias(x):
+        thin = bias.to(a.dtype)
+        return lambda: torch.addmm(thin, a, b)
     m, k, n = *a.shape, b.shape[1]
     if a.dtype == torch.int8 and reference_result.takes_integers(m, n, k):
         return lambda: reference_result.integer_product(a, b.t())
@@ -163,7 +173,8 @@ class EventTimer:
         try:
             if name not in self._runs:
                 self._prepare(candidate)
-            return [self._row(self._runs[name], self._launches[name])]
+            with torch.no_grad():
+                return [row_seconds(self._runs[name], self._launches[name], self._device)]
         except torch.OutOfMemoryError as error:
             raise _no_memory(error) from error
         except RuntimeError as error:
@@ -179,22 +190,25 @@ class EventTimer:
             runs = [call_of(candidate, problem, used, value) for value in self._copies]
             if wrong := differs(runs[0](), self._copies[0]):
                 raise TuningError(f"its result is wrong: {wrong}", where=name)
-        self._row(runs, len(runs))
-        took = self._row(runs, len(runs))
+        with torch.no_grad():
+            row_seconds(runs, len(runs), self._device)
+            took = row_seconds(runs, len(runs), self._device)
         self._launches[name] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
         self._runs[name] = runs
 
-    def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
-        with torch.cuda.device(self._device), torch.no_grad():
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            _sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-            start.record()
-            for index in range(launches):
-                runs[index % len(runs)]()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3 / launches
+
+def row_seconds(runs: Sequence[Callable[[], object]], launches: int, device: torch.device) -> float:
+    """Return the mean seconds per launch of a sequence that starts when all are queued."""
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        _sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        for index in range(launches):
+            runs[index % len(runs)]()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / launches
 
 
 def call_of(

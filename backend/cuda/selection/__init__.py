@@ -2,5 +2,6 @@
 
 `select.decide` chooses for a problem, and `select.of_problems` lists the kernels to compile ahead
 of time; start reading there. `candidates` lists the configurations for a problem, built in or added
-by users. `constraints` defines the valid configurations and the problems that they serve.
+by users, and `constraints` defines the valid ones and the problems that they serve. `estimate`
+predicts the times of layers that were not measured.
 """

@@ -1,15 +1,15 @@
 """Kernel decision for a problem, and the kernels to compile ahead of time.
 
 Without a tuning table, torch computes in formats in which it is assumed to be as fast, and a kernel
-where no other unit supports the format, or the product is large enough for narrow operands to pay.
-A decision needs no tensor and no GPU, so a report can predict it for a device.
+multiplies operands that are quantized already, which torch would first convert. Whether a layer
+should be quantized at all is decided before (`estimate`). A decision needs no tensor and no GPU, so
+a report can predict it for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import QUANTIZER_FORMATS, X_TYPES, TranslationUnit
@@ -17,13 +17,7 @@ from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig, wide
 from qsync_fx.backend.cuda.problem import padding
 from qsync_fx.backend.cuda.problem.problem import Problem
 from qsync_fx.backend.cuda.selection.candidates import all_configs, candidates
-from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable, work
-
-ENOUGH_WORK: Final = 2048**3
-"""Multiply-adds from which an unmeasured product in a narrow format counts as faster than BF16."""
-
-NARROWEST: Final = 512
-"""Smallest size of such a product; with a smaller one it would be bandwidth-bound."""
+from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable
 
 Candidates = Callable[[Problem, Arch], Sequence[KernelConfig]]
 
@@ -66,7 +60,7 @@ def decide(
         config, reason = _tuned(problem, arch, path, choice)
         integers = choice.faster_than_bf16 is not False
     else:
-        config, reason = _untuned(problem, arch, path)
+        config, reason = _untuned(problem, path)
         integers = problem.a not in NARROW
     if config is None:
         return KernelDecision(None, problem, reason, integers)
@@ -108,19 +102,10 @@ def _tuned(
     return best, "tuned"
 
 
-def _untuned(problem: Problem, arch: Arch, path: DispatchPath) -> tuple[KernelConfig | None, str]:
-    first = path.configs[0]
-    if problem.a not in NARROW and problem.b not in NARROW:
-        if "tf32" in (problem.a, problem.b):
-            return first, "not tuned"
+def _untuned(problem: Problem, path: DispatchPath) -> tuple[KernelConfig | None, str]:
+    if {problem.a, problem.b}.isdisjoint((*NARROW, "tf32")):
         return None, "without tuning, torch is assumed to be as fast"
-    if arch == "sm_75":
-        return first, f"not tuned; {arch} has no unit for bf16"
-    m, n, k = work(problem)
-    if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:
-        return first, "not tuned"
-    why = f"{m} x {n} x {k} is assumed to be too small for {problem.a} to be faster (not tuned)"
-    return None, why
+    return path.configs[0], "not tuned"
 
 
 def of_all(arch: Arch) -> list[TranslationUnit]:

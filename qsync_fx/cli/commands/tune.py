@@ -7,6 +7,7 @@ recorded timings no measurement runs, and results are saved only to an explicit 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
-from qsync_fx.errors import DeviceError, OptionError
+from qsync_fx.errors import DeviceError, OptionError, QSyncError
 from qsync_fx.formatting import many
 
 if TYPE_CHECKING:
@@ -22,13 +23,22 @@ if TYPE_CHECKING:
     from rich.table import Table as Printed
 
     from qsync_fx.backend.cuda.kernel_config import Arch
+    from qsync_fx.backend.cuda.layer_times import LayerTimes
     from qsync_fx.backend.cuda.problem import Problem
-    from qsync_fx.backend.cuda.tuning import Environment, RecordingTimer, Timer, TunedChoice
+    from qsync_fx.backend.cuda.tuning import (
+        Environment,
+        RecordingTimer,
+        Timer,
+        TunedChoice,
+        TuningTable,
+    )
+    from qsync_fx.graph.graph import PrecisionGraph
 
 _ABOUT = """\
 Measures torch's implementation and each suitable kernel for every matrix product
-and convolution of a model, forward and backward, and saves the fastest. Training
-then uses the saved choices.
+and convolution of a model, forward and backward, and saves the fastest. Then it
+measures every layer as a whole, with quantization, in the given precision and in
+BF16: by default, layers that are not faster stay in BF16.
 
 Sizes are rounded to the next quarter of a power of two, so one run covers similar
 batches. A kernel replaces torch if it is more than 3 % faster; int8 and fp8 are used
@@ -72,6 +82,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_config import wide
     from qsync_fx.backend.cuda.runtime import device_state
     from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, shown, tune_all
+    from qsync_fx.backend.operators.layer_kernels import problems_of, scaled_layers
 
     rounds = ROUNDS if arguments.repeats is None else arguments.repeats
     if rounds < 1:
@@ -82,16 +93,18 @@ def _tune(arguments: argparse.Namespace) -> None:
         raise OptionError(message, where="--recorded, --record", do="remove one of them")
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
+    gpu: torch.device | None
     make: Callable[[Problem], Timer]
     keepers: dict[Problem, RecordingTimer] = {}
     if arguments.recorded is not None:
         recording = tuning.load_recording(arguments.recorded)
         current, arch, make = recording.environment, recording.arch, recording.timer
-        problems = buckets(_problems(arguments, None), wide(arch))
+        gpu, graphs = None, _graphs(arguments, None)
+        problems = buckets(problems_of(graphs), wide(arch))
     else:
         gpu, arch = _gpu(arguments.device)
-        current = device_state.environment(gpu)
-        problems = buckets(_problems(arguments, gpu), wide(arch))
+        current, graphs = device_state.environment(gpu), _graphs(arguments, gpu)
+        problems = buckets(problems_of(graphs), wide(arch))
         _compile(problems, arch)
         make, keepers = _measuring(gpu, arch)
     if not problems:
@@ -111,19 +124,25 @@ def _tune(arguments: argparse.Namespace) -> None:
 
         candidates = functools.partial(_candidates, arch=arch)
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
+    wanted = scaled_layers(graphs, wide(arch))
+    if gpu is None:
+        layers = [recording.layers[key] for key in wanted if key in recording.layers]
+    else:
+        table = tuning.TuningTable(current, {choice.problem: choice for choice in choices})
+        layers = _layers(wanted, gpu, table, rounds, skipped)
     if arguments.record is not None:
         timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-        recorded = tuning.TimingRecording(current, arch, timings)
+        recorded = tuning.TimingRecording(current, arch, timings, tuning.by_layer(layers))
         tuning.save_recording(arguments.record, recorded)
         output.wrote(arguments.record)
     path = arguments.output
     if path is None and not arguments.recorded:
         path = tuning.path_in(device_state.folder(), current)
     if path is not None and choices:
-        tuning.save_table(path, current, choices)
+        tuning.save_table(path, current, choices, layers)
         device_state.forget()
         output.wrote(path)
-    _show(arguments, current, arch, choices, skipped)
+    _show(arguments, current, arch, choices, layers, skipped)
 
 
 def _gpu(name: str) -> tuple[torch.device, Arch]:
@@ -154,13 +173,36 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
     return gpu, result.arch
 
 
-def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
-    from qsync_fx.backend.operators.layer_kernels import problems_of
-
+def _graphs(arguments: argparse.Namespace, gpu: torch.device | None) -> list[PrecisionGraph]:
+    """Return the graphs of the model, in which no layer is left in a wider format."""
     inputs = model_args.read(arguments)
     if gpu is not None:
         inputs = inputs.on(gpu)
-    return problems_of(inputs.explain().lowered_graphs)
+    options = dataclasses.replace(inputs.options, skip_unprofitable=False)
+    return list(dataclasses.replace(inputs, options=options).explain().lowered_graphs)
+
+
+def _layers(
+    wanted: Sequence[tuple[Problem, str]],
+    gpu: torch.device,
+    table: TuningTable,
+    rounds: int,
+    skipped: dict[Problem, str],
+) -> list[LayerTimes]:
+    """Measure layers with the tuned kernels; add the others to `skipped`, with the reason."""
+    from qsync_fx.backend.cuda.runtime.device_state import tuned_by
+    from qsync_fx.backend.cuda.runtime.layer_timer import time_layer
+    from qsync_fx.backend.cuda.tuning import shown
+
+    result = []
+    with output.progress("layers", len(wanted)) as advance, tuned_by(table, gpu):
+        for problem, precision in wanted:
+            try:
+                result.append(time_layer(problem, precision, gpu, rounds))
+            except QSyncError as error:
+                skipped[problem] = error.what
+            advance(shown(problem))
+    return result
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
@@ -207,18 +249,25 @@ def _show(
     current: Environment,
     arch: Arch,
     choices: list[TunedChoice],
+    layers: list[LayerTimes],
     skipped: dict[Problem, str],
 ) -> None:
     from dataclasses import asdict
 
     from qsync_fx.backend.cuda.kernel_config import wide
-    from qsync_fx.backend.cuda.tuning import choice_as_json, problem_as_json, shown
+    from qsync_fx.backend.cuda.tuning import (
+        choice_as_json,
+        layer_as_json,
+        problem_as_json,
+        shown,
+    )
 
     if arguments.json:
         result = {
             "environment": asdict(current),
             "arch": arch,
             "choices": [choice_as_json(choice) for choice in choices],
+            "layers": [layer_as_json(times) for times in layers],
             "skipped": [
                 {"problem": problem_as_json(item), "reason": why} for item, why in skipped.items()
             ],
@@ -226,6 +275,8 @@ def _show(
         output.as_json(result)
         return
     output.show(_table(choices, wide(arch)))
+    if layers:
+        output.show(_layer_table(layers, wide(arch)))
     for problem, why in skipped.items():
         output.note(f"not measured: {shown(problem)}: {why}")
 
@@ -244,6 +295,20 @@ def _table(choices: list[TunedChoice], wide: str) -> Printed:
         rows.append((*cells, choice.name, _note(choice, wide)))
     numbers = ("torch us", "kernel us", "ratio")
     return output.table(("problem", *numbers, "runs", "note"), rows, right=numbers)
+
+
+def _layer_table(layers: list[LayerTimes], wide: str) -> Printed:
+    from qsync_fx.backend.cuda.layer_times import PARTS
+    from qsync_fx.backend.cuda.tuning import shown
+
+    rows = []
+    for times in layers:
+        cells = [f"{times.speed([part]):.2f}" if part in times.seconds else "" for part in PARTS]
+        note = "" if times.speed() >= 1 else f"stays in {wide} by default"
+        rows.append((shown(times.problem), times.precision, *cells, f"{times.speed():.2f}", note))
+    numbers = (*(part.replace("_", " ") for part in PARTS), "step")
+    columns = (f"layer (speed over {wide})", "format", *numbers, "note")
+    return output.table(columns, rows, right=numbers)
 
 
 def _note(choice: TunedChoice, wide: str) -> str:

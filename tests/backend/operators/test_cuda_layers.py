@@ -156,13 +156,19 @@ def test_device_without_kernels_is_unchanged() -> None:
 
 
 def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
-    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch
-    multiplies in BF16.
+    """Where INT8 was measured to be slower, torch multiplies in BF16; where nothing was tuned, a
+    kernel multiplies what is quantized.
     """
     x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
-    with assumed("sm_80", on="cpu"), recorded() as calls:
-        assert_right(Layer("int8"), x, weight, None)
-    assert "aten::_int_mm" not in calls and "qsync::gemm" not in calls
+    table = everything("sm_80", asked_by(Layer("int8"), x, weight, None))
+    slower = {
+        problem: replace(choice, faster_than_bf16=False if problem.a == "int8" else None)
+        for problem, choice in table.choices.items()
+    }
+    for rows, kernels in ((slower, 2), ({}, 1)):
+        with assumed("sm_80", replace(table, choices=rows), on="cpu"), recorded() as calls:
+            assert_right(Layer("int8"), x, weight, None)
+        assert "aten::_int_mm" not in calls and calls.count("qsync::gemm") == kernels
 
 
 # The same decisions for tensors on a device that is not here.
@@ -171,8 +177,8 @@ def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
 # The same decisions for tensors on a device that is not here.
 
 
-@pytest.mark.parametrize(("size", "ours"), [(4096, True), (64, False)])
-def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
+@pytest.mark.parametrize("size", [4096, 64])
+def test_on_cuda_quantized_operands_are_multiplied_by_kernels(size: int) -> None:
     with (
         torch._subclasses.FakeTensorMode(),
         torch.device("cuda"),
@@ -190,7 +196,7 @@ def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
         torch.bfloat16,
         torch.float32,
     )
-    assert calls.count("qsync::gemm") == (2 if ours else 0)
+    assert calls.count("qsync::gemm") == 2
 
 
 def test_symbolic_sizes_use_the_example_without_guards() -> None:
@@ -247,16 +253,16 @@ def test_explain_names_the_kernel() -> None:
             == "torch computes: the device is assumed to have no kernels"
         )
     with assumed("sm_90a"):
-        assert "torch computes output: 8 x 96 x 64 is assumed to be too small for int8" in str(
-            computed(first, device)
-        )
+        assert str(computed(first, device)).startswith("CUTLASS sm_90a kernels for output; torch")
     with assumed("sm_80", everything("sm_80", problems)):
         assert (
             str(computed(second, device))
             == "CUTLASS sm_80 kernels for output, input gradient, weight gradient"
         )
     with assumed("sm_80", everything("sm_80", problems), on="cpu"):
-        again = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
+        again = explain(
+            model(), torch.randn(8, 64), options={"precision": "int8", "skip_unprofitable": False}
+        )
     reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
     assert len(reasons) == 2 and all(
         "CUTLASS sm_80 kernels for output" in reason for reason in reasons
@@ -333,7 +339,12 @@ def test_a_model_trains_through_the_operators(
     # What would be compiled for a GPU is not what computes here.
     monkeypatch.setattr(kernel_registry, "prepare", lambda units: [])
     x = torch.randn(8, 64)
-    options = {"precision": "int8", "inner_backend": inner_backend, "rounding": "nearest"}
+    options = {
+        "precision": "int8",
+        "skip_unprofitable": False,
+        "inner_backend": inner_backend,
+        "rounding": "nearest",
+    }
     problems = problems_of(explain(model(), x, options={"precision": "int8"}).lowered_graphs)
     saved: list[Tensor] = []
 

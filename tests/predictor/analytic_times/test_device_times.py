@@ -59,7 +59,11 @@ def graph_of(name: str, target: str | None = "t4") -> ModelGraph:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     return build_model_graph(
-        qsync_fx.explain(model.train(), **inputs, options={"precision": "int8", "target": target})
+        qsync_fx.explain(
+            model.train(),
+            **inputs,
+            options={"precision": "int8", "target": target, "skip_unprofitable": False},
+        )
     )
 
 

@@ -41,15 +41,11 @@ def chosen(
 FIRST, SECOND = configs(2)
 
 
-def test_untuned_products_go_to_kernels_where_they_are_large() -> None:
-    found = chosen(INT8)
-    assert found.config == FIRST and found.taken == INT8 and "not tuned" in found.reason
-    small = chosen(replace(INT8, m=128))
-    assert small.config is None and not small.integers and "too small" in small.reason
-    thin = chosen(replace(INT8, k=128, m=2**20))
-    assert thin.config is None and "too small" in thin.reason
-    # Without a BF16 unit there is nothing to lose.
-    assert chosen(replace(INT8, m=128), arch="sm_75").config == FIRST
+def test_untuned_products_of_quantized_operands_go_to_kernels() -> None:
+    """torch would convert them first."""
+    for problem in (INT8, replace(INT8, m=128), replace(INT8, k=128, m=2**20)):
+        found = chosen(problem)
+        assert found.config == FIRST and found.taken == problem and found.reason == "not tuned"
 
 
 def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:

@@ -158,7 +158,11 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
             made, inputs = on_gpu(made, inputs)
         ended = False
         try:
-            torch.compile(made.train(), backend="qsync", options={"precision": precision})(*inputs)
+            torch.compile(
+                made.train(),
+                backend="qsync",
+                options={"precision": precision, "skip_unprofitable": False},
+            )(*inputs)
         except absent_gpu.EndedError:
             ended = True
     code = "\n".join(found.code)
