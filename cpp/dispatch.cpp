@@ -139,6 +139,15 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
                 }
             }
         }
+        for (const std::size_t block : {std::size_t{128}, std::size_t{256}, std::size_t{512}, std::size_t{1024}}) {
+            std::vector<float> a((size + block - 1) / block * block), b(a), x(near), y(near);
+            first.rotate(source.data(), size, block, 9u, a.data());
+            second.rotate(source.data(), size, block, 9u, b.data());
+            if (!same(a, b)) return false;
+            first.rotate_back(a.data(), size, block, 9u, x.data(), block == 128);
+            second.rotate_back(b.data(), size, block, 9u, y.data(), block == 128);
+            if (!same(x, y)) return false;
+        }
         for (const std::size_t unit : {std::size_t{3}, std::size_t{64}, std::size_t{100}}) {
             Bytes a(onebit_bytes(size, unit)), b(a.size());
             std::vector<float> x(near), y(near);

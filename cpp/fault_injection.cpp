@@ -78,6 +78,8 @@ const Kind KINDS[] = {
     {"onebit_decode", 1, [](Corrupted &in, int) { replace<4>(in.codecs.onebit_decode); }},
     {"truncate_encode", 1, [](Corrupted &in, int) { replace<4>(in.codecs.truncate_encode); }},
     {"truncate_decode", 1, [](Corrupted &in, int) { replace<3>(in.codecs.truncate_decode); }},
+    {"rotate", 1, [](Corrupted &in, int) { replace<4>(in.codecs.rotate); }},
+    {"rotate_back", 1, [](Corrupted &in, int) { replace<4>(in.codecs.rotate_back); }},
     {"pack_rows", OPERANDS, [](Corrupted &in, int i) { i == 0 ? replace<1>(in.int8.pack_rows) : replace<1>(in.bf16.pack_rows); }},
     {"pack_columns", OPERANDS, [](Corrupted &in, int i) { i == 0 ? replace<1>(in.int8.pack_columns) : replace<1>(in.bf16.pack_columns); }},
     {"multiply", OPERANDS, [](Corrupted &in, int i) { i == 0 ? replace<4>(in.int8.multiply) : replace<4>(in.bf16.multiply); }},

@@ -103,6 +103,7 @@ def qsgd_encode(
     first: int = 0,
     threads: int = 1,
     isa: str | None = None,
+    rotated: bool = False,
 ) -> None:
     """Writes `n` float32 of `src` as QSGD of 2, 4, 8 or 16 `bits` into `qsgd_bytes(n, bits, unit)` bytes of `wire`.
 
@@ -116,6 +117,10 @@ def qsgd_encode(
 
     Below S = 2**-64 values and scale are multiplied by 2**64 first, above 2**64 by 2**-64. A unit with a NaN or an infinity has scale
     NaN and codes of zero. `first` is the index of the first value, and `first + n` at most 2**32.
+
+    If `rotated`, units of a power of two of values, at least 128, are first transformed to H D x, the last one padded with zeros, which
+    are encoded, too. D negates values whose bit is set in the random words of stream 0x48414441, 32 values a word, lowest bit first. H has
+    the stages (a + b, a - b) of strides 1, 2, 4, ..., in this order. The message begins with the uint32 counter of the first word.
     """
 
 def qsgd_decode(
@@ -129,14 +134,16 @@ def qsgd_decode(
     threads: int = 1,
     isa: str | None = None,
     last: bool = False,
+    rotated: bool = False,
 ) -> None:
     """Reads `n` values that `qsgd_encode` wrote into `dst`, or adds them to it.
 
     With a step of S / s, or S / L, lowered by its last bit where s or L of them were infinite: code * step with its sign, or
-    (2 * code - L) * step. Where nobody reads them soon, which `last` says, many are written past the caches.
+    (2 * code - L) * step. Where nobody reads them soon, which `last` says, many are written past the caches. If `rotated`, these are
+    transformed by the stages in reverse order, and then multiplied by 1 / unit and the signs D.
     """
 
-def qsgd_bytes(n: int, bits: int, unit: int) -> int:
+def qsgd_bytes(n: int, bits: int, unit: int, rotated: bool = False) -> int:
     """Returns how many bytes `n` values make."""
 
 def onebit_encode(

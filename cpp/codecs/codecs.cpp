@@ -16,6 +16,9 @@ namespace {
 // Values per thread that amortize waking it.
 constexpr std::size_t GRAIN = std::size_t{1} << 15;
 
+// Values that are transformed at once: 16 units of 128 values, for which QSGD has a fast path.
+constexpr std::size_t BATCH = 2048;
+
 constexpr int LOWEST = 12, HALF_BYTE = 4;
 constexpr std::size_t HEADER = 4;
 
@@ -34,6 +37,16 @@ template <class Work> void by_units(std::size_t n, std::size_t unit, int threads
     parallel(n, ceiling(GRAIN, unit) * unit, threads, [&](std::size_t begin, std::size_t end, std::size_t) { work(begin, end); });
 }
 
+// Call work(begin, size, blocks) on batches of full units, except for the last one. `blocks` is a
+// buffer in the L1 cache for their transform.
+template <class Work> void by_blocks(std::size_t unit, std::size_t begin, std::size_t end, const Work &work) {
+    std::vector<float> blocks(std::max(unit, BATCH));
+    for (std::size_t at = begin; at < end; at += blocks.size()) work(at, std::min(blocks.size(), end - at), blocks.data());
+}
+
+// Return the counter of the word with the signs of 32 values from `index` on.
+std::uint32_t sign_counter(std::uint32_t signs, std::size_t index) { return signs + WEYL * static_cast<std::uint32_t>(index / 32); }
+
 // Return the header of a partition: the level (0 for 12 bits to 5 for 32 bits) plus eight times the
 // number of values.
 std::uint32_t header(int bits, std::size_t count) {
@@ -49,7 +62,8 @@ std::size_t aligned(std::size_t bytes) { return ceiling(bytes, 4) * 4; }
 
 } // namespace
 
-std::size_t qsgd_bytes(std::size_t n, int bits, std::size_t unit) {
+std::size_t qsgd_bytes(std::size_t n, int bits, std::size_t unit, bool rotated) {
+    if (rotated) return n == 0 ? 0 : sizeof(std::uint32_t) + qsgd_bytes(ceiling(n, unit) * unit, bits, unit);
     return ceiling(n, unit) * sizeof(float) + n / unit * code_bytes(unit, bits) + code_bytes(n % unit, bits);
 }
 
@@ -66,22 +80,45 @@ std::size_t truncate_bytes(std::size_t n, int bits, std::size_t partition) {
 
 void qsgd_encode(const Codecs &codecs, const Qsgd &how, const float *x, std::size_t n, std::uint8_t *wire, std::uint32_t counter,
                  int threads) {
+    if (how.rotated && n != 0) {
+        std::memcpy(wire, &how.signs, sizeof how.signs);
+        wire += sizeof how.signs;
+    }
     std::uint8_t *codes = wire + ceiling(n, how.unit) * sizeof(float);
-    by_units(n, how.unit, threads, [&](std::size_t begin, std::size_t end) {
+    const auto encode = [&](const float *values, std::size_t begin, std::size_t size) {
         const std::size_t units = begin / how.unit;
-        codecs.qsgd_encode[width(how.bits)][how.layout](x + begin, end - begin, how.unit, how.norm, wire + units * sizeof(float),
+        codecs.qsgd_encode[width(how.bits)][how.layout](values, size, how.unit, how.norm, wire + units * sizeof(float),
                                                         codes + units * code_bytes(how.unit, how.bits),
                                                         counter + WEYL * static_cast<std::uint32_t>(begin));
+    };
+    by_units(n, how.unit, threads, [&](std::size_t begin, std::size_t end) {
+        if (!how.rotated) return encode(x + begin, begin, end - begin);
+        by_blocks(how.unit, begin, end, [&](std::size_t at, std::size_t size, float *blocks) {
+            codecs.rotate(x + at, size, how.unit, sign_counter(how.signs, at), blocks);
+            encode(blocks, at, ceiling(size, how.unit) * how.unit);
+        });
     });
 }
 
 void qsgd_decode(const Codecs &codecs, const Qsgd &how, const std::uint8_t *wire, std::size_t n, float *y, bool add, bool last,
                  int threads) {
+    std::uint32_t signs = 0;
+    if (how.rotated && n != 0) {
+        std::memcpy(&signs, wire, sizeof signs);
+        wire += sizeof signs;
+    }
     const std::uint8_t *codes = wire + ceiling(n, how.unit) * sizeof(float);
-    by_units(n, how.unit, threads, [&](std::size_t begin, std::size_t end) {
+    const auto decode = [&](std::size_t begin, std::size_t size, float *values, bool sum, bool past) {
         const std::size_t units = begin / how.unit;
         codecs.qsgd_decode[width(how.bits)][how.layout](wire + units * sizeof(float), codes + units * code_bytes(how.unit, how.bits),
-                                                        end - begin, how.unit, y + begin, add, last);
+                                                        size, how.unit, values, sum, past);
+    };
+    by_units(n, how.unit, threads, [&](std::size_t begin, std::size_t end) {
+        if (!how.rotated) return decode(begin, end - begin, y + begin, add, last);
+        by_blocks(how.unit, begin, end, [&](std::size_t at, std::size_t size, float *blocks) {
+            decode(at, ceiling(size, how.unit) * how.unit, blocks, false, false);
+            codecs.rotate_back(blocks, size, how.unit, sign_counter(signs, at), y + at, add);
+        });
     });
 }
 

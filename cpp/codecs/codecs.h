@@ -1,5 +1,5 @@
-// Gradient compression codecs on the CPU: QSGD, 1bitSGD and truncation. The kernels of one ISA
-// variant, and multithreaded functions for entire tensors.
+// Gradient compression codecs on the CPU: QSGD, after a Hadamard transform if requested, 1bitSGD
+// and truncation. The kernels of one ISA variant, and multithreaded functions for entire tensors.
 //
 // Invariant: all tables compute identical bits from identical arguments, for any number of threads.
 #pragma once
@@ -38,6 +38,11 @@ struct Codecs {
     // `bits` is not a multiple of 8. `residual` is as for 1bitSGD.
     void (*truncate_encode)(const float *x, float *residual, std::size_t n, int bits, std::uint8_t *planes);
     void (*truncate_decode)(const std::uint8_t *planes, std::size_t n, int bits, float *y, bool add);
+    // Randomized Hadamard transform H D of blocks, and its inverse, which overwrites y. `block` is a
+    // power of two, at least 128; y has full blocks, the last one padded with zeros. `signs`: the
+    // random counter of the first 32 signs.
+    void (*rotate)(const float *x, std::size_t n, std::size_t block, std::uint32_t signs, float *y);
+    void (*rotate_back)(float *y, std::size_t n, std::size_t block, std::uint32_t signs, float *x, bool add);
 };
 
 extern const Codecs scalar_codecs;
@@ -51,10 +56,12 @@ struct Qsgd {
     std::size_t unit;
     Norm norm;
     Layout layout;
+    bool rotated = false;     // whether each unit is a block of a randomized Hadamard transform
+    std::uint32_t signs = 0; // its counter, for encoding
 };
 
 // Return the size of n encoded values in bytes.
-std::size_t qsgd_bytes(std::size_t n, int bits, std::size_t unit);
+std::size_t qsgd_bytes(std::size_t n, int bits, std::size_t unit, bool rotated = false);
 std::size_t onebit_bytes(std::size_t n, std::size_t unit);
 // Return the number of values in a full partition of `partition` bytes, and the size of n encoded
 // values in bytes.
@@ -62,7 +69,7 @@ std::size_t partition_values(int bits, std::size_t partition);
 std::size_t truncate_bytes(std::size_t n, int bits, std::size_t partition);
 
 // Multithreaded codecs. `wire` is the encoded buffer: all scales or means, then all codes; for
-// truncation, consecutive partitions.
+// truncation, consecutive partitions. With a transform, the counter of the signs comes first.
 void qsgd_encode(const Codecs &codecs, const Qsgd &how, const float *x, std::size_t n, std::uint8_t *wire, std::uint32_t counter,
                  int threads);
 void qsgd_decode(const Codecs &codecs, const Qsgd &how, const std::uint8_t *wire, std::size_t n, float *y, bool add, bool last,

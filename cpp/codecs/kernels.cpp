@@ -3,6 +3,7 @@
 // Invariant: as in quantizer/kernels.cpp, identical bits in every ISA variant and no inline
 // function with external linkage.
 
+#include "codecs/hadamard.h"
 #include "codecs/qsgd.h"
 #include "codecs/truncation.h"
 
@@ -103,6 +104,8 @@ const Codecs QSYNC_CODECS = {
     onebit_decode,
     truncate_encode,
     truncate_decode,
+    rotate,
+    rotate_back,
 };
 
 } // namespace qsync

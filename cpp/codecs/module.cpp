@@ -11,6 +11,8 @@ namespace qsync {
 namespace {
 
 constexpr std::size_t MOST_VALUES = std::size_t{1} << 40, LARGEST_UNIT = std::size_t{1} << 32;
+// Random stream of the signs of a Hadamard transform: the same for all streams of values.
+constexpr std::uint32_t SIGNS = 0x48414441u;
 constexpr std::size_t STEP = 420, LARGEST_PARTITION = STEP * 4096;
 
 void check_bits(int bits) {
@@ -21,6 +23,11 @@ void check_bits(int bits) {
 void check_unit(std::size_t unit) {
     within("unit", unit, std::size_t{64}, std::size_t{1} << 20);
     if (unit % 64 != 0) throw py::value_error("unit is " + std::to_string(unit) + ", no multiple of 64");
+}
+
+void check_block(std::size_t unit) {
+    if (unit < 128 || (unit & (unit - 1)) != 0)
+        throw py::value_error("unit is " + std::to_string(unit) + ", not a power of two from 128 on, as a Hadamard transform requires");
 }
 
 void check_truncation(int bits, std::size_t partition) {
@@ -47,10 +54,12 @@ auto coded(std::uintptr_t from, bool given, std::uintptr_t to, std::size_t n, in
 
 void bound_qsgd_encode(std::uintptr_t src, std::uintptr_t wire, std::size_t n, int bits, std::size_t unit, const std::string &norm,
                        const std::string &layout, std::uint64_t seed, std::uint32_t stream, std::uint64_t first, int threads,
-                       const std::optional<std::string> &isa) {
+                       const std::optional<std::string> &isa, bool rotated) {
     check_bits(bits);
     check_unit(unit);
-    const Qsgd how{bits, unit, static_cast<Norm>(named("norm", norm, {"max", "two"})), layout_of(layout)};
+    if (rotated) check_block(unit);
+    const std::uint32_t signs = mix(stream_key(seed, SIGNS)) + WEYL * static_cast<std::uint32_t>(first / 32);
+    const Qsgd how{bits, unit, static_cast<Norm>(named("norm", norm, {"max", "two"})), layout_of(layout), rotated, signs};
     within("n", n, std::size_t{0}, std::size_t{1} << 32);
     if (first > (std::uint64_t{1} << 32) - n) throw py::value_error("an index of 2**32 or more");
     coded<float, std::uint8_t>(src, n != 0, wire, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
@@ -60,10 +69,11 @@ void bound_qsgd_encode(std::uintptr_t src, std::uintptr_t wire, std::size_t n, i
 }
 
 void bound_qsgd_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, int bits, std::size_t unit, const std::string &layout,
-                       bool add, int threads, const std::optional<std::string> &isa, bool last) {
+                       bool add, int threads, const std::optional<std::string> &isa, bool last, bool rotated) {
     check_bits(bits);
     check_unit(unit);
-    const Qsgd how{bits, unit, MAX_NORM, layout_of(layout)};
+    if (rotated) check_block(unit);
+    const Qsgd how{bits, unit, MAX_NORM, layout_of(layout), rotated};
     coded<std::uint8_t, float>(wire, n != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
         qsgd_decode(codecs, how, source, n, target, add, last, threads);
     });
@@ -108,11 +118,12 @@ void bound_truncate_decode(std::uintptr_t wire, std::size_t size, std::uintptr_t
 
 void add_codecs(py::module_ &module) {
     const auto none = py::none();
-    module.def("qsgd_bytes", [](std::size_t n, int bits, std::size_t unit) {
+    module.def("qsgd_bytes", [](std::size_t n, int bits, std::size_t unit, bool rotated) {
         check_bits(bits);
         check_unit(unit);
-        return qsgd_bytes(n, bits, unit);
-    }, py::arg("n"), py::arg("bits"), py::arg("unit"));
+        if (rotated) check_block(unit);
+        return qsgd_bytes(n, bits, unit, rotated);
+    }, py::arg("n"), py::arg("bits"), py::arg("unit"), py::arg("rotated") = false);
     module.def("onebit_bytes", [](std::size_t n, std::size_t unit) {
         within("unit", unit, std::size_t{1}, LARGEST_UNIT);
         return onebit_bytes(n, unit);
@@ -123,9 +134,10 @@ void add_codecs(py::module_ &module) {
     }, py::arg("n"), py::arg("bits"), py::arg("partition"));
     module.def("qsgd_encode", &bound_qsgd_encode, py::arg("src"), py::arg("wire"), py::arg("n"), py::arg("bits"), py::arg("unit"),
                py::arg("norm") = "max", py::arg("layout") = "sign", py::arg("seed") = 0, py::arg("stream") = 0, py::arg("first") = 0,
-               py::arg("threads") = 1, py::arg("isa") = none);
+               py::arg("threads") = 1, py::arg("isa") = none, py::arg("rotated") = false);
     module.def("qsgd_decode", &bound_qsgd_decode, py::arg("wire"), py::arg("dst"), py::arg("n"), py::arg("bits"), py::arg("unit"),
-               py::arg("layout") = "sign", py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none, py::arg("last") = false);
+               py::arg("layout") = "sign", py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none, py::arg("last") = false,
+               py::arg("rotated") = false);
     module.def("onebit_encode", &bound_onebit_encode, py::arg("src"), py::arg("residual"), py::arg("wire"), py::arg("n"), py::arg("unit"),
                py::arg("threads") = 1, py::arg("isa") = none);
     module.def("onebit_decode", &bound_onebit_decode, py::arg("wire"), py::arg("dst"), py::arg("n"), py::arg("unit"),

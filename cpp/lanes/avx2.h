@@ -57,6 +57,20 @@ inline F chosen(std::uint32_t which, F a, F b) {
     const __m256i high = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_srli_epi32(both, 8), lane), lane);
     return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(low)), _mm256_blendv_ps(b.w, a.w, _mm256_castsi256_ps(high))};
 }
+template <int H> inline __m256 butterfly(__m256 a) {
+    __m256 other;
+    if constexpr (H == 1) other = _mm256_permute_ps(a, 0xB1);
+    if constexpr (H == 2) other = _mm256_permute_ps(a, 0x4E);
+    if constexpr (H == 4) other = _mm256_permute2f128_ps(a, a, 0x01);
+    constexpr int HIGHER = H == 1 ? 0xAA : H == 2 ? 0xCC : 0xF0;
+    return _mm256_blend_ps(_mm256_add_ps(a, other), _mm256_sub_ps(other, a), HIGHER);
+}
+template <int H> inline F butterfly(F a) {
+    if constexpr (H == 8)
+        return {_mm256_add_ps(a.v, a.w), _mm256_sub_ps(a.v, a.w)};
+    else
+        return {butterfly<H>(a.v), butterfly<H>(a.w)};
+}
 inline __m256i narrowed(I a) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(a.v, a.w), 0xD8); }
 inline void store_words(std::uint8_t *p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrowed(a)); }
 inline void store_bytes(std::uint8_t *p, I a) {

@@ -43,6 +43,17 @@ inline std::uint32_t not_negative(F a) { return _mm512_cmp_ps_mask(a.v, _mm512_s
 inline F chosen(std::uint32_t which, F a, F b) { return {_mm512_mask_blend_ps(static_cast<__mmask16>(which), b.v, a.v)}; }
 // a + b in the lanes of the mask, else a
 inline F with(F a, std::uint32_t which, F b) { return {_mm512_mask_add_ps(a.v, static_cast<__mmask16>(which), a.v, b.v)}; }
+// In each pair of lanes at distance H, put the sum into the lower lane, and the lower one minus the
+// higher one into the higher lane.
+template <int H> inline F butterfly(F a) {
+    constexpr __mmask16 HIGHER = H == 1 ? 0xAAAA : H == 2 ? 0xCCCC : H == 4 ? 0xF0F0 : 0xFF00;
+    __m512 other;
+    if constexpr (H == 1) other = _mm512_permute_ps(a.v, 0xB1);
+    if constexpr (H == 2) other = _mm512_permute_ps(a.v, 0x4E);
+    if constexpr (H == 4) other = _mm512_shuffle_f32x4(a.v, a.v, 0xB1);
+    if constexpr (H == 8) other = _mm512_shuffle_f32x4(a.v, a.v, 0x4E);
+    return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), HIGHER, other, a.v)};
+}
 inline void store_bytes(std::uint8_t *p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline I load_bytes(const std::uint8_t *p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
 inline void store_words(std::uint8_t *p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(a.v)); }

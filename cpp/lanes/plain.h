@@ -71,6 +71,11 @@ inline F chosen(std::uint32_t which, const F &a, const F &b) {
     for (std::size_t i = 0; i < LANES; ++i) to.v[i] = which >> i & 1u ? a.v[i] : b.v[i];
     return to;
 }
+template <int H> inline F butterfly(const F &a) {
+    F to;
+    for (std::size_t i = 0; i < LANES; ++i) to.v[i] = (i & H) == 0 ? a.v[i] + a.v[i + H] : a.v[i - H] - a.v[i];
+    return to;
+}
 inline void store_bytes(std::uint8_t *p, const I &a) {
     for (std::size_t i = 0; i < LANES; ++i) p[i] = static_cast<std::uint8_t>(a.v[i]);
 }

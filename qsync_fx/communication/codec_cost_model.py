@@ -16,6 +16,7 @@ from qsync_fx.communication.bucket import gathered, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.casts import CODECS as CASTS
 from qsync_fx.communication.codecs.codec import Codec
+from qsync_fx.communication.codecs.qsgd import CODECS as QSGD
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.message_header import HEADER
 from qsync_fx.communication.point_to_point import VALUES
@@ -60,6 +61,9 @@ _TO_COPY: Final = {
     "qsgd4": (1.03, 1.47),
     "qsgd8": (1.12, 1.43),
     "qsgd16": (0.97, 1.28),
+    "qsgd2h": (0.63, 0.91),
+    "qsgd4h": (0.53, 0.77),
+    "qsgd8h": (0.55, 0.73),
     "aqgb12": (1.24, 1.30),
     "aqgb16": (1.16, 1.41),
     "aqgb20": (1.01, 1.15),
@@ -81,6 +85,18 @@ _TO_COPY_OF_A_GPU: Final = {
     **dict.fromkeys((codec.name for codec in CASTS[1:]), (1.13, 0.73)),
 }
 """The same relative to a copy in GPU memory, fused by Inductor: H200, 100 MB (gpu_codecs.json)."""
+
+
+def _with_stages(codec: Codec) -> tuple[float, float]:
+    """Return a lower bound of the speed of a Hadamard transform's codec relative to a GPU's copy.
+
+    No GPU measured it: each stage of the transform is assumed to read and write all values.
+    """
+    encode, decode = _TO_COPY_OF_A_GPU[codec.name.removesuffix("h")]
+    stages = math.log2(codec.unit)
+    return 1 / (1 / encode + stages), 1 / (1 / decode + stages)
+
+
 _MANY: Final = 2**20
 
 
@@ -124,10 +140,12 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
 
     `host` is infinity if coded bytes stay in GPU memory.
     """
+    rotated = [codec for codec in QSGD if codec.rotated]
+    on_gpu = {**_TO_COPY_OF_A_GPU, **{codec.name: _with_stages(codec) for codec in rotated}}
     table = {}
-    for name, (encode, decode) in {**_TO_COPY, **_TO_COPY_OF_A_GPU}.items():
+    for name, (encode, decode) in {**_TO_COPY, **on_gpu}.items():
         memory, share = COPY, 1.0  # AQGB codes on the host
-        if name in _TO_COPY_OF_A_GPU:
+        if name in on_gpu:
             memory, share = copy, codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY)
         sending = share / host  # seconds for each FP32 byte
         encoding, decoding = 1 / (memory * encode), 1 / (memory * decode)

@@ -43,6 +43,7 @@ CODECS: Final = (
     "1bit",
     "1bit*",
     *(f"qsgd{bits}" for bits in (2, 4, 8, 16)),
+    *(f"qsgd{bits}h" for bits in (2, 4, 8)),
 )
 """Names of all codecs."""
 BETWEEN_NODES: Final = "codecs between nodes of"

@@ -22,6 +22,7 @@ from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
 from qsync_fx.predictor.memory import ADAM
 from qsync_fx.predictor.replayer.cluster import (
+    Buckets,
     ClusterDevice,
     Compression,
     Exchange,
@@ -75,6 +76,46 @@ def test_plan_contains_the_codec_of_each_parameter(tmp_path: Path) -> None:
     assert plain.evaluation.seconds > answer.evaluation.seconds
     assert isinstance(plain.as_plan(), Plan)
     assert [note.device for note in plain.notes if note.kind is PlanNoteKind.WAITS] == ["all"]
+
+
+class Words(nn.Module):
+    """Classifier of texts, whose gradients have tails of different weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4096, 32)
+        self.layers = nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 128))
+
+    def forward(self, texts: Tensor) -> Tensor:
+        result: Tensor = self.layers(self.words(texts)).mean(1)
+        return result
+
+
+def test_rotation_is_chosen_only_where_it_lowers_the_variance() -> None:
+    torch.manual_seed(0)
+    model, codecs = Words(), ("qsgd4", "qsgd4h")
+    texts, labels = torch.randint(4096, (4, 64)), torch.randint(128, (4,))
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    sensitivity = qsync_fx.sensitivity(
+        model, step, [(texts, labels)], "paper", ("fp32",), steps=1, progress=False
+    )
+    profile = qsync_fx.catalog_profile("t4", model, step, (texts, labels))
+    cluster = Cluster({"t4": ClusterDevice(4)}, Network(1e6, 1e-6), Buckets(5e4, 5e4))
+    request = {"sensitivity": sensitivity, "codecs": codecs, "precisions": ("fp32",)}
+    fastest = qsync_fx.find_plan(
+        {"t4": profile}, cluster, objective="fastest", budget=1e9, **request
+    )
+    assert set(fastest.codecs.values()) == {"qsgd4"}, "it takes fewer seconds"
+    limit = 1.01 * fastest.evaluation.seconds
+    answer = qsync_fx.find_plan({"t4": profile}, cluster, target=limit, **request)
+    assert answer.codecs["layers.0.weight"] == "qsgd4h"
+    assert answer.codecs["layers.2.weight"] == "qsgd4"
+    options = PlanEvaluator(answer.problem, answer.plans).options
+    for codec, variance in zip(answer.evaluation.codecs, options.variance, strict=True):
+        assert codec == "fp32" or codec == min(codecs, key=variance.__getitem__)
 
 
 def test_fast_link_selects_no_codec() -> None:

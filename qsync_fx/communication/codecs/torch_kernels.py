@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from qsync_fx.communication.codecs import hadamard
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.torch_internals import maybe_mark_dynamic
 
@@ -68,20 +69,40 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
 _LANES: Final = 16
 _FOLDED: Final = 128  # largest unit whose order of summation is unrolled for the compiler
 _LOW: Final = 0xFFFFFFFF
+_WEYL: Final = 0x9E3779B1
+_SIGNS: Final = 0x48414441  # random stream of signs, the same for all streams of values
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
 def qsgd_encode(
-    values: Tensor, bits: int, size: int, norm: Norm, layout: Layout, draw: Draw
+    values: Tensor,
+    bits: int,
+    size: int,
+    norm: Norm,
+    layout: Layout,
+    draw: Draw,
+    rotated: bool = False,
 ) -> Tensor:
-    """Return the bytes of FP32 values, in units of `size`."""
+    """Return the bytes of FP32 values, in units of `size`, transformed first if `rotated`."""
     if not (n := values.numel()):
         return _bytes(values)
-    rows = _rows(values, size)
-    heads, packed = fused(qsgd_rows, rows)(rows, _start(draw, values.device), bits, norm, layout)
+    rows, start = _rows(values, size), _start(draw, values.device)
+    if rotated:
+        heads, packed = fused(rotated_rows, rows)(rows, start, bits, norm, layout)
+        signs = start[0, 2:].to(torch.int32)
+        return torch.cat([_bytes(signs), _bytes(heads), packed.reshape(-1)])
+    heads, packed = fused(qsgd_rows, rows)(rows, start, bits, norm, layout)
     full, rest = n // size, n % size
     sent = (full * _groups(size, bits) + _groups(rest, bits)) * bits // 8
     return torch.cat([_bytes(heads), packed.reshape(-1)[:sent]])
+
+
+def rotated_rows(
+    rows: Tensor, start: Tensor, bits: int, norm: Norm, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `qsgd_rows`, for transformed rows."""
+    rows = hadamard.transform(rows, _negative(rows, start[0, 2]))
+    return qsgd_rows(rows, start, bits, norm, layout)
 
 
 def qsgd_rows(
@@ -89,7 +110,8 @@ def qsgd_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return scales [units], FP32, and codes [units, bytes], uint8, of rows [units, size], FP32.
 
-    `start` [1, 2], int64, is the key of the random numbers and the index of the first value.
+    `start` [1, 3], int64, is the key of the random numbers, the index of the first value, and the
+    counter of its sign.
     """
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
     finite = scale.isfinite()
@@ -106,14 +128,35 @@ def qsgd_rows(
     return torch.where(finite, scale, torch.nan), _packed(code, bits)
 
 
-def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Layout) -> Tensor:
+def qsgd_decode(
+    wire: Tensor, n: int, bits: int, size: int, layout: Layout, rotated: bool = False
+) -> Tensor:
     """Return n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
+    signs, wire = wire[:4].view(torch.int32), wire[4:] if rotated else wire
     units, wide = -(-n // size), _groups(size, bits) * bits // 8
     scale, packed = wire[: 4 * units].view(torch.float32), _padded(wire[4 * units :], units, wide)
-    result: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
+    result: Tensor
+    if rotated:
+        result = fused(rotated_values, packed)(scale, packed, signs, bits, size, layout)
+    else:
+        result = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
     return result.reshape(-1)[:n]
+
+
+def rotated_values(
+    scale: Tensor, packed: Tensor, signs: Tensor, bits: int, size: int, layout: Layout
+) -> Tensor:
+    """Return the same as `qsgd_values`, transformed back; `signs` [1], int32, is their counter."""
+    rows = qsgd_values(scale, packed, bits, size, layout)
+    return hadamard.inverse(rows, _negative(rows, signs[0].long()))
+
+
+def rotated(values: Tensor, size: int, draw: Draw) -> Tensor:
+    """Return the transform of FP32 values, padded with zeros, as blocks [blocks, size]."""
+    rows = _rows(values, size)
+    return hadamard.transform(rows, _negative(rows, _start(draw, values.device)[0, 2]))
 
 
 def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Layout) -> Tensor:
@@ -126,9 +169,13 @@ def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Lay
     beyond = (after > 1) & (last * step * after > _LARGEST)
     step = torch.where(beyond, (step.view(torch.int32) - 1).view(torch.float32), step)[:, None]
     if layout == "endpoints":
-        return (2 * code - last).float() * step * after[:, None]
-    result = (code & last).float() * step * after[:, None]
-    return torch.where(code >> (bits - 1) != 0, -result, result)
+        level, negative = (2 * code - last).abs(), 2 * code < last
+    else:
+        level, negative = code & last, code >> (bits - 1) != 0
+    result = level.float() * step * after[:, None]
+    # Signs are set as bits, so that a compiler cannot contract the product with an addition.
+    sign = torch.where(negative, torch.iinfo(torch.int32).min, 0).to(torch.int32)
+    return (result.view(torch.int32) ^ sign).view(torch.float32)
 
 
 def _largest_code(bits: int, layout: str) -> int:
@@ -237,11 +284,25 @@ def _mix(word: Any) -> Any:
 
 
 def _start(draw: Draw, device: torch.device) -> Tensor:
-    key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
+    key, signs = _key(draw.seed, draw.stream), _mix(_key(draw.seed, _SIGNS))
+    signs = signs + draw.first // 32 * _WEYL & _LOW
+    signed = (signs ^ 0x80000000) - 0x80000000  # as int32
     # Filled on the device: a copy from the host would wait for the device.
-    result = torch.full((1, 2), key, device=device)
+    result = torch.full((1, 3), key, device=device)
     result[:, 1].fill_(draw.first)
+    result[:, 2].fill_(signed)
     return result
+
+
+def _key(seed: int, stream: int) -> Any:
+    return _mix(seed & _LOW ^ _mix(seed >> 32 ^ _mix(stream + 0x9E3779B9 & _LOW)))
+
+
+def _negative(rows: Tensor, counter: Tensor) -> Tensor:
+    """Return which values the transform negates: a bit of a random word for each 32 values."""
+    index = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    word = _mix((index >> 5) * _WEYL + counter & _LOW)
+    return word >> (index & 31) & 1 != 0
 
 
 def _rounded(u: Tensor, start: Tensor) -> Tensor:
@@ -249,7 +310,7 @@ def _rounded(u: Tensor, start: Tensor) -> Tensor:
     # A value rounds up if its 24-bit random number is below its fraction. The comparison uses
     # integers, because a compiler may contract a float difference with the product before it.
     index = torch.arange(u.numel(), device=u.device).view(u.shape) + start[0, 1]
-    word = _mix((index & _LOW) * 0x9E3779B1 + _mix(index >> 32 ^ start[0, 0]) & _LOW)
+    word = _mix((index & _LOW) * _WEYL + _mix(index >> 32 ^ start[0, 0]) & _LOW)
     rounded: Tensor = (u * 2.0**24).ceil().long() + 0xFFFFFF - (word >> 8) >> 24
     return rounded.int()
 

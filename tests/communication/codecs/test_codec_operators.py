@@ -54,6 +54,16 @@ def test_qsgd(
     same(torch_kernels.qsgd_decode(wire, x.numel(), bits, size, layout), values)
 
 
+@given(st.data(), BITS, st.sampled_from([128, 256, 512]), NORMS, LAYOUTS, SEEDS, STREAMS, FIRST)
+def test_rotated_qsgd(
+    data: Any, bits: int, size: int, norm: Any, layout: Any, seed: int, stream: int, first: int
+) -> None:
+    x, draw = data.draw(vectors(data.draw(st.integers(0, 1200)))), Draw(seed, stream, first)
+    wire, values = kernels(Qsgd(bits, size, norm, layout, rotated=True), x, draw)
+    same(torch_kernels.qsgd_encode(x, bits, size, norm, layout, draw, True), wire)
+    same(torch_kernels.qsgd_decode(wire, x.numel(), bits, size, layout, True), values)
+
+
 @given(st.data(), st.sampled_from([1, 3, 16, 33, 64, 100, 512]))
 def test_onebit(data: Any, size: int) -> None:
     x = data.draw(vectors(data.draw(st.integers(0, 700))))
@@ -97,6 +107,23 @@ def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int,
 
 
 @tiers.ALL
+def test_inductor_makes_the_same_bytes_of_a_rotation() -> None:
+    """Compiled as for a GPU, for any number of units."""
+    draw, size = Draw(12345, 67, 512), 128
+    for units in (3, 32):
+        n = units * size
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * torch.logspace(-44, 33, n)
+        wire, values = kernels(Qsgd(4, size, rotated=True), x, draw)
+        start = torch_kernels._start(draw, x.device)
+        encode = torch_kernels._compiled(torch_kernels.rotated_rows, (4, "max", "sign"))
+        scale, packed = encode(x.view(units, size), start)
+        same(torch.cat([scale.view(torch.uint8), packed.flatten()]), wire[4:])
+        decode = torch_kernels._compiled(torch_kernels.rotated_values, (4, size, "sign"))
+        signs = wire[:4].view(torch.int32)
+        same(decode(scale, packed, signs).flatten(), values)
+
+
+@tiers.ALL
 def test_inductor_makes_the_same_bits_of_signs() -> None:
     x = torch.randn(1001, generator=torch.Generator().manual_seed(0))
     residual = torch.randn(1001, generator=torch.Generator().manual_seed(1))
@@ -108,7 +135,15 @@ def test_inductor_makes_the_same_bits_of_signs() -> None:
     same(torch.compile(torch_kernels.onebit_decode, fullgraph=True)(wire, 1001, 64), values)
 
 
-@pytest.mark.parametrize("codec", [Qsgd(4, 512), Qsgd(8, 512, "two", "endpoints"), Reshaped(64)])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Qsgd(4, 512),
+        Qsgd(4, 512, rotated=True),
+        Qsgd(8, 512, "two", "endpoints"),
+        Reshaped(64),
+    ],
+)
 def test_codecs_fall_back_to_operators_without_kernels(
     codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

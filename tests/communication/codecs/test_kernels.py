@@ -67,12 +67,13 @@ def qsgd(
     first: int = 0,
     threads: int = 1,
     isa: Any = None,
+    rotated: bool = False,
 ) -> Any:
     n = x.numel()
     return encoded(
-        native.qsgd_bytes(n, bits, unit),
+        native.qsgd_bytes(n, bits, unit, rotated),
         lambda wire: native.qsgd_encode(
-            x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa
+            x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa, rotated
         ),
     )
 
@@ -112,6 +113,53 @@ def test_qsgd(
             n,
             lambda y, add=add: native.qsgd_decode(
                 wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa
+            ),
+        )
+        same(found, expected + np.float32(5) if add else expected)
+
+
+@every_isa
+@settings(max_examples=30)
+@given(
+    data=st.data(),
+    n=SIZES,
+    bits=BITS,
+    unit=st.sampled_from([128, 256, 512, 1024, 2048, 4096]),
+    norm=NORMS,
+    layout=LAYOUTS,
+    seed=SEEDS,
+    stream=STREAMS,
+)
+def test_rotated_qsgd(
+    isa: str,
+    data: st.DataObject,
+    n: int,
+    bits: int,
+    unit: int,
+    norm: str,
+    layout: str,
+    seed: int,
+    stream: int,
+) -> None:
+    x, threads = data.draw(vectors(n)), data.draw(st.integers(1, 4))
+    first = data.draw(st.sampled_from([0, 4096, 2**31]))
+    settings_of_code = bits, unit, norm, layout, seed, stream
+    wire = qsgd(x, *settings_of_code, first=first, threads=threads, isa=isa, rotated=True)
+    if not n:
+        assert not wire.size
+        return
+    counter = reference.sign_counter(seed, first)
+    blocks = reference.rotated(x.numpy(), unit, counter)
+    coded = reference.qsgd_encoded(blocks, *settings_of_code, first)
+    assert wire[:4].view(np.uint32) == counter
+    np.testing.assert_array_equal(wire[4:], coded)
+    blocks = reference.qsgd_decoded(coded, blocks.size, bits, unit, layout)
+    expected = reference.rotated_back(blocks, unit, counter)[:n]
+    for add in (False, True):
+        found = decoded(
+            n,
+            lambda y, add=add: native.qsgd_decode(
+                wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa, rotated=True
             ),
         )
         same(found, expected + np.float32(5) if add else expected)
@@ -291,6 +339,9 @@ def test_streams_and_steps_draw_other_numbers() -> None:
     [
         lambda: native.qsgd_bytes(5, 3, 64),
         lambda: native.qsgd_bytes(5, 4, 100),
+        lambda: native.qsgd_bytes(5, 4, 64, rotated=True),
+        lambda: native.qsgd_encode(1, 1, 0, 4, 192, rotated=True),
+        lambda: native.qsgd_decode(1, 1, 0, 4, 192, rotated=True),
         lambda: native.onebit_bytes(5, 0),
         lambda: native.truncate_bytes(5, 14, 420),
         lambda: native.truncate_bytes(5, 12, 100),

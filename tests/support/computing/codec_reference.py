@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.computing.native_reference import uniform
+from tests.support.computing.native_reference import mix, uniform
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -120,6 +120,52 @@ def qsgd_decoded(wire: Bytes, n: int, bits: int, unit: int, layout: str) -> Floa
             value = np.where(code >> (bits - 1), -value, value)
         found.append(value[:size])
     return np.concatenate([*found, np.empty(0)]).astype(np.float32)
+
+
+_SIGNS = 0x48414441
+_WEYL = np.uint32(0x9E3779B1)
+
+
+@np.errstate(all="ignore")
+def sign_counter(seed: int, first: int) -> np.uint32:
+    """Return the counter of the random word with the sign of value `first`, a multiple of 32."""
+    word = np.array([_SIGNS], np.uint32) + np.uint32(0x9E3779B9)
+    key = mix(np.uint32(seed % 2**32) ^ mix(np.uint32(seed >> 32) ^ mix(word)))
+    return (mix(key) + np.uint32(first // 32) * _WEYL)[0]
+
+
+@np.errstate(all="ignore")
+def _negated(blocks: Floats, counter: np.uint32) -> Floats:
+    """Return values with random signs; all values of 32 share one random word."""
+    index = np.arange(blocks.size, dtype=np.uint32)
+    words = mix(counter + index // np.uint32(32) * _WEYL)
+    negative = (words >> index % np.uint32(32)) & np.uint32(1)
+    return np.where(negative.reshape(blocks.shape), -blocks, blocks)
+
+
+def _stage(blocks: Floats, stride: int) -> Floats:
+    pairs = blocks.reshape(len(blocks), -1, 2, stride)
+    low, high = pairs[:, :, 0], pairs[:, :, 1]
+    return np.stack([low + high, low - high], 2).reshape(blocks.shape)
+
+
+@np.errstate(all="ignore")
+def rotated(x: Floats, unit: int, counter: np.uint32) -> Floats:
+    """Return the randomized Hadamard transform of units, the last one padded with zeros."""
+    blocks = np.concatenate([x, np.zeros(-x.size % unit, np.float32)]).reshape(-1, unit)
+    blocks, stride = _negated(blocks, counter), 1
+    while stride < unit:
+        blocks, stride = _stage(blocks, stride), 2 * stride
+    return blocks.reshape(-1)
+
+
+@np.errstate(all="ignore")
+def rotated_back(y: Floats, unit: int, counter: np.uint32) -> Floats:
+    """Return the inverse of `rotated`."""
+    blocks, stride = y.reshape(-1, unit), unit // 2
+    while stride:
+        blocks, stride = _stage(blocks, stride), stride // 2
+    return _negated(blocks * np.float32(1 / unit), counter).reshape(-1)
 
 
 @np.errstate(all="ignore")

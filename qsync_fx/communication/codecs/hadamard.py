@@ -1,0 +1,44 @@
+"""Randomized Hadamard transform H D of blocks, as torch operators.
+
+D negates random values, and H has the stages (a + b, a - b) of strides 1, 2, 4 and so on. A value
+of any size is spread over its block, so that the largest magnitude of a block is near that of
+normally distributed values with the same norm, and so are the steps of stochastic rounding
+(A. T. Suresh et al., "Distributed Mean Estimation with Limited Communication", 2017, section 3).
+
+All ranks and parameters share the signs of a step. This adds no variance: given the signs, rounding
+is unbiased and independent between ranks, so its errors are uncorrelated. Sums of transformed
+gradients are transforms of the sum, and error feedback, stored untransformed, fits the signs of any
+step. Invariant: the bits of cpp/codecs/hadamard.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def transform(rows: Tensor, negative: Tensor) -> Tensor:
+    """Return H D x of blocks x.
+
+    Args:
+        rows: [blocks, size], FP32; `size` is a power of two.
+        negative: [blocks, size], bool: which values D negates.
+    """
+    result, stride = torch.where(negative, -rows, rows), 1
+    while stride < rows.shape[1]:
+        result, stride = _stage(result, stride), 2 * stride
+    return result
+
+
+def inverse(rows: Tensor, negative: Tensor) -> Tensor:
+    """Return the blocks of which `rows`, [blocks, size], FP32, are transforms: D H y / size."""
+    result, stride = rows, rows.shape[1] // 2
+    while stride:
+        result, stride = _stage(result, stride), stride // 2
+    result = result * (1 / rows.shape[1])  # a power of two
+    return torch.where(negative, -result, result)
+
+
+def _stage(rows: Tensor, stride: int) -> Tensor:
+    low, high = rows.view(rows.shape[0], -1, 2, stride).unbind(2)
+    return torch.stack([low + high, low - high], 2).view(rows.shape)
