@@ -120,5 +120,7 @@ def test_device_memory_is_that_of_training_without_duo(sharded: bool, tmp_path: 
     for found in memory(2, tmp_path, offload=True, **job):
         assert found["duo"] <= 1.05 * found["plain"], found
         assert found["host"] > 0
+        assert "copies in host memory, by a bridge of 0.012 MB" in found["printed"]
     for found in memory(2, tmp_path / "device", offload=False, **job):
         assert found["duo"] > 1.2 * found["plain"], found
+        assert "host memory" not in found["printed"]

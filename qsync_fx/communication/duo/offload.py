@@ -23,7 +23,7 @@ from qsync_fx.communication.duo.functional_optimizer import copied, restored
 SLOTS: Final = 2
 """Segments of the bridge: one is filled while the other one is copied to the host."""
 SHARE: Final = 32
-"""Parameters per value of the bridge: 3% of the parameters, 1% with gradients and AdamW's state."""
+"""Parameters per value of the bridge, which has 1% of the bytes of training with AdamW."""
 MOST: Final = 2**22
 """Most values of a segment: 16 MiB, which PCIe at 25 GB/s copies in 0.7 ms."""
 

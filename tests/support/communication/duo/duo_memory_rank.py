@@ -22,8 +22,8 @@ from tests.support.processes import ranks
 STEPS = 4
 
 
-def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Iterator[None]:
-    """Train steps with AdamW, and yield after each; `moment` is called during steps."""
+def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Iterator[Any]:
+    """Train steps with AdamW, and yield the handle after each; `moment` is called in steps."""
     torch.manual_seed(0)
     width = job["width"]
     layers = [nn.Linear(width, width) for _ in range(6)]
@@ -44,7 +44,7 @@ def training(name: str | None, job: dict[str, Any], moment: Any = None) -> Itera
         given = torch.randn(4, width, device=job["device"])
         model(given).square().mean().backward()
         optimizer.step()
-        yield
+        yield handle
     if handle is not None:
         handle.flush()
 
@@ -67,7 +67,7 @@ def live_tensors(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         host.append(torch.zeros(nbytes, dtype=torch.uint8))
         return host[-1]
 
-    def peak(name: str | None) -> int:
+    def peak(name: str | None) -> tuple[int, str]:
         gc.collect()
         before = {key for key, _ in storages()}
         peaks = []
@@ -76,13 +76,16 @@ def live_tensors(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             excluded = {tensor.untyped_storage().data_ptr() for tensor in host} | before
             peaks.append(sum(n for key, n in storages() if key not in excluded))
 
-        for _ in training(name, job, moment):
+        for handle in training(name, job, moment):
             moment()
+            printed = repr(handle)
         assert len(peaks) == 3 * STEPS + (0 if name is None else 2 * STEPS), len(peaks)
-        return max(peaks)
+        return max(peaks), printed
 
     duo_hook.Offload, buffers.host = Recorded, recorded  # type: ignore[misc]
-    return {"plain": peak(None), "duo": peak(job["codec"]), "host": sum(t.nbytes for t in host)}
+    plain, _ = peak(None)
+    duo, printed = peak(job["codec"])
+    return {"plain": plain, "duo": duo, "host": sum(t.nbytes for t in host), "printed": printed}
 
 
 def storages() -> set[tuple[int, int]]:
