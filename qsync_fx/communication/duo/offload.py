@@ -48,10 +48,8 @@ class Offload:
         self._state: dict[Any, Any] = {}  # saved state of the optimizer
         self._gradients: dict[int, Tensor] = {}  # fast gradients during a commit, by parameter
         self._recovered: Any = None  # event: the state of the commit is on the device
-        make: Any = torch.cuda.Stream
         # One stream fills the bridge, one empties it, and one recovers the optimizer's state.
-        streams = [make(device) if self._has_streams else None for _ in range(3)]
-        self._fill, self._drain, self._recover = streams
+        self._fill, self._drain, self._recover = self._streams(3)
 
     @property
     def bridge_nbytes(self) -> int:
@@ -85,8 +83,8 @@ class Offload:
                 segment = torch.empty(self._segment, dtype=torch.float32, device=self._device)
                 self._bridge.append((segment, None))
         self._order(self._fill, self._current())
-        both = zip(values.split(self._segment), target.split(self._segment), strict=True)
-        for source, result in both:
+        parts = [torch.split(part, self._segment) for part in (values, target)]
+        for source, result in zip(*parts, strict=True):
             memory, is_free = self._bridge.popleft()
             bridge = memory[: source.numel()]
             with self._on(self._fill):
@@ -176,6 +174,10 @@ class Offload:
         if self._has_streams and isinstance(value, Tensor) and value.is_pinned():
             return value.to(self._device)
         return copied(value)
+
+    def _streams(self, count: int) -> list[Any]:
+        make: Any = torch.cuda.Stream
+        return [make(self._device) if self._has_streams else None for _ in range(count)]
 
     def _current(self) -> Any:
         return torch.cuda.current_stream(self._device) if self._has_streams else None
