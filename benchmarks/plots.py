@@ -215,7 +215,7 @@ def duo_curves() -> Any:
     """Draw the training loss of rank 0 in FP32, with qsgd2 and with DUO."""
     panels: dict[str, dict[str, Sequence[tuple[float, float]]]] = {}
     for row in rows_of("codec_accuracy"):
-        if row["way"] in ("fp32", "qsgd2", "duo0", "duo1", "duo2"):
+        if row["way"] in ("fp32", "qsgd2", "duo0", "duo1", "duo2", "duo4"):
             part = 100 / len(row["loss"])
             panels.setdefault(row["task"], {})[row["way"]] = [
                 ((index + 0.5) * part, loss) for index, loss in enumerate(row["loss"])

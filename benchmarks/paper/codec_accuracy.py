@@ -43,7 +43,7 @@ from benchmarks.support.harness import (
 RANKS = 2
 WHOLE = "fp32"
 PEER = "powerSGD_hook"
-WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", PEER)
+WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", "duo4", PEER)
 PARTS = 20
 """Number of segments of a training whose mean losses are reported."""
 PEER_RANK = 2

@@ -143,6 +143,7 @@ class DuoReport(Report):
     outstanding: bool = False  # whether gradients await their full precision
     parameters: CommunicationStatistics | None = None  # of parameter exchange; None if not sharded
     held: int = 0  # bytes of the optimizer's state and the parameter copies
+    bridge: int | None = None  # bytes on the device; None if no copies are in host memory
 
     def __str__(self) -> str:
         if self.world == 1:
@@ -153,6 +154,8 @@ class DuoReport(Report):
             f"transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s\n  {ahead.committed} steps "
             f"committed, {int(self.outstanding)} outstanding, {ahead.skipped} skipped"
         )
+        if self.bridge is not None:
+            text += f"\n  copies in host memory, by a bridge of {self.bridge / 1e6:.3f} MB"
         if (sent := self.parameters) is not None:
             text += (
                 f"\n  parameters: {_sent(sent)}, transfer {sent.transfer:.3f} s, "

@@ -397,7 +397,7 @@ def compress(
         return compression
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
-        settings = *common, chosen.ahead, stepped, scaler
+        settings = *common, chosen, stepped, scaler
         duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights, *levels)
         _agree(duo)
         duo.follow()

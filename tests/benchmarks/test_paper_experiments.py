@@ -177,6 +177,7 @@ def test_networks_are_trained_with_each_codec_and_fp32(
         "duo0",
         "duo1",
         "duo2",
+        "duo4",
         "powerSGD_hook",
     } == set(rows)
     assert rows["fp32"]["points"] == 0.0

@@ -84,6 +84,24 @@ def test_gradients_equal_the_cpu(devices: tuple[str, str], tmp_path: Path) -> No
         assert [rank[name] for rank in found] == [rank[name] for rank in expected], name
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_duo_needs_no_more_memory_than_training_without_it(sharded: bool, tmp_path: Path) -> None:
+    job = {"codec": "duo4", "device": "cuda", "width": 1024, "offload": None, "sharded": sharded}
+    rank = {"script": "duo_memory_rank.py", "seconds": 150, "forked": False}
+    for found in ranks.results("allocator_peak", 2, tmp_path, **rank, **job):
+        assert found["duo4"] <= 1.05 * found["None"], found
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_duo_on_a_gpu_is_training_without_it(offload: bool, tmp_path: Path) -> None:
+    cases = [("sgd", "accumulating"), ("adamw", "clipping"), ("adamw fused", "scaling")]
+    job = {"cases": cases, "offload": offload, "device": "cuda"}
+    rank = {"script": "duo_rank.py", "seconds": 150, "forked": False}
+    for found in ranks.results("identical", 2, tmp_path, **rank, **job):
+        for name, item in found.items():
+            assert item["ahead"] == item["alone"], name
+
+
 def test_trainings_on_a_gpu_keep_their_replicas_equal(tmp_path: Path) -> None:
     names = ["fp32", "qsgd8", "1bit*", "aqgb", "duo2"]
     first, second = ranks.results(

@@ -1,7 +1,8 @@
 """DUO's comm hook of DistributedDataParallel, and its handle.
 
-The hook copies each bucket, then reduces it in few bits. After the optimizer's lookahead step, the
-single communication thread reduces the copies in FP32, during the next forward and backward pass.
+The hook copies each bucket, on a GPU to host memory, then reduces it in few bits. After the
+optimizer's lookahead step, the single communication thread reduces the copies in FP32 on the CPU,
+during the next forward and backward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.compressor_state import is_scaled
 from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer, optimizer_steps
+from qsync_fx.communication.duo.offload import Offload
 from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters, ShardedParameters
 from qsync_fx.communication.duo.optimizer_steps import Outstanding, PendingStep, Steps, versions
+from qsync_fx.communication.duo.sign_codecs import Duo
 from qsync_fx.communication.statistics import DuoReport
 from qsync_fx.errors import OptionError
 from qsync_fx.torch_internals import _execution_engine
@@ -48,7 +51,7 @@ class DuoCompressor(DdpCompressor):
         assigned: Assigned,
         seed: int,
         check_every: int,
-        ahead: bool,
+        duo: Duo,
         optimizer: Optimizer,
         scaler: Any,
         joins: Callable[[], bool],
@@ -66,12 +69,23 @@ class DuoCompressor(DdpCompressor):
         settings = group, rank, world, named, assigned, seed, check_every
         super().__init__(*settings, nodes=nodes, collectives=collectives, inside=inside)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(group, self._state.like(f"in full: {assigned.text}"))
+        is_active = self._state.device.type == "cuda" if duo.offload is None else duo.offload
+        size = sum(piece.size for piece in self.pieces)
+        self._memory = Offload(self._state.device, size, is_active)
+        slow = self._state.like(f"in full: {assigned.text}")
+        self._slow = Reducer(group, replace(slow, device=self._memory.host))
+        self._copied: dict[int, Any] = {}  # events: buckets of this index may be overwritten
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
         self._optimized = self._optimized_parameters(group)
         self._outstanding = Outstanding(self, rank)
         self._steps = Steps(
-            optimizer, self._optimized, ahead, self._outstanding, self.wait, self._after_lookahead
+            optimizer,
+            self._optimized,
+            self._memory,
+            duo.ahead,
+            self._outstanding,
+            self.wait,
+            self._after_lookahead,
         )
 
     def follow(self) -> None:
@@ -141,6 +155,7 @@ class DuoCompressor(DdpCompressor):
         result[_SAVED] = None
         if (pending := self._steps.pending) is not None:
             self._outstanding.step = None
+            self._memory.synchronize()
             result[_SAVED] = optimizer_steps.saved(pending, self._optimized.committed, self.pieces)
         return result
 
@@ -167,6 +182,7 @@ class DuoCompressor(DdpCompressor):
             outstanding=self._steps.pending is not None,
             parameters=parameters and replace(parameters),
             held=self._optimized.nbytes(self._optimizer),
+            bridge=self._memory.bridge_nbytes if self._memory.active else None,
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -194,7 +210,8 @@ class DuoCompressor(DdpCompressor):
 
     def _copy(self, averaged: PendingStep, bucket: Any) -> None:
         buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
-        values = self._steps.copy(buffer)
+        values = self._steps.buffer(buffer)
+        self._copied[index] = self._memory.offload(buffer, values)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
         pieces, checks = [self._plain[place] for place in places], self._checks(averaged.step)
@@ -216,6 +233,7 @@ class DuoCompressor(DdpCompressor):
         self._worker.submit(lambda: self._reduce_in_fp32(pending))
 
     def _reduce_in_fp32(self, pending: PendingStep) -> Tensor:
+        self._memory.wait_offloaded()
         with torch.no_grad():
             for bucket in pending.buckets:
                 self._optimized.reduce(self._slow, bucket)
@@ -224,17 +242,20 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _average(self, bucket: Bucket) -> None:
+        self._memory.wait(self._copied.pop(bucket.index))
         self._optimized.reduce(self._hierarchy or self._reducer, bucket)
 
     def _optimized_parameters(self, group: Any) -> ReplicatedParameters:
         world, weights = self._state.world, self._weight_codecs
         if weights is None or world == 1:
-            return ReplicatedParameters(self._parameters, keeps=world > 1)
+            return ReplicatedParameters(self._parameters, self._memory, keeps=world > 1)
         functional_optimizer.check(self._optimizer)
         both = zip(self.pieces, weights, strict=True)
         pieces = [replace(piece, codec=codec) for piece, codec in both]
         state = self._state.like(f"parameters in {self._weight_kinds}")
-        return ShardedParameters(group, self._parameters, pieces, state, self._run_now)
+        return ShardedParameters(
+            group, self._parameters, pieces, state, self._memory, self._run_now
+        )
 
     def _run_now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -141,20 +141,28 @@ def _set(optimizer: Optimizer, attributes: Mapping[str, Tensor]) -> None:
             delattr(optimizer, name)
 
 
-def restored(now: Any, before: Any) -> Any:
-    """Return `before`, written into the tensors and dictionaries of `now` if they match."""
+def restored(
+    now: Any,
+    before: Any,
+    new: Callable[[Any], Any] = lambda value: value,
+    non_blocking: bool = False,
+) -> Any:
+    """Return `before`, written into the tensors and dictionaries of `now` if they match.
+
+    `new` returns the replacement of each tensor or other value that is not written.
+    """
     if isinstance(now, Tensor) and isinstance(before, Tensor):
-        if (now.shape, now.dtype) != (before.shape, before.dtype):
-            return before
-        with torch.no_grad():
-            return now.copy_(before)
-    if isinstance(now, dict) and isinstance(before, Mapping):
-        for name in [name for name in now if name not in before]:
-            del now[name]
+        if (now.shape, now.dtype) == (before.shape, before.dtype):
+            with torch.no_grad():
+                return now.copy_(before, non_blocking=non_blocking)
+    elif isinstance(before, Mapping):
+        result = now if isinstance(now, dict) else {}
+        for name in [name for name in result if name not in before]:
+            del result[name]
         for name, value in before.items():
-            now[name] = restored(now.get(name), value)
-        return now
-    return before
+            result[name] = restored(result.get(name), value, new, non_blocking)
+        return result
+    return new(before)
 
 
 ALIGNED: Final = 64

@@ -21,6 +21,7 @@ from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.compressor_state import CompressorState, finite
 from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.offload import Offload
 from qsync_fx.communication.statistics import CommunicationStatistics
 from qsync_fx.errors import OptionError
 
@@ -37,9 +38,11 @@ class ReplicatedParameters:
     sharded = False
     clip_advice = "clip_grad_norm_ and returns nothing"
 
-    def __init__(self, parameters: Sequence[nn.Parameter], keeps: bool = True) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], memory: Offload, keeps: bool = True
+    ) -> None:
         self.stepped: Sequence[nn.Parameter] = parameters
-        self.committed = [p.detach().clone() for p in parameters] if keeps else []
+        self.committed = self._copies(memory) if keeps else []
 
     def take(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by `stepped`."""
@@ -68,6 +71,10 @@ class ReplicatedParameters:
 
     def show_exactly(self, step: int) -> None:
         """Write the optimizer's parameters into the model of every rank without coding error."""
+
+    def _copies(self, memory: Offload) -> list[Tensor]:
+        values = [p.detach() for p in self.stepped]
+        return [memory.copy(value, memory.empty_like(value)) for value in values]
 
     def nbytes(self, optimizer: Optimizer) -> int:
         """Return the bytes of the optimizer's state and of the parameter copies."""
@@ -99,6 +106,7 @@ class ShardedParameters(ReplicatedParameters):
         parameters: Sequence[nn.Parameter],
         pieces: Sequence[ParameterSlice],
         state: CompressorState,
+        memory: Offload,
         now: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
         self._parameters, self._pieces, self._state = parameters, tuple(pieces), state
@@ -113,7 +121,7 @@ class ShardedParameters(ReplicatedParameters):
         self.tally: CommunicationStatistics | None = self._reducer.tally
         shards = [self.own(place, p.detach()) for place, p in enumerate(parameters)]
         self.stepped = [nn.Parameter(shard.clone()) for shard in shards]
-        self.committed = [p.detach().clone() for p in self.stepped]
+        self.committed = self._copies(memory)
 
     def take(self, optimizer: Optimizer) -> None:
         places = {id(p): place for place, p in enumerate(self._parameters)}

@@ -40,6 +40,7 @@ from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.compressor_state import finite
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.functional_optimizer import Settings, copied
+from qsync_fx.communication.duo.offload import Offload
 from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters
 from qsync_fx.communication.statistics import LookaheadStatistics
 from qsync_fx.errors import OptionError
@@ -192,6 +193,7 @@ class Steps:
         self,
         optimizer: Optimizer,
         live: ReplicatedParameters,
+        memory: Offload,
         has_lookahead: bool,
         outstanding: Outstanding,
         wait: Callable[[], None],
@@ -199,11 +201,12 @@ class Steps:
     ) -> None:
         self._optimizer, self._parameters, self._has_lookahead = optimizer, live, has_lookahead
         self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
+        self._memory = memory
         self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
         self.statistics, self._in_own_step = LookaheadStatistics(), False
+        self._in_lookahead = False
         self._free_buffers: dict[int, list[Tensor]] = {}
-        self._saved_state: dict[Any, Any] | None = None
         self._unused_gradients: list[Tensor | None] | None = None
 
     @property
@@ -215,6 +218,12 @@ class Steps:
         uncompiled: Any = torch.compiler.disable
         self._optimizer.register_step_pre_hook(uncompiled(self._before))
         self._optimizer.register_step_post_hook(uncompiled(self._after))
+
+        def wait_recovered(*_: object) -> None:
+            self._memory.wait_recovered()
+
+        self._optimizer.register_state_dict_pre_hook(wait_recovered)
+        self._optimizer.register_load_state_dict_pre_hook(wait_recovered)
 
     def restore(self, pending: PendingStep | None) -> None:
         """Continue from a loaded pending step, or without one."""
@@ -246,42 +255,46 @@ class Steps:
         if pending is None or (use := pending.use) is None:
             return False
         self.statistics.waited += max(0.0, pending.reduced_at - since)
-        present = [p.grad for p in live.stepped]
+        self._memory.wait_recovered()
         with torch.no_grad():
-            for place, (p, saved) in enumerate(zip(live.stepped, live.committed, strict=True)):
-                p.copy_(saved)
-                p.grad = None
-                if use.used[place]:
-                    p.grad = pending.gradients[place].to(p.dtype)
-                    if use.factor != 1.0:
-                        p.grad.mul_(use.factor)
-        if use.is_scaled and not live.finite(pending.step):
-            self.statistics.skipped += 1
-            text = f"the full-precision gradients of step {pending.step} are not finite, although "
-            warnings.warn(f"{text}the low-precision ones were: the step is skipped", stacklevel=4)
-        else:
-            self._in_own_step = True
-            try:
-                with (
-                    functional_optimizer.under(self._optimizer, use.groups),
-                    functional_optimizer.scaled_by(self._optimizer, use.scale),
-                ):
-                    # With the optimizer's hooks, but without wrappers of the instance.
-                    type(self._optimizer).step(self._optimizer)
-            finally:
-                self._in_own_step = False
-            self.statistics.committed += 1
-        for p, gradient in zip(live.stepped, present, strict=True):
-            p.grad = gradient
+            for p, saved in zip(live.stepped, live.committed, strict=True):
+                self._memory.copy(saved, p)
+        slow = [
+            pending.gradients[place] if is_used else None for place, is_used in enumerate(use.used)
+        ]
+        with self._memory.gradients_replaced(live.stepped, slow):
+            self._step_with_slow_gradients(pending, use)
         self._release(pending)
         self.pending = self._outstanding.step = None
         return True
 
-    def copy(self, values: Tensor) -> Tensor:
-        """Return an FP32 copy in a reused buffer; allocation costs more than a copy."""
-        n = values.numel()
-        free = self._free_buffers.get(n) or [torch.empty_like(values, dtype=torch.float32)]
-        return free.pop().copy_(values)
+    def _step_with_slow_gradients(self, pending: PendingStep, use: Use) -> None:
+        if use.factor != 1.0:
+            for p in self._parameters.stepped:
+                if p.grad is not None:
+                    p.grad.mul_(use.factor)
+        if use.is_scaled and not self._parameters.finite(pending.step):
+            self.statistics.skipped += 1
+            text = f"the full-precision gradients of step {pending.step} are not finite, although "
+            warnings.warn(f"{text}the low-precision ones were: the step is skipped", stacklevel=5)
+            return
+        self._in_own_step = True
+        try:
+            with (
+                functional_optimizer.under(self._optimizer, use.groups),
+                functional_optimizer.scaled_by(self._optimizer, use.scale),
+            ):
+                # With the optimizer's hooks, but without wrappers of the instance.
+                type(self._optimizer).step(self._optimizer)
+        finally:
+            self._in_own_step = False
+        self.statistics.committed += 1
+
+    def buffer(self, values: Tensor) -> Tensor:
+        """Return a reused FP32 buffer for a copy; allocation costs more than a copy."""
+        if free := self._free_buffers.get(values.numel()):
+            return free.pop()
+        return self._memory.empty_like(values, torch.float32)
 
     def _release(self, step: PendingStep) -> None:
         for bucket in step.buckets:
@@ -296,6 +309,7 @@ class Steps:
             do = "run the backward pass first, then call optimizer.step() without arguments"
             raise OptionError(text, where="optimizer.step(...)", do=do)
         self._wait()
+        self._memory.wait_recovered()
         averaged, live = self.averaged, self._parameters
         if averaged is None:
             if any(p.grad is not None for p in live.stepped):
@@ -310,23 +324,24 @@ class Steps:
             return
         self.commit(averaged.begun)
         for saved, p in zip(live.committed, live.stepped, strict=True):
-            saved.copy_(p.detach())
+            self._memory.copy(p.detach(), saved)
         self.averaged, self.pending = None, averaged
         self._outstanding.step = averaged.step
-        self._saved_state = copied(optimizer.state)
+        self._memory.save_state(optimizer.state)
+        self._in_lookahead = True
         if not self._has_lookahead:
             self._unused_gradients = [p.grad for p in live.stepped]
             for p in live.stepped:
                 p.grad = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._in_own_step or self._saved_state is None or self.pending is None:
+        if self._in_own_step or not self._in_lookahead or self.pending is None:
             return
-        functional_optimizer.restored(optimizer.state, self._saved_state)
+        self._memory.recover_state(optimizer.state)
         if self._unused_gradients is not None:
             for p, gradient in zip(self._parameters.stepped, self._unused_gradients, strict=True):
                 p.grad = gradient
-        self._saved_state = self._unused_gradients = None
+        self._in_lookahead, self._unused_gradients = False, None
         self._after_lookahead(self.pending)
 
     def _use(self, averaged: PendingStep) -> tuple[Use, bool]:

@@ -7,7 +7,7 @@ with 0 bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 import torch
@@ -65,11 +65,20 @@ class Duo:
 
     Without `ahead`, parameters take no lookahead step with the fast mean: they are the committed
     ones, one gradient behind. With 0 bits, the lookahead step still applies momentum.
+
+    Attributes:
+        fast: codec of the fast reduction.
+        name: in reports.
+        ahead: whether parameters take a lookahead step.
+        offload: whether DUO's copies of gradients, parameters and optimizer state are in host
+            memory; None: if the model is on a GPU.
     """
 
     fast: Codec
     name: str = "duo"
     ahead: bool = True
+    # Results do not depend on it, so states of one setting load with another one.
+    offload: bool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):

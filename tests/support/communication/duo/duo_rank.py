@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.communication.duo.sign_codecs import Duo, ZeroBit
+from qsync_fx.communication.duo.sign_codecs import DUOS, Duo, ZeroBit
 from tests.support.communication.compressed_training import batch, weights
 from tests.support.communication.duo.duo_steps import both, same, steps
 from tests.support.communication.duo.duo_training import (
@@ -29,10 +30,13 @@ from tests.support.processes import ranks
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Compare FP32 as the fast codec with DistributedDataParallel alone."""
     found = {}
+    torch.backends.cudnn.deterministic = True
     for optimizer, case in job["cases"]:
         how, loop = TRAININGS[case]
+        how = {**how, "device": job.get("device", "cpu")}
         alone = Alone(optimizer, **how).run(range(6), **loop)
-        ahead = Training("duo32", optimizer, **how).run(range(6), **loop)
+        duo = replace(DUOS["duo32"], offload=job.get("offload"))
+        ahead = Training(duo, optimizer, **how).run(range(6), **loop)
         lr = ahead.optimizer.param_groups[0]["lr"]
         found[f"{optimizer} {case}".strip()] = {
             "alone": alone.flushed(),
@@ -161,6 +165,24 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             again.run(range(3, 6))
             ahead = [weights(whole.model), weights(again.model)]
             found[f"{codec} {optimizer}"] = [*ahead, whole.flushed(), again.flushed()]
+    return found
+
+
+def offloaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the ends of trainings with copies on the device and on the host, resumed or not."""
+    found: dict[str, Any] = {}
+    for sharded in (False, True):
+        for name, optimizer in (("duo4", "adamw"), ("duo0", "sgd")):
+            ends = found[f"{name} {sharded}"] = []
+            for offload in (False, True):
+                duo = replace(DUOS[name], offload=offload)
+                other = replace(DUOS[name], offload=not offload)
+                training = Training(duo, optimizer, sharded=sharded).run(range(3))
+                again = Training(other, optimizer, sharded=sharded)
+                for part in ("model", "optimizer", "schedule", "handle"):
+                    state = copy.deepcopy(getattr(training, part).state_dict())
+                    getattr(again, part).load_state_dict(state)
+                ends += [made.run(range(3, 6)).flushed() for made in (training, again)]
     return found
 
 

@@ -48,11 +48,14 @@ class Training:
         clips: bool = False,
         scales: bool = False,
         sharded: bool | str = False,
+        device: str = "cpu",
         **how: Any,
     ) -> None:
-        self.model = parallel(**how)
+        self.model = parallel(device=device, **how)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+        self.scaler = torch.amp.GradScaler(
+            device, init_scale=8.0, growth_interval=2, enabled=scales
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: 1 / (1 + step)
         )
@@ -92,7 +95,8 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
 
     def loss(self, x: Tensor) -> Tensor:
-        found: Tensor = self.model(x).square().mean()
+        device = next(self.model.parameters()).device
+        found: Tensor = self.model(x.to(device)).square().mean()
         return found
 
     def flushed(self) -> list[str]:
@@ -126,7 +130,7 @@ def hashed_state(saved: Mapping[str, Any]) -> str:
         if value is not None
     ]
     return hashlib.sha256(
-        b"".join(torch.as_tensor(t).numpy().tobytes() for t in tensors)
+        b"".join(torch.as_tensor(t).cpu().numpy().tobytes() for t in tensors)
     ).hexdigest()
 
 

@@ -1,0 +1,119 @@
+"""Rank of the tests of late gradients in DUO; tests/communication runs it as a process."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.communication.duo.sign_codecs import Duo, ZeroBit
+from qsync_fx.distributed import compress
+from tests.support.processes import ranks
+
+WORDS, WIDTH, LENGTH = 64, 32, 8
+LAGS, BEGIN = 26, 80
+
+
+def compressed(model: nn.Module, way: str, optimizer: torch.optim.Optimizer) -> Any:
+    if way == "fp32":
+        return None
+    duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
+    return compress(model, duo, optimizer=optimizer)
+
+
+def stability(rank: int, world: int, job: dict[str, Any]) -> list[bool]:
+    """Return for each way and learning rate whether SGD with momentum converges on a quadratic.
+
+    Its curvature is one, so the learning rate is the product of both.
+    """
+    converges = []
+    for way, rate in job["ways"]:
+        layer = nn.Linear(8, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        model = DistributedDataParallel(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=job["momentum"])
+        handle = compressed(model, way, optimizer)
+        norms = []
+        for _ in range(job["steps"]):
+            optimizer.zero_grad()
+            # The gradient of each rank is the parameter itself.
+            (model(torch.eye(8)).square().sum() / 2).backward()
+            optimizer.step()
+            norms.append(float(layer.weight.norm()))
+        if handle is not None:
+            handle.flush()
+        middle, period = len(norms) // 2, 40
+        last = max(norms[-period:])
+        converges.append(last < 1e-6 or last < max(norms[middle : middle + period]))
+    return converges
+
+
+class Gpt(nn.Module):
+    """Next-word predictor with one block: int64 (texts, words) -> (texts, words, vocabulary)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.place = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(texts.shape[1])
+        states = self.block(self.word(texts) + self.place, src_mask=mask, is_causal=True)
+        result: Tensor = self.head(states)
+        return result
+
+
+def texts(n: int = 64) -> Tensor:
+    """Return texts of a random Markov chain."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.softmax(2 * torch.randn(WORDS, WORDS, generator=generator), 1)
+    words = [torch.randint(0, WORDS, (n,), generator=generator)]
+    for _ in range(LENGTH):
+        words.append(torch.multinomial(chances[words[-1]], 1, generator=generator)[:, 0])
+    return torch.stack(words, 1)
+
+
+def oscillation(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Train a GPT on the same texts in each step, and correlate the FP32 means of steps.
+
+    Return for each way the mean cosines of gradients by lag in steps, and the mean loss at the end.
+    """
+    found = {}
+    rows = torch.chunk(texts(), world)[rank]
+    for way in ("fp32", "duo0", "stays"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Gpt())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        handle = compressed(model, way, optimizer)
+        history, cosines, losses = deque[Tensor](maxlen=LAGS), [], []
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+            gradients = {place: p.grad for place, p in enumerate(model.parameters())}
+            optimizer.step()
+            losses.append(loss.item())
+            if handle is not None:
+                handle.wait()  # until the means in FP32 are complete
+                gradients = handle._steps.pending.gradients
+            flat = torch.cat([gradients[place].flatten() for place in sorted(gradients)])
+            history.appendleft(flat / flat.norm())
+            if len(losses) > BEGIN:
+                cosines.append(torch.stack(list(history)) @ history[0])
+        if handle is not None:
+            handle.flush()
+        found[way] = {
+            "cosines": torch.stack(cosines).mean(0).tolist(),
+            "loss": sum(losses[-20:]) / 20,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: True)
