@@ -61,7 +61,7 @@ def template(capability: tuple[int, int], geforce: bool) -> Device:
 
 
 def is_geforce(title: str) -> bool:
-    """Return whether the name of a GPU is that of a GeForce card."""
+    """Return whether a GPU is a GeForce card, by its name."""
     return "geforce" in title.casefold()
 
 

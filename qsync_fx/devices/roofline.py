@@ -167,7 +167,7 @@ class HostSpec:
     source: str
 
     def issued(self, seconds: float, launches: int, calls: int = 0) -> float:
-        """Return the seconds of work on the GPU, or of its host's if that takes longer."""
+        """Return the longer of the seconds of work on the GPU and on its host."""
         return max(seconds, launches * self.launch + calls * self.call)
 
 

@@ -243,9 +243,9 @@ class Backward:
                 factors.append(self._factor(index, operator, 2, carrier))
                 factors += self._now(self.forward.kept.get(index, frozenset()))
             elif on_gpu(self.graph):
-                operands = sum(self.forward.bytes(value, carrier) for value in values)
-                results = sum(buffer.bytes for buffer in made.values())
-                workspace = convolution_workspace(operands + gradient.bytes, results)
+                operand_bytes = sum(self.forward.bytes(value, carrier) for value in values)
+                result_bytes = sum(buffer.bytes for buffer in made.values())
+                workspace = convolution_workspace(operand_bytes + gradient.bytes, result_bytes)
             else:
                 # oneDNN copies the weights into its own layout, and sums their gradient in FP32.
                 workspace = 2 * self.forward.bytes(values[1], carrier)

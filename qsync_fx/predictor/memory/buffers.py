@@ -88,7 +88,7 @@ class Values:
         return self._roots[value]
 
     def bytes(self, value: int, fmt: Name) -> int:
-        """Return the bytes of a value in a format, on a GPU as its allocator takes them."""
+        """Return the bytes of a value in a format, on a GPU rounded up to allocator blocks."""
         return allocated(self.graph, value_bytes(self.graph.values[value], fmt))
 
     def multiplies(self, operator: ModelOperator) -> bool:

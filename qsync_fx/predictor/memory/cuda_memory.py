@@ -1,8 +1,8 @@
 """Memory that torch's CUDA allocator and NVIDIA's libraries need in addition to tensors.
 
 A prediction for a GPU counts these terms, so that it is not below the peak that torch reports; a
-CPU has none of them. Sizes are those of torch's source: c10/cuda/CUDACachingAllocator and the
-section "cuBLAS workspaces" of its CUDA notes.
+CPU has none of them. Sources of the sizes: torch's c10/cuda/CUDACachingAllocator, and the section
+"cuBLAS workspaces" of its CUDA notes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_gpu(graph: ModelGraph) -> bool:
 
 
 def allocated(graph: ModelGraph, size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes takes from the device's allocator."""
+    """Return the bytes that the device's allocator reserves for a tensor of `size` bytes."""
     if not on_gpu(graph):
         return size
     granularity = _SEGMENT if size >= _OWN_SEGMENT else BLOCK
