@@ -258,7 +258,7 @@ class Replanner:
             self._links.decided(result.links)
             self._link_times = self._links.times()
             compression = self._settings.compression
-            nodes = compression and compression.nodes
+            nodes = None if compression is None else compression.nodes
             if self._link_times is not None and nodes is not None:
                 exchanges = [*self._link_times.exchanges, *measured(nodes, self._device)]
                 self._link_times = replace(self._link_times, exchanges=exchanges)

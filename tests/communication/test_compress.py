@@ -72,8 +72,8 @@ def test_codecs_train_replicas_that_are_equal(
     tiers.chosen(
         [(2, ["qsgd4", "1bit*"])],
         [
-            (2, ["qsgd8", "1bit", "bf16", "aqgb12", "duo2"]),
-            (3, ["qsgd2", "1bit", "1bit*", "fp16", "aqgb16", "duo4"]),
+            (2, ["qsgd8", "qsgd4h", "1bit", "bf16", "aqgb12", "duo2"]),
+            (3, ["qsgd2", "qsgd2h", "1bit", "1bit*", "fp16", "aqgb16", "duo4"]),
         ],
         [(world, [*NAMES, "duo0", "duo1", "duo8"]) for world in (2, 3, 4)],
     ),

@@ -54,6 +54,8 @@ class Qsgd(Codec):
         return _C.qsgd_bytes(n, self.bits, self.size, self.rotated)
 
     def theory(self, n: int) -> float:
+        if self.rotated:
+            n = -(-n // self.size) * self.size  # the last block is padded
         return n * (self.bits + 32 / self.size) / 8
 
     def variance(self, values: Tensor) -> float:

@@ -4,6 +4,7 @@ variance of rounding.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -13,11 +14,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.paper.support import studied
 from qsync_fx.communication.bucket import piece
 from qsync_fx.communication.codecs import Draw, codec_named, hadamard
 from qsync_fx.communication.codecs.codec import Codec
-from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
+from qsync_fx.communication.codecs.qsgd import UNITS
 from qsync_fx.communication.compressor_state import CompressorState
+from tests.support import tiers
 
 PAIRS = [("qsgd2", "qsgd2h"), ("qsgd4", "qsgd4h"), ("qsgd8", "qsgd8h")]
 every_pair = pytest.mark.parametrize(("plain", "rotated"), PAIRS, ids=lambda name: name)
@@ -112,14 +115,41 @@ def test_variance_is_lower_with_heavy_tails(
 
 
 @every_pair
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), scale=st.integers(-60, 60))
 def test_variance_of_normal_values_does_not_change(
     plain: str, rotated: str, seed: int, scale: int
 ) -> None:
-    x = normal(2**16, seed) * 2.0**scale
+    x = normal(2**19, seed) * 2.0**scale
     ratio = codec_named(rotated).variance(x) / codec_named(plain).variance(x)
     assert ratio == pytest.approx(1, abs=0.06)
+
+
+@tiers.ALL
+def test_variance_of_a_language_model_is_lower() -> None:
+    """GPT-2 of two layers, trained for a few steps on texts of installed packages."""
+    task = studied.gpt(1, 0, quick=True)
+    optimizer = task.optimizer(task.model.parameters(), task.rate / 3)
+    for parts in itertools.islice(itertools.cycle(task.batches()), 30):
+        optimizer.zero_grad()
+        task.loss(task.model, parts[0]).backward()
+        optimizer.step()
+    gradients = [
+        parameter.grad.flatten()
+        for parameter in task.model.parameters()
+        if parameter.grad is not None and parameter.numel() >= 2048
+    ]
+    ratios = {}
+    for plain, rotated in PAIRS:
+        both = [
+            (codec_named(plain).variance(g), codec_named(rotated).variance(g)) for g in gradients
+        ]
+        ratios[rotated] = sum(b for _, b in both) / sum(a for a, _ in both)
+        lower = sum(b < a for a, b in both)
+        assert lower >= 0.7 * len(both), "most parameters"
+    assert ratios["qsgd4h"] < 0.85 and ratios["qsgd8h"] < 0.85
+    # The embedding has the largest gradient, with light tails in units of 128 values.
+    assert ratios["qsgd2h"] > 1
 
 
 @every_pair
@@ -181,8 +211,8 @@ def test_extreme_values(name: str) -> None:
 @every_rotated
 def test_bytes_exceed_those_without_rotation_by_the_counter(name: str) -> None:
     codec, plain = codec_named(name), codec_named(name[:-1])
-    assert isinstance(codec, Qsgd) and codec.theory(10_000) == plain.theory(10_000)
-    assert codec.nbytes(0) == 0
+    assert codec.nbytes(0) == codec.theory(0) == 0
     for units in (1, 3, 1000):
         n = units * codec.unit
         assert codec.nbytes(n) == codec.nbytes(n - 1) == plain.nbytes(n) + 4
+        assert codec.theory(n) == codec.theory(n - 1) == plain.theory(n)
