@@ -589,6 +589,14 @@ PAPERS = [
     _more_accurate("table6", "ours", UNIFORM, "network", "cluster"),
     _less("table6", "ours", UNIFORM, "network", "cluster"),
     _less("fig6", "ours", {"plan": "uniform"}),
+    *(
+        Figure(
+            "zero_point",
+            f"{scheme}: squared error of gradients / symmetric INT8 per tensor",
+            f"ratio, {scheme}",
+        )
+        for scheme in ("zero point", "symmetric, per channel")
+    ),
     Figure("fig8", "rank correlation of consecutive updates", "kept", has("kept")),
     Figure("fig8", "rank correlation of first and last ten updates", "early", has("early")),
 ]

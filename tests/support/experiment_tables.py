@@ -88,6 +88,20 @@ def gpu_linear_missed() -> str:
     return markdown(list(columns), ([cell(row) for cell in columns.values()] for row in rows))
 
 
+def zero_point() -> str:
+    """Return the gradient error of INT8 with and without a zero point."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "seed": lambda row: str(row["seed"]),
+        "symmetric": lambda row: f"{row['symmetric']:.4f}",
+        "with a zero point": lambda row: f"{row['zero point']:.4f}",
+        "of symmetric": lambda row: f"{row['ratio, zero point']:.2f}",
+        "symmetric, per channel": lambda row: f"{row['symmetric, per channel']:.4f}",
+        "of symmetric per tensor": lambda row: f"{row['ratio, symmetric, per channel']:.2f}",
+        "variance between batches": lambda row: f"{row['noise']:.2f}",
+    }
+    return table_of("zero_point", columns, lambda row: row["what"] == "model")
+
+
 def fig8() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "network": lambda row: row["case"],
@@ -182,6 +196,7 @@ TABLES = {
         table6,
         fig6,
         fig8,
+        zero_point,
         convergence,
         hybrid,
         ddp_accuracy,
