@@ -2,12 +2,12 @@
 The times are of matrix products, convolutions and all-reduces. Each row is a device, format and
 product; the last rows pool all products, of each device and format and of all, and give the
 all-reduces. "points" is the number of measured times. "held_out_mape" and "held_out_median" are the
-mean and median absolute relative error on shapes that the constants were not fitted to (10 folds by shape; with --by-layer a
-convolution is held out at all batch sizes). "catalog_mape" is the mean error of the catalog's
-constants on all shapes. --data names a folder with deepbench_gemm.csv and deepbench_conv.csv
-(Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); --measured names a result of
-benchmarks/gpu/products.py to use instead. Without either option the script prints a hint and ends.
---write fits the constants to all shapes and writes them to the catalog.
+mean and median absolute relative error on shapes that the constants were not fitted to (10 folds by
+shape; with --by-layer a convolution is held out at all batch sizes). "catalog_mape" is the mean
+error of the catalog's constants on all shapes. --data names a folder with deepbench_gemm.csv and
+deepbench_conv.csv (Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); --measured names
+a result of benchmarks/gpu/products.py to use instead. Without either option the script prints a
+hint and ends. --write fits the constants to all shapes and writes them to the catalog.
 """
 
 from __future__ import annotations
