@@ -1,13 +1,13 @@
 """Prediction error of the device catalog on published times of T4 and V100.
 The times are of matrix products, convolutions and all-reduces. Each row is a device, format and
-product; the last rows pool all products and give the all-reduces. "points" is the number of
-measured times. "held_out_mape" and "held_out_median" are the mean and median absolute relative
-error on shapes that the constants were not fitted to (10 folds by shape; with --by-layer a
-convolution is held out at all batch sizes). "catalog_mape" is the mean error of the catalog's
-constants on all shapes. --data names a folder with deepbench_gemm.csv and deepbench_conv.csv
-(Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); --measured names a result of
-benchmarks/gpu/products.py to use instead. Without either option the script prints a hint and ends.
---write fits the constants to all shapes and writes them to the catalog.
+product; the last rows pool all products, of each device and format and of all, and give the
+all-reduces. "points" is the number of measured times. "held_out_mape" and "held_out_median" are the
+mean and median absolute relative error on shapes that the constants were not fitted to (10 folds by
+shape; with --by-layer a convolution is held out at all batch sizes). "catalog_mape" is the mean
+error of the catalog's constants on all shapes. --data names a folder with deepbench_gemm.csv and
+deepbench_conv.csv (Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); --measured names
+a result of benchmarks/gpu/products.py to use instead. Without either option the script prints a
+hint and ends. --write fits the constants to all shapes and writes them to the catalog.
 """
 
 from __future__ import annotations
@@ -207,20 +207,25 @@ def products(
     return rows
 
 
-def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean error over all products; each measured time counts once."""
+def pooled(
+    rows: Sequence[dict[str, Any]], device: str = "all", precision: str = "all"
+) -> dict[str, Any]:
+    """Return the mean error over all products of these rows; each measured time counts once."""
     points = sum(row["points"] for row in rows)
     means = {
         key: sum(row["points"] * row[key] for row in rows) / points
         for key in ("held_out_mape", "catalog_mape")
     }
-    return {
-        "device": "all",
-        "precision": "all",
-        "product": "all products",
-        "points": points,
-        **means,
-    }
+    named = {"device": device, "precision": precision, "product": "all products"}
+    return {**named, "points": points, **means}
+
+
+def summaries(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pooled errors of each device and format, and of all of them."""
+    keys = sorted({(row["device"], row["precision"]) for row in rows})
+    groups = [[row for row in rows if (row["device"], row["precision"]) == key] for key in keys]
+    each = [pooled(group, *key) for key, group in zip(keys, groups, strict=True)]
+    return [*each, pooled(rows)]
 
 
 def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
@@ -354,7 +359,7 @@ def main() -> None:
     if options.write:
         rows = []
     elif not options.only:
-        rows.append(pooled(rows))
+        rows += summaries(rows)
         if options.data is not None:
             rows += collectives(options.data)
     finish(options, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,3 +140,14 @@ def test_command_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[str
     assert main(["devices", "propose"]) == 2
     error = capsys.readouterr().err
     assert "this machine has no GPU 0" in error and "howto-device" in error
+
+
+def test_list_has_each_device_of_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "list"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert {row[0] for row in rows} >= set(devices.names())
+    assert next(row for row in rows if row[0] == "t4")[-1] == "own"
+    assert main(["devices", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [item["name"] for item in listed] == devices.names()
+    assert listed[devices.names().index("h200")]["host"]["launch"] == 5e-05

@@ -25,9 +25,7 @@ def _list(arguments: argparse.Namespace) -> None:
     for device in devices:
         version = ".".join(map(str, device.capability or ()))
         memory = f"{device.memory.bytes / 2**30:.0f} GiB"
-        fitted = (
-            "own times" if device.products else f"those of {device.calibrated_as or 'libraries'}"
-        )
+        fitted = "own" if device.products else device.calibrated_as or "usual"
         rows.append((device.name, device.title, version, memory, " ".join(device.units), fitted))
     columns = ("name", "device", "capability", "memory", "units", "efficiencies")
     output.show(output.table(columns, rows, right=("memory",)))
