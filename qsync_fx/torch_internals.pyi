@@ -45,7 +45,7 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, _debug_ge
 from torch._dynamo.eval_frame import get_compiler_fn, innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import ConstantSource, GlobalStateSource, LocalSource
+from torch._dynamo.source import AttrSource, ConstantSource, GlobalStateSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, get_optimize_ddp_mode
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code
@@ -84,6 +84,7 @@ PATHS: dict[str, tuple[str, str]]
 __all__ = [
     "_BACKENDS",
     "_COMPILER_FNS",
+    "AttrSource",
     "BackendCompilerFailed",
     "BackwardState",
     "CatchErrorsWrapper",

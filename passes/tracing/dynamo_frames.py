@@ -163,9 +163,8 @@ def place(options: Options) -> SourcePlace:
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
     """Guard a submodule's code against reuse for another module; return whether it was needed."""
-    variables = getattr(translator(), "f_locals", {})
-    name = next((name for name, value in variables.items() if value is current.module), None)
-    if not current.nested or name is None or current.root is None:
+    source = None if current.module is None else _source_of(current.module)
+    if not current.nested or source is None or current.root is None:
         return False
     kind = type(current.module)
     equal = sum(type(module) is kind for _, module in paths(current.root))
@@ -181,8 +180,18 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
         message += f"torch._dynamo.config.recompile_limit is {limit}"
         do = f"set torch._dynamo.config.recompile_limit = {4 * equal}, or remove the graph break "
         raise PlanError(message, where=where, do=f"{do}(TORCH_LOGS=graph_breaks shows it)")
-    internals.install_guard(internals.LocalSource(name).make_guard(internals.GuardBuilder.ID_MATCH))
+    internals.install_guard(source.make_guard(internals.GuardBuilder.ID_MATCH))
     return True
+
+
+def _source_of(module: nn.Module) -> Any:
+    """Return how the compiled frame refers to a module: a variable, or the owner of a method."""
+    for name, value in getattr(translator(), "f_locals", {}).items():
+        if value is module:
+            return internals.LocalSource(name)
+        if getattr(value, "__self__", None) is module:
+            return internals.AttrSource(internals.LocalSource(name), "__self__")
+    return None
 
 
 def in_backward_pass() -> bool:
@@ -285,9 +294,9 @@ def modules_in_reach(
 
 def given_to_compile(function: object) -> object:
     """Return the module behind the function that torch.compile makes of it, else the function."""
-    owner = getattr(function, "__self__", None)
     wrapped = getattr(function, "__wrapped__", None)  # torch's own classes get an additional frame
-    modules = (value for value in (function, owner, wrapped) if isinstance(value, nn.Module))
+    owners = (getattr(value, "__self__", None) for value in (function, wrapped))
+    modules = (value for value in (function, wrapped, *owners) if isinstance(value, nn.Module))
     return next(modules, function)
 
 
