@@ -254,7 +254,9 @@ class Replanner:
         }
         if result.links is not None:
             self._links.decided(result.links)
-            self._link_times = self._links.times()
+            compression = self._settings.compression
+            nodes = None if compression is None else compression.nodes
+            self._link_times = self._links.times(nodes)
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()
