@@ -16,8 +16,10 @@ from typing import Any, Final, get_args
 import torch
 from torch import distributed, nn
 
+from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.roofline import share
+from qsync_fx.distributed.node_topology import measured
 from qsync_fx.errors import OptionError
 from qsync_fx.plan_switching import when_called
 from qsync_fx.predictor.replayer.cluster import Cluster, Exchange, Network, Transport
@@ -326,15 +328,22 @@ class ProbedLinks:
                 nbytes, seconds = nbytes // 4, seconds / 4
             self.probe = replace(self.probe, nbytes=nbytes, seconds=seconds)
 
-    def times(self) -> LinkTimes | None:
-        """Measure collectives up to the size of the probe, on all ranks; None without a probe."""
+    def times(self, nodes: NodeGroups | None = None) -> LinkTimes | None:
+        """Measure collectives up to the size of the probe, on all ranks; None without a probe.
+
+        With `nodes`, exchanges inside and between them are measured, too.
+        """
         if self.probe is None:
             return None
         sizes = [size for size in (_SMALLEST, *_SIZES) if size <= self.probe.nbytes]
         reduced = [(size, all_reduce_seconds(size, _REPEATS, self._device)) for size in sizes]
         transport = self.probe.transport
         sent = [(float(size), self._exchange(size, transport)) for size in sizes]
-        return LinkTimes(reduced, [Exchange(transport, "all", distributed.get_world_size(), sent)])
+        result = [Exchange(transport, "all", distributed.get_world_size(), sent)]
+        if nodes is not None:
+            limits: dict[str, Any] = {"transports": [transport], "largest": self.probe.nbytes}
+            result += measured(nodes, self._device, **limits)
+        return LinkTimes(reduced, result)
 
     def _exchange(self, nbytes: int, transport: Transport) -> float:
         return exchange_seconds(transport, nbytes, _REPEATS, self._device)

@@ -101,7 +101,7 @@ class PlanSurvey:
 
 
 def _updated(collective: Collective, links: LinkTimes) -> Collective:
-    """Return measurements with those of `links` in place of the same transport and group."""
+    """Return measurements with newer ones for the transports and groups in `links`."""
     exchanges = {(item.transport, item.group): item for item in collective.exchanges}
     exchanges |= {(item.transport, item.group): item for item in links.exchanges}
     table = list(links.all_reduce)

@@ -10,7 +10,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -87,12 +87,15 @@ def links_between_nodes(
     return NodeLinks(nodes.size, tuple(measured(nodes, device)), in_a_row)
 
 
-def measured(nodes: NodeGroups, device: torch.device = CPU) -> list[Exchange]:
-    """Measure exchanges inside and between nodes with each transport; call it on all ranks."""
+def measured(nodes: NodeGroups, device: torch.device = CPU, **settings: Any) -> list[Exchange]:
+    """Measure exchanges inside and between nodes; call it on all ranks.
+
+    `settings` are further arguments of `exchanges`.
+    """
     groups: dict[RankGroup, Sequence[Sequence[int]]] = {"inside": nodes.ranks}
     if len(nodes.ranks) > 1:
         groups["between"] = [nodes.across(rank) for rank in nodes.ranks[0]]
-    return exchanges(device, groups)
+    return exchanges(device, groups, **settings)
 
 
 def in_a_row(size: int, world: int) -> list[str]:

@@ -43,7 +43,6 @@ from qsync_fx.distributed.drift import (
 )
 from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan
 from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
-from qsync_fx.distributed.node_topology import measured
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
@@ -256,12 +255,9 @@ class Replanner:
         }
         if result.links is not None:
             self._links.decided(result.links)
-            self._link_times = self._links.times()
             compression = self._settings.compression
             nodes = None if compression is None else compression.nodes
-            if self._link_times is not None and nodes is not None:
-                exchanges = [*self._link_times.exchanges, *measured(nodes, self._device)]
-                self._link_times = replace(self._link_times, exchanges=exchanges)
+            self._link_times = self._links.times(nodes)
         requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
         self._planned |= {name: result.allowed[name] for name in requested}
         planned = self._planned.items()

@@ -72,7 +72,7 @@ def test_the_graph_trains_as_the_model_is_written(as_users_run_it: None, alarm: 
     ) as caught:
         found = trained(model, compiled(model, precision="int8"), x)
     assert_equal(found, wanted)
-    assert len(caught) == 1
+    assert sum(item.category is UserWarning for item in caught) == 1
     assert caught[0].filename.endswith("small_models.py")
 
 

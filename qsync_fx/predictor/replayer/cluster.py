@@ -422,10 +422,8 @@ class Cluster:
             if bandwidth is None and network.all_reduce:
                 message = "all-reduces were measured, but no exchange of compressed gradients with "
                 message += f"the transport {network.transport}"
-                do = (
-                    "measure the profile again, on several ranks, or give [network] a bandwidth or "
-                )
-                do += "exchanges"
+                do = "measure the profile again, on several ranks, or give [network] a bandwidth "
+                do += "or exchanges"
                 raise ProfileError(message, where="network", do=do)
             if bandwidth is None:
                 message = f"neither the link of {shown(name)} nor [network] has a bandwidth"

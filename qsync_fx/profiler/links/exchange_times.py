@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from torch import distributed
@@ -91,6 +91,8 @@ def exchange_seconds(
 def exchanges(
     device: torch.device = CPU,
     groups: Mapping[RankGroup, Sequence[Sequence[int]]] = MappingProxyType({}),
+    transports: Sequence[Transport] = get_args(Transport),
+    largest: int = _SIZES[-1],
 ) -> list[Exchange]:
     """Measure exchanges with each transport, on all ranks at once.
 
@@ -100,13 +102,15 @@ def exchanges(
         device: device of gradients.
         groups: groups of ranks of each kind, with each rank in one group; by default one group of
             all ranks.
+        transports: transports to measure.
+        largest: limit of the bytes that a rank sends.
     """
     by_kind = groups or {"all": [range(distributed.get_world_size())]}
     result: list[Exchange] = []
-    for transport in TRANSPORTS:
+    for transport in transports:
         try:
             for kind, ranks in by_kind.items():
-                seconds = _table(transport, device, ranks)
+                seconds = _table(transport, device, ranks, largest)
                 result.append(Exchange(transport, kind, len(ranks[0]), seconds))
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
@@ -115,13 +119,10 @@ def exchanges(
     return result
 
 
-TRANSPORTS: Final[tuple[Transport, ...]] = ("point_to_point", "collective")
-
-
 def _table(
-    transport: Transport, device: torch.device, groups: Sequence[Sequence[int]]
+    transport: Transport, device: torch.device, groups: Sequence[Sequence[int]], largest: int
 ) -> list[tuple[float, float]]:
-    """Return the pairs of bytes and seconds of all groups at once."""
+    """Return the pairs of bytes, up to `largest`, and seconds of all groups at once."""
     group = None
     if len(groups) > 1:
         full = carrying(device) if transport == "collective" else control()
@@ -130,7 +131,7 @@ def _table(
         group, _ = made(ranks, backend=backend)
     try:
         table = []
-        for size in _SIZES:
+        for size in (size for size in _SIZES if size <= largest):
             seconds = exchange_seconds(transport, size, REPEATS, device, group)
             if seconds < SHORT:
                 seconds = exchange_seconds(transport, size, MANY, device, group)

@@ -16,6 +16,8 @@ from hypothesis import given, strategies as st
 from torch import distributed, nn
 
 import qsync_fx
+from qsync_fx.communication.allreduce import NodeGroups
+from qsync_fx.distributed.drift import Hysteresis, LinkProbe, ProbedLinks
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives, rising
 from qsync_fx.profiler.links.exchange_times import exchanges
 from tests.support import tiers
@@ -60,6 +62,17 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
 def grouped_rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=4)
     found = exchanges(groups={"inside": [(0, 1), (2, 3)], "between": [(0, 2), (1, 3)]})
+    (some,) = exchanges(transports=["collective"], largest=2**12)
+    assert [nbytes for nbytes, _ in some.seconds] == [2**10, 2**12]
+    links = ProbedLinks(LinkProbe(2**12, 1.0).notes(), Hysteresis())
+    times = links.times(NodeGroups(((0, 1), (2, 3))))
+    assert times is not None and [item.group for item in times.exchanges] == [
+        "all",
+        "inside",
+        "between",
+    ]
+    assert {item.transport for item in times.exchanges} == {"point_to_point"}
+    assert all(item.seconds[-1][0] == 2**12 for item in times.exchanges)
     Path(f"{out}.{at}").write_text(json.dumps([asdict(item) for item in found]))
     distributed.destroy_process_group()
 
