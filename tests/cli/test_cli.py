@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith(
-        f"qsync_fx {__version__}, torch {torch.__version__}, Python 3."
+        f"qsync_fx {__version__}, torch {metadata.version('torch')}, Python 3."
     )
 
 

@@ -248,6 +248,10 @@ def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> 
         assert {charge.part for charge in found} == {Part.CONVERT}
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 15),
+    reason="Inductor gives fused attention the name of a view; see docs/known-issues.md",
+)
 def test_fused_pattern_belongs_to_its_last_product() -> None:
     (forward, backward), _ = trained(attention, "int8")
     (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
