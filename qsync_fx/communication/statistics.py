@@ -94,9 +94,10 @@ class Report:
             return f"{start}  one rank: no communication, gradients are unchanged"
         if not self.coded and not sums.buckets:
             return f"{start}  DistributedDataParallel sends all gradients uncompressed"
+        seconds = f"seconds, {self.transport}" if self.transport else "seconds"
         lines = [
             f"{_sent(sums)}: ratio {self.ratio:.4f}",
-            f"seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
+            f"{seconds}: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
             f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
@@ -112,8 +113,6 @@ class Report:
         if self.variance is not None:
             norm = "the squared norm of a rank's gradient"
             lines.append(f"added variance: {self.variance:.3g} of {norm}")
-        if self.transport:
-            lines.append(f"transport: {self.transport}")
         return start + "\n".join(f"  {line}" for line in lines)
 
 

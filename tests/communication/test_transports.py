@@ -62,8 +62,8 @@ def test_both_transports_train_the_same_replicas(
             assert sent <= receiver[name]["wire"] <= 2 * sent, name
             if world == 2:  # an all-gather of one message needs no padding
                 assert sent == receiver[name]["wire"]
-        assert "transport: point to point over gloo" in expected["printed"]
-        assert "transport: collectives of gloo on cpu" in collective[0][name]["printed"]
+        assert "seconds, point to point over gloo: encode" in expected["printed"]
+        assert "seconds, collectives of gloo on cpu: encode" in collective[0][name]["printed"]
 
 
 @tiers.ALL
