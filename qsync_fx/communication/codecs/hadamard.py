@@ -1,9 +1,9 @@
 """Randomized Hadamard transform H D of blocks, as torch operators.
 
-D negates random values, and H has the stages (a + b, a - b) of strides 1, 2, 4 and so on. A value
-of any size is spread over its block, so that the largest magnitude of a block is near that of
-normally distributed values with the same norm, and so are the steps of stochastic rounding
-(A. T. Suresh et al., "Distributed Mean Estimation with Limited Communication", 2017, section 3).
+D negates random values, and H has the stages (a + b, a - b) of strides 1, 2, 4 and so on. Each
+value is spread over its block, which becomes nearly normally distributed: a single large value no
+longer sets the step of stochastic rounding for all others (A. T. Suresh et al., "Distributed Mean
+Estimation with Limited Communication", 2017, section 3).
 
 All ranks and parameters share the signs of a step. This adds no variance: given the signs, rounding
 is unbiased and independent between ranks, so its errors are uncorrelated. Sums of transformed
@@ -31,7 +31,12 @@ def transform(rows: Tensor, negative: Tensor) -> Tensor:
 
 
 def inverse(rows: Tensor, negative: Tensor) -> Tensor:
-    """Return the blocks of which `rows`, [blocks, size], FP32, are transforms: D H y / size."""
+    """Return D H y / size, the blocks x of the transforms y = H D x.
+
+    Args:
+        rows: y, [blocks, size], FP32.
+        negative: as for `transform`.
+    """
     result, stride = rows, rows.shape[1] // 2
     while stride:
         result, stride = _stage(result, stride), stride // 2
