@@ -135,8 +135,8 @@ def gradient(model: nn.Module, batch: Inputs, scheme: str | None = None) -> Tens
         used |= {name: rounded(parameters[name], scheme) for name in weights}
         with quantizing(model, scheme):
             loss = F.cross_entropy(functional_call(model, used, (batch[0],)), batch[1])
-    found = torch.autograd.grad(loss, list(parameters.values()))
-    return torch.cat([part.flatten() for part in found]).double()
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return torch.cat([part.flatten() for part in gradients]).double()
 
 
 def layer_rows(seed: int, model: nn.Module, batch: Inputs) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Timing of whole layers, compiled as in training, in a narrow format and in the 16-bit format.
 
-A gradient's time is that of a step with this gradient alone minus the forward pass. Formats and
+The time of a gradient is a step with this gradient alone minus the forward pass. Formats and
 parts are interleaved, so that changes of the clock affect all of them.
 """
 
@@ -59,7 +59,7 @@ def time_layer(
 
     Args:
         problem: the layer, see `layer_times.layer_problem`; its format is the 16-bit one.
-        rounds: measurements of each part, of which the medians count.
+        rounds: number of measurements of each part; their median is returned.
         options: more options of the backend.
 
     Raises:
