@@ -86,7 +86,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "noisiest gradients.",
         ),
         "low_memory": Recipe(
-            {"precision": "int8", "activation_recompute": True},
+            {"precision": "int8", "activation_recompute": True, "skip_unprofitable": False},
             "INT8 forward products, and activations recomputed in backward: the least memory, at "
             "the cost of some time in each step.",
         ),

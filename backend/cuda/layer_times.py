@@ -1,6 +1,6 @@
 """Times of layers in narrow formats, next to those in the 16-bit format, quantization included.
 
-`qsync tune` measures them, and this package contains those of some GPUs. They decide whether a
+`qsync tune` measures them, and this package contains measurements of an H200. They decide whether a
 layer runs in a narrow format by default.
 """
 
@@ -35,7 +35,7 @@ class LayerTimes:
     wide_seconds: Mapping[str, float]
 
     def speed(self, parts: Iterable[str] = PARTS) -> float:
-        """Return the speed of these parts, taken together, relative to the 16-bit format.
+        """Return the speed of some parts together, relative to the 16-bit format.
 
         Gradients that were timed together count if any of them is requested. Parts without a time
         do not count.
@@ -52,7 +52,7 @@ class LayerTimes:
 def layer_problem(problem: Problem, wide: str) -> Problem:
     """Return the key of a layer in tables: its output, without scales and bias, in format `wide`.
 
-    Sizes are those of the tuning bucket, so that similar batches share a measurement.
+    Sizes are rounded to the tuning bucket, so that similar batches share a measurement.
     """
     bare = replace(
         problem, a=wide, b=wide, out=wide, a_scale="none", b_scale="none", bias=False

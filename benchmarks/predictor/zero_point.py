@@ -26,11 +26,11 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.support.images import NETWORKS, Images, Size, built
+from benchmarks.paper.support.pair import Inputs
 from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 from qsync_fx.predictor.indicator.rounding_variance import product_noise
 
 Layer = nn.Conv2d | nn.Linear
-Batch = tuple[Tensor, Tensor]
 SYMMETRIC, ZERO_POINT, CHANNEL = "symmetric", "zero point", "symmetric, per channel"
 SCHEMES = (SYMMETRIC, ZERO_POINT, CHANNEL)
 
@@ -95,7 +95,9 @@ def observing(model: nn.Module) -> Iterator[Observed]:
     def watch(name: str, layer: nn.Module) -> None:
         def see(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             result.inputs[name] = args[0].detach()
-            output.register_hook(lambda gradient: result.gradients.update({name: gradient}))
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: result.gradients.update({name: gradient})
+            )
 
         handles.append(layer.register_forward_hook(see))
 
@@ -122,7 +124,7 @@ def quantizing(model: nn.Module, scheme: str) -> Iterator[None]:
             handle.remove()
 
 
-def gradient(model: nn.Module, batch: Batch, scheme: str | None = None) -> Tensor:
+def gradient(model: nn.Module, batch: Inputs, scheme: str | None = None) -> Tensor:
     """Return all gradients of a batch, with quantized operands if a scheme is given."""
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
     weights = {f"{name}.weight" for name in layers_of(model)}
@@ -133,18 +135,18 @@ def gradient(model: nn.Module, batch: Batch, scheme: str | None = None) -> Tenso
         used |= {name: rounded(parameters[name], scheme) for name in weights}
         with quantizing(model, scheme):
             loss = F.cross_entropy(functional_call(model, used, (batch[0],)), batch[1])
-    found = torch.autograd.grad(loss, list(parameters.values()))
-    return torch.cat([part.flatten() for part in found]).double()
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return torch.cat([part.flatten() for part in gradients]).double()
 
 
-def layer_rows(seed: int, model: nn.Module, batch: Batch) -> Iterator[Row]:
+def layer_rows(seed: int, model: nn.Module, batch: Inputs) -> Iterator[Row]:
     with observing(model) as observed:
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
     for name, layer in layers_of(model).items():
         x, weight = observed.inputs[name], layer.weight.detach()
         if bool((x < 0).any()):
             continue
-        row: Row = {
+        row: dict[str, Any] = {
             "what": "layer",
             "seed": seed,
             "name": name,
@@ -168,9 +170,9 @@ def layer_rows(seed: int, model: nn.Module, batch: Batch) -> Iterator[Row]:
         yield row
 
 
-def model_row(seed: int, model: nn.Module, batches: list[Batch], draws: int) -> Row:
+def model_row(seed: int, model: nn.Module, batches: list[Inputs], draws: int) -> Row:
     exact = [gradient(model, batch) for batch in batches]
-    row: Row = {"what": "model", "seed": seed, "draws": draws * len(batches)}
+    row: dict[str, Any] = {"what": "model", "seed": seed, "draws": draws * len(batches)}
     row["noise"] = float(torch.stack(exact).var(0).sum())
     for scheme in SCHEMES:
         errors = [
@@ -190,7 +192,7 @@ def trained(images: Images, data: Any, seed: int, rate: float) -> nn.Module:
     for epoch in range(images.size.epochs):
         for ((x, y),) in images.parts(data, [images.size.batch], seed, epoch):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return model
 

@@ -59,7 +59,7 @@ class DeviceState:
     model: Device | None = None
 
     def layer(self, output: Problem, precision: str) -> LayerTimes | None:
-        """Return the measured times of a layer: of `qsync tune`, or those of this package."""
+        """Return measured times of a layer, from `qsync tune` or else from this package."""
         if self.arch is None:
             return None
         tables = (self.table, self.model and shipped(self.model.name))

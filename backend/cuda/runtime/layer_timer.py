@@ -1,6 +1,6 @@
 """Timing of whole layers, compiled as in training, in a narrow format and in the 16-bit format.
 
-A gradient's time is that of a step with this gradient alone minus the forward pass. Formats and
+The time of a gradient is a step with this gradient alone minus the forward pass. Formats and
 parts are interleaved, so that changes of the clock affect all of them.
 """
 
@@ -43,8 +43,9 @@ def layer_of(problem: Problem, device: torch.device) -> tuple[nn.Module, Tensor]
         p.c, p.k, (p.r, p.s), p.stride, p.padding, p.dilation, device=device, dtype=dtype
     )
     image = torch.randn(p.n, p.c, p.h, p.w, device=device, dtype=dtype)
-    channels_last = torch.channels_last
-    return convolution.to(memory_format=channels_last), image.to(memory_format=channels_last)
+    weight = convolution.weight.detach().to(memory_format=torch.channels_last)
+    convolution.weight = nn.Parameter(weight)
+    return convolution, image.to(memory_format=torch.channels_last)
 
 
 def time_layer(
@@ -58,7 +59,7 @@ def time_layer(
 
     Args:
         problem: the layer, see `layer_times.layer_problem`; its format is the 16-bit one.
-        rounds: measurements of each part, of which the medians count.
+        rounds: number of measurements of each part; their median is returned.
         options: more options of the backend.
 
     Raises:
@@ -114,7 +115,7 @@ def _step(
     by_input, by_weight = _TRAINED[part]
     layer.requires_grad_(by_weight)
     x.requires_grad_(by_input)
-    every = {**options, "precision": fmt, "skip_unprofitable": False}
+    every: dict[str, Any] = {**options, "precision": fmt, "skip_unprofitable": False}
     compiled = torch.compile(layer, backend="qsync", options=every, dynamic=False)
     leaves = [x] * by_input + list(layer.parameters()) * by_weight
     if not leaves:
@@ -124,10 +125,10 @@ def _step(
 
 
 def _row(run: Callable[[], Any], count: int, device: torch.device) -> float:
-    """Return the mean seconds of a run."""
+    """Return the mean seconds of a run; on the CPU of its own time, without other processes."""
     if device.type == "cuda":
         return row_seconds([run], count, device)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(count):
         run()
-    return (time.perf_counter() - start) / count
+    return (time.process_time() - start) / count

@@ -1,9 +1,9 @@
 """Conservative estimate of layer times, for layers that were not measured on their device.
 
-A product takes the longer of its multiplications and its memory traffic, plus a launch. Quantizing
-an operand is a pass for the scale and a pass for the values. Constants are those that an H200
-reached (`gpu_linear.json` and `gpu_quantize.json` in benchmarks/results); they are not measured on
-other GPUs, nor for convolutions.
+The time of a product is the maximum of its multiplications and its memory traffic, plus a launch.
+Quantizing an operand is a pass for the scale and a pass for the values. An H200 reached the
+constants (`gpu_linear.json` and `gpu_quantize.json` in benchmarks/results); they are not measured
+on other GPUs, nor for convolutions.
 """
 
 from __future__ import annotations

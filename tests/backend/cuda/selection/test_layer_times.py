@@ -179,8 +179,10 @@ def test_devices_are_recognized_by_the_names_of_their_drivers() -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        GemmProblem(32, 24, 16, "bf16", "bf16", "bf16"),
-        ConvProblem("fprop", 2, 6, 6, 16, 8, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "bf16"),
+        GemmProblem(256, 256, 256, "bf16", "bf16", "bf16"),
+        ConvProblem(
+            "fprop", 8, 16, 16, 32, 32, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "bf16"
+        ),
     ],
 )
 def test_layers_are_timed_in_both_formats(
