@@ -78,7 +78,8 @@ class Qsgd(Codec):
         step = span / self.levels
         # Stochastic rounding of a value u steps above a level has the variance u(1 - u) steps².
         u = torch.where(step > 0, inputs / step, 0.0).frac()
-        return step.square() * u * (1 - u)
+        result: Tensor = step.square() * u * (1 - u)
+        return result
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
         n = values.numel()

@@ -298,7 +298,8 @@ def _negative(rows: Tensor, counter: Tensor) -> Tensor:
     """Return which values the transform negates: a bit of a random word for each 32 values."""
     index = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
     word = _mix((index >> 5) * _WEYL + counter & _LOW)
-    return word >> (index & 31) & 1 != 0
+    result: Tensor = word >> (index & 31) & 1 != 0
+    return result
 
 
 def _rounded(u: Tensor, start: Tensor) -> Tensor:
