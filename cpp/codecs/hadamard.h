@@ -20,12 +20,16 @@ constexpr size_t SIGNS_PER_WORD = 32;
 // Negate the lanes whose random bit is set. `counter` belongs to the first word of the tile.
 inline void negate(F (&tile)[VECTORS], uint32_t counter) {
     for (size_t k = 0; k < VECTORS; ++k) {
-        const uint32_t word = mix(counter + WEYL * static_cast<uint32_t>(k / 2)), which = k % 2 == 0 ? word & 0xFFFFu : word >> 16;
-        tile[k] = chosen(which, as_float(bits(tile[k]) ^ all(static_cast<int32_t>(0x80000000u))), tile[k]);
+        const uint32_t word = mix(counter + WEYL * static_cast<uint32_t>(k / 2));
+        const uint32_t which = k % 2 == 0 ? word & 0xFFFFu : word >> 16;
+        const F negated = as_float(bits(tile[k]) ^ all(static_cast<int32_t>(0x80000000u)));
+        tile[k] = chosen(which, negated, tile[k]);
     }
 }
 
-inline uint32_t sign_counter(uint32_t counter, size_t index) { return counter + WEYL * static_cast<uint32_t>(index / SIGNS_PER_WORD); }
+inline uint32_t sign_counter(uint32_t counter, size_t index) {
+    return counter + WEYL * static_cast<uint32_t>(index / SIGNS_PER_WORD);
+}
 
 inline void butterfly(F &a, F &b) {
     const F sum = a + b;
@@ -80,7 +84,8 @@ void rotate(const float *x, size_t n, size_t block, uint32_t signs, float *y) {
             across<1>(tile), across<2>(tile), across<4>(tile);
             for (size_t k = 0; k < VECTORS; ++k) store(y + at + k * LANES, tile[k]);
         }
-        for (size_t stride = TILE; stride < block; stride *= 4) far_stages<false>(y + begin, block, stride);
+        for (size_t stride = TILE; stride < block; stride *= 4)
+            far_stages<false>(y + begin, block, stride);
     }
 }
 
@@ -89,7 +94,8 @@ void rotate_back(float *y, size_t n, size_t block, uint32_t signs, float *x, boo
     size_t last = TILE;
     while (4 * last < block) last *= 4;
     for (size_t begin = 0; begin < n; begin += block) {
-        for (size_t stride = last; TILE < block && stride >= TILE; stride /= 4) far_stages<true>(y + begin, block, stride);
+        for (size_t stride = last; TILE < block && stride >= TILE; stride /= 4)
+            far_stages<true>(y + begin, block, stride);
         for (size_t at = begin; at < begin + block && at < n; at += TILE) {
             F tile[VECTORS];
             for (size_t k = 0; k < VECTORS; ++k) tile[k] = load(y + at + k * LANES);
