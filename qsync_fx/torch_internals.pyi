@@ -66,6 +66,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, Pointwise
 from torch._inductor.lowering import constrain_to_fx_strides, lowerings as inductor_lowerings
 from torch._inductor.lowering import make_fallback, make_pointwise, register_lowering, to_dtype
+from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import V, ops as inductor_ops
 
 # Process groups and DistributedDataParallel: the group of all ranks, the wrapper that runs.
@@ -106,6 +107,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OperatorBase",
+    "OpsHandler",
     "OptimizeContext",
     "OptimizedModule",
     "Pointwise",

@@ -150,7 +150,7 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
 
 def _divide_exactly(x: Any, y: Any) -> Any:
     ops = internals.inductor_ops
-    if hasattr(ops, "div_rn"):
+    if hasattr(internals.OpsHandler, "div_rn"):  # `ops` has any name; not in torch 2.11
         return ops.div_rn(x, y)
     # FP64 has more than twice the bits of FP32, so rounding its quotient again is correct.
     wide = ops.truediv(ops.to_dtype(x, torch.float64), ops.to_dtype(y, torch.float64))
