@@ -46,7 +46,8 @@ class Calling(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
+        # Dynamo of torch 2.11 cannot iterate over a ParameterList here.
+        return self.function(x, *[self.weights[place] for place in range(len(self.weights))])
 
 
 class Viewed(torch.autograd.Function):
