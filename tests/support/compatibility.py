@@ -26,7 +26,7 @@ def table() -> str:
             row["python"],
             row["torch"],
             str(row["passed"]),
-            ", ".join(f"`{name}`" for name in row["failed"]) or "none",
+            str(len(row["failed"])),
             str(row["skipped"]),
             f"{row['date']}, {row['kernels']} kernels",
         )
