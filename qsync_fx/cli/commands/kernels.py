@@ -160,7 +160,8 @@ def _build(arguments: argparse.Namespace) -> None:
         raise OptionError(
             "no kernel needs to be compiled: torch computes all products of this model",
             where=arguments.model,
-            do="use --every-candidate to compile the candidates of the tuner, or check the "
+            do="use --every-candidate to compile the candidates of the tuner, "
+            "--no-skip-unprofitable to quantize layers that are not faster so, or check the "
             "precisions with qsync inspect",
         )
     since = time.monotonic()
