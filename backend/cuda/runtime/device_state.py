@@ -78,19 +78,20 @@ def assumed(
     reason = ""
     if arch is None:
         reason = "the device is assumed to have no kernels"
-    token = _assumed.set((on, DeviceState(arch, reason, table)))
-    format_support.forget()
-    try:
+    with _state_of_type(on, DeviceState(arch, reason, table)):
         yield
-    finally:
-        _assumed.reset(token)
-        format_support.forget()
 
 
 @contextlib.contextmanager
 def tuned_by(table: TuningTable, device: torch.device) -> Iterator[None]:
     """Decide for devices of the type of `device` by a table that is not saved yet."""
-    token = _assumed.set((device.type, replace(known_of(device), table=table)))
+    with _state_of_type(device.type, replace(known_of(device), table=table)):
+        yield
+
+
+@contextlib.contextmanager
+def _state_of_type(kind: str, state: DeviceState) -> Iterator[None]:
+    token = _assumed.set((kind, state))
     format_support.forget()
     try:
         yield
