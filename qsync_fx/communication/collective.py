@@ -20,10 +20,10 @@ from qsync_fx.communication.point_to_point import exchange
 from qsync_fx.communication.step_outcome import StepOutcome, settle
 from qsync_fx.communication.transport import COLLECTIVE, HeaderFault, Sizes
 
-# Torch 2.13 deprecates the old name.
-_ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
-if _ALL_GATHER is None:
-    _ALL_GATHER = distributed.all_gather_into_tensor
+ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
+"""All-gather into one tensor, by the name that torch has for it since 2.13."""
+if ALL_GATHER is None:
+    ALL_GATHER = distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Collective:
         result = CollectiveTransfer(self, header, about, messages=1)
         for number in range(max(map(len, sizes))):
             received = _chunk(sizes, number)
-            # An all-gather takes equally many bytes from each rank.
+            # In an all-gather, each rank sends equally many bytes.
             width = max(received)
             source = self._buffer("send", number, width)
             target = self._buffer("receive", number, width * world)
-            start = partial(_ALL_GATHER, target, source)
+            start = partial(ALL_GATHER, target, source)
             slots = target.view(world, width).unbind()
             chunks = [slot[:size] for slot, size in zip(slots, received, strict=True)]
             result.add([source[: received[self.own]]], chunks, start if width else None)

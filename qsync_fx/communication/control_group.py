@@ -42,6 +42,15 @@ def carrying(device: torch.device) -> ProcessGroup | None:
     return control() if device.type == "cpu" else None
 
 
+def backend_of(device: torch.device, group: ProcessGroup | None = None) -> str | None:
+    """Return the backend of a group for a device, such as "nccl"; None if it has none.
+
+    Without `group`, it is the default process group.
+    """
+    rows = distributed.get_backend_config(group).split(",")
+    return dict(row.split(":") for row in rows).get(device.type)
+
+
 def meet() -> None:
     """Wait for all ranks (barrier)."""
     distributed.barrier(group=control())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _LAYOUT = struct.Struct("<4sIIIQQ")
-_MAGIC = b"QSC1"
+MAGIC = b"QSC1"  # first bytes of each message of ours
 HEADER = _LAYOUT.size
 
 
@@ -25,14 +25,14 @@ class MessageHeader:
     length: int = 0  # bytes after the header
 
     def write(self, message: Tensor) -> None:
-        packed = _LAYOUT.pack(_MAGIC, *self._numbers().values())
+        packed = _LAYOUT.pack(MAGIC, *self._numbers().values())
         message[:HEADER] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def fault(self, message: Tensor) -> str | None:
         """Return how a received header differs from this one; None if it is equal."""
         magic, *received = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
-        if magic != _MAGIC:
-            return f"it begins with {magic.hex()} instead of {_MAGIC.hex()}"
+        if magic != MAGIC:
+            return f"it begins with {magic.hex()} instead of {MAGIC.hex()}"
         for (name, expected), value in zip(self._numbers().items(), received, strict=True):
             if value != expected:
                 return f"its {name} is {value} instead of {expected}"

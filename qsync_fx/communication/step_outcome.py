@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qsync_fx.communication.message_header import MAGIC
 from qsync_fx.communication.point_to_point import exchange, rank_error
 
-_MAGIC = b"QSC1"
 GRADIENTS: Final = "the averaged gradients of rank {} differ from those of rank {}"
 _OUTCOME = struct.Struct("<4s?I")
 _OUTCOME_BYTES = 512
@@ -31,7 +31,7 @@ class StepOutcome:
 
     def packed(self) -> Tensor:
         text = "".join(self.faults[:1]).encode()
-        packed = _OUTCOME.pack(_MAGIC, self.finite, self.digest) + text
+        packed = _OUTCOME.pack(MAGIC, self.finite, self.digest) + text
         fixed = packed[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
         return torch.frombuffer(bytearray(fixed), dtype=torch.uint8)
 
@@ -39,7 +39,7 @@ class StepOutcome:
     def unpacked(cls, message: Tensor) -> StepOutcome:
         content = bytes(message.numpy())
         magic, finite, digest = _OUTCOME.unpack_from(content)
-        if magic != _MAGIC:
+        if magic != MAGIC:
             return cls(["the message of a rank at the end of a step cannot be read"])
         # The cut may fall within a character.
         text = content[_OUTCOME.size :].rstrip(b"\0").decode(errors="ignore")

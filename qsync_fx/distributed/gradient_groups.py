@@ -15,6 +15,7 @@ from torch import distributed
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.collective import CollectiveGroups
+from qsync_fx.communication.control_group import backend_of
 from qsync_fx.communication.transport import AUTO, COLLECTIVE, POINT_TO_POINT, TRANSPORTS
 from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.errors import OptionError, nearest, shown
@@ -48,12 +49,6 @@ def checked_transport(transport: object, codecs: Iterable[Codec], device: torch.
         do = 'call init_process_group("nccl"), or use transport="point_to_point"'
         raise OptionError(text, where=where, do=do)
     return transport
-
-
-def backend_of(device: torch.device) -> str | None:
-    """Return the backend of the default process group for a device; None if it has none."""
-    rows = [item.split(":") for item in distributed.get_backend_config().split(",")]
-    return dict(rows).get(device.type)
 
 
 def agreed_transport(requested: str, chosen: str, limit: float) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
-from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
+from qsync_fx.communication.control_group import CPU, backend_of, carrying, meet, slowest
 from qsync_fx.profiler.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
@@ -37,14 +37,9 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
         if seconds < SHORT:
             seconds = all_reduce_seconds(2**power, MANY, device)
         table.append((2**power, seconds))
-    return [Collective(backend_of(device), count, rising(table))]
-
-
-def backend_of(device: torch.device) -> str:
-    """Return the backend of torch.distributed for gradients on a device, such as "nccl"."""
-    config = distributed.get_backend_config(carrying(device))
-    by_device = dict(item.split(":") for item in config.split(","))
-    return by_device[device.type]
+    backend = backend_of(device, carrying(device))
+    assert backend is not None, "the all-reduces above ran on it"
+    return [Collective(backend, count, rising(table))]
 
 
 def ranks() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from qsync_fx.communication.collective import ALL_GATHER
 from qsync_fx.communication.control_group import CPU, carrying, control
 from qsync_fx.communication.point_to_point import exchange
 from qsync_fx.predictor.replayer.cluster import Exchange, RankGroup, Transport
@@ -30,11 +31,6 @@ from qsync_fx.profiler.links.collective_times import (
 
 _SIZES: Final = tuple(2**power for power in range(10, 25, 2))
 """Bytes that a rank sends: 1 KiB to 16 MiB."""
-
-# Torch 2.13 deprecates the old name.
-_ALL_GATHER: Any = getattr(distributed, "all_gather_single", None)
-if _ALL_GATHER is None:
-    _ALL_GATHER = distributed.all_gather_into_tensor
 
 Phase = Callable[[], object]
 """One phase of an exchange, or several."""
@@ -60,7 +56,7 @@ def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, 
 
     def both() -> None:
         distributed.all_to_all_single(received, sent, group=group)
-        _ALL_GATHER(received, sent[:part], group=group)
+        ALL_GATHER(received, sent[:part], group=group)
 
     return both, 2
 
