@@ -18,7 +18,7 @@ from qsync_fx.errors import DeviceError
 
 @dataclass(frozen=True)
 class Recorded:
-    """Fields of `torch.cuda.get_device_properties`, as a real GPU reports them."""
+    """Fields of `torch.cuda.get_device_properties`, by the published data of a GPU."""
 
     name: str
     major: int

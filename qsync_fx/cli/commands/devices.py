@@ -8,6 +8,7 @@ import dataclasses
 from qsync_fx.cli import output
 from qsync_fx.cli.command import Command, add_options
 from qsync_fx.errors import DeviceError
+from qsync_fx.serialization.atomic_files import write_text
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def _propose(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         print(text, end="")
         return
-    arguments.output.write_text(text)
+    write_text(arguments.output, text)
     output.wrote(arguments.output)
 
 
