@@ -270,9 +270,7 @@ class Reducer:
 
     def _encode(self, bucket: Bucket, message: OutgoingMessage, number: int, sent: Tensor) -> None:
         begin, chunk = time.perf_counter(), message.chunks[number]
-        near = sent
-        if chunk.runs and not self.transport.on_device:
-            near = buffers.device_buffer(sent, message.values[0])
+        near = buffers.device_buffer(sent, message.values[0]) if chunk.runs else sent
         for run in chunk.runs:
             piece, residual = bucket.pieces[run.place], message.residuals[run.place]
             full = values = message.values[run.place][run.values]
@@ -299,9 +297,7 @@ class Reducer:
             return
         senders = [sender for sender in incoming.senders if sender not in incoming.unread]
         for order, sender in enumerate(senders):
-            near = transfer.incoming[sender][number]
-            if not self.transport.on_device:
-                near = buffers.on_device_of(near, values[0])
+            near = buffers.on_device_of(transfer.incoming[sender][number], values[0])
             last = order + 1 == len(senders) and incoming.divisor == 1
             for run in chunk.runs:
                 codec, target = bucket.pieces[run.place].codec, values[run.place][run.values]

@@ -80,15 +80,14 @@ def _measured(
 
     def encode() -> None:
         for (values, _), wire, residual in zip(chunks, wires, residuals, strict=True):
-            near = wire if on_device else buffers.device_buffer(wire, values)
+            near = buffers.device_buffer(wire, values)
             codec.encode(values, near, Draw(1, 2), residual)
             if near is not wire:
                 wire.copy_(near)
 
     def decode(**settings: bool) -> None:
         for (_, output), wire in zip(chunks, wires, strict=True):
-            near = wire if on_device else buffers.on_device_of(wire, output)
-            codec.decode(near, output, **settings)
+            codec.decode(buffers.on_device_of(wire, output), output, **settings)
 
     calls: dict[str, Callable[[], object]] = {"copy": copy, "encode": encode}
     calls |= {"decode": lambda: decode(add=True), "read": lambda: decode(last=True)}

@@ -19,7 +19,7 @@ from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer, layout
 from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
-from qsync_fx.communication.codecs import PLAIN, codec_named
+from qsync_fx.communication.codecs import PLAIN, codec_named, first_on_host
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.collective import CollectiveGroups
@@ -121,7 +121,7 @@ class DdpCompressor(CompressorHandle):
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
         self._transport = str(self._reducer.transport)
-        if (hosted := next((c.name for c in assigned.codecs if c.on_host), None)) is not None:
+        if (hosted := first_on_host(assigned.codecs)) is not None:
             self._transport += f", as {hosted} is encoded in host memory"
         self._worker = Worker("qsync communication", device, blocking=collectives is None)
         self._check_every, self._watched = check_every, -1
@@ -180,7 +180,7 @@ class DdpCompressor(CompressorHandle):
             description = "AQGB cannot change during training, as it chooses its own bits"
             do = "use another codec, or train without replanning"
             raise OptionError(description, where="codecs", do=do)
-        hosted = next((codec.name for codec in assigned.codecs if codec.on_host), None)
+        hosted = first_on_host(assigned.codecs)
         if hosted is not None and self._reducer.transport.on_device:
             description = f"{hosted} is encoded in host memory, but gradients stay on the device"
             do = 'pass transport="point_to_point" to compress, or plan without this codec'

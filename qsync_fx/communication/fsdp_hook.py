@@ -206,9 +206,7 @@ class ShardedCompression(CompressorHandle):
             elif description is not None:
                 reducer.fault(about, members[sender], description)
             else:
-                message = transfer.incoming[sender][0]
-                if not reducer.transport.on_device:
-                    message = buffers.on_device_of(message, total)
+                message = buffers.on_device_of(transfer.incoming[sender][0], total)
                 pieces[position].codec.decode(message, total, add=True)
         if not reducer.transport.on_device:
             buffers.synchronize(total)
@@ -221,9 +219,7 @@ class ShardedCompression(CompressorHandle):
     def _encode(
         self, reducer: Reducer, piece: ParameterSlice, values: Tensor, sent: Tensor
     ) -> None:
-        state, near = reducer.state, sent
-        if not reducer.transport.on_device:
-            near = buffers.device_buffer(sent, values)
+        state, near = reducer.state, buffers.device_buffer(sent, values)
         residual, full = state.residual(piece, slice(0, piece.size), summed=False), values
         is_checked = self._check_every > 0 and state.step % self._check_every == 0
         measured = is_checked and reducer is self._reducer

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from qsync_fx.communication.allreduce import NodeGroups
-from qsync_fx.communication.codecs import Codec
+from qsync_fx.communication.codecs import Codec, first_on_host
 from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.control_group import backend_of
 from qsync_fx.communication.transport import AUTO, COLLECTIVE, POINT_TO_POINT, TRANSPORTS
@@ -35,7 +35,7 @@ def checked_transport(transport: object, codecs: Iterable[Codec], device: torch.
         do = nearest(str(transport), (AUTO, *TRANSPORTS))
         raise OptionError(f"unknown transport {reported}", where=where, do=do)
     backend = backend_of(device)
-    hosted = next((codec.name for codec in codecs if codec.on_host), None)
+    hosted = first_on_host(codecs)
     if transport == AUTO:
         return POINT_TO_POINT if backend in (None, _GLOO) or hosted else COLLECTIVE
     if transport == POINT_TO_POINT:

@@ -6,7 +6,7 @@ are in cpp/codecs/kernels.cpp, with equal bits on all processors, and in torch_k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from qsync_fx.communication.codecs.casts import PLAIN
@@ -14,7 +14,7 @@ from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, nearest
 
-__all__ = ["NAMES", "PLAIN", "Codec", "Draw", "codec_named"]
+__all__ = ["NAMES", "PLAIN", "Codec", "Draw", "codec_named", "first_on_host"]
 
 
 _CODECS: Final[Mapping[str, Codec]] = listed_in_modules(__name__, "CODECS")
@@ -26,3 +26,8 @@ def codec_named(name: str) -> Codec:
     if name not in _CODECS:
         raise OptionError(f"unknown gradient codec {name!r}", do=nearest(name, NAMES))
     return _CODECS[name]
+
+
+def first_on_host(codecs: Iterable[Codec]) -> str | None:
+    """Return the name of the first codec that encodes in host memory; None if none does."""
+    return next((codec.name for codec in codecs if codec.on_host), None)
