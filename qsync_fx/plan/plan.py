@@ -170,13 +170,14 @@ class Plan(HtmlView):
         set_field = object.__setattr__
         if isinstance(patterns, Mapping):
             patterns = list(patterns.items())
+        entries: list[tuple[str, Any]] = []
         if isinstance(default, Mapping):
             entries = [entry for entry in default.items() if entry[0] != "default"]
-            default, patterns = default.get("default"), [*entries, *patterns]
+            default = default.get("default")
         if default is not None:
             default = _precision(default, "default")
         set_field(self, "default", default)
-        set_field(self, "patterns", _patterns(patterns))
+        set_field(self, "patterns", (*_patterns(entries), *_patterns(patterns)))
         set_field(self, "operators", MappingProxyType(_operators(operators)))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
 

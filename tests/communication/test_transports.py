@@ -147,10 +147,13 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
         compress={"transport": COLLECTIVE},
     )
     assert ended[1].code == -signal.SIGKILL
-    for rank in (0, *range(2, world)):
-        assert ended[rank].code == 0, ended[rank].log
-        assert ended[rank].result["kind"] == "RankError"
-        assert "rank 1 no longer responds" in ended[rank].result["text"]
+    others = [ended[rank] for rank in (0, *range(2, world))]
+    for rank in others:
+        assert rank.code == 0, rank.log
+        assert rank.result["kind"] == "RankError"
+        assert "no longer responds" in rank.result["text"]
+    # A rank may name one that has ended since it met the killed rank first.
+    assert any("rank 1 no longer responds" in rank.result["text"] for rank in others)
 
 
 def test_transport_follows_backend_and_codecs(tmp_path: Path) -> None:

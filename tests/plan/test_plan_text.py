@@ -169,6 +169,7 @@ almost_plans = st.fixed_dictionaries(
 
 @settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(values, almost_plans))
+@example({"format": "qsync-plan", "version": 1, "default": {}, "patterns": None})
 def test_arbitrary_json(value: object) -> None:
     raises_nothing_else(json.dumps(value))
 

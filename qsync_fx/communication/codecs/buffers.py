@@ -24,14 +24,16 @@ def host(nbytes: int, device: torch.device) -> Tensor:
 
 def device_buffer(wire: Tensor, values: Tensor) -> Tensor:
     """Return `wire` itself if it is on the device of the values, else an uninitialized buffer."""
-    there = wire.device == values.device
-    return wire if there else torch.empty_like(wire, device=values.device)
+    if wire.device == values.device:
+        return wire
+    return torch.empty_like(wire, device=values.device)
 
 
 def on_device_of(wire: Tensor, values: Tensor) -> Tensor:
     """Return bytes on the device of `values`, valid for work queued from now on."""
-    there = wire.device == values.device
-    return wire if there else wire.to(values.device, non_blocking=True, copy=True)
+    if wire.device == values.device:
+        return wire
+    return wire.to(values.device, non_blocking=True, copy=True)
 
 
 def synchronize(values: Tensor) -> None:
