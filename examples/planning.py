@@ -28,6 +28,8 @@ SHARE = 0.8
 """
 _SEEN = 4
 """Number of batches that the sensitivities are averaged over."""
+_REPLANS = 2
+"""Maximum rounds of running the plan and solving again; a round takes about 20 s."""
 
 
 def uniform() -> qsync_fx.ClusterPlan:
@@ -66,6 +68,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         memory={ROLES[1]: memory},
         precisions=FORMATS[job.rank],
         repeats=job.rounds,
+        max_replans=_REPLANS,
         save=job.plan,
         progress=False,
     )
