@@ -157,11 +157,13 @@ class Offload:
                 self._gradients[place] = self.empty_like(moved[place])
             self.copy(moved[place], self._gradients[place])
             p.grad = self.copy(gradient, values.detach())
-        yield
-        for place, values in moved.items():
-            self.copy(self._gradients[place], values)
-        for p, values in zip(parameters, present, strict=True):
-            p.grad = values
+        try:
+            yield
+        finally:
+            for place, values in moved.items():
+                self.copy(self._gradients[place], values)
+            for p, values in zip(parameters, present, strict=True):
+                p.grad = values
 
     def _allocated(self, value: Any) -> Any:
         """Return a copy of a value of the optimizer's state; tensors on the CPU stay there."""
