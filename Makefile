@@ -224,8 +224,8 @@ format: setup ## format the code and apply ruff's automatic fixes
 docs: setup ## build the documentation site into build/docs; warnings are errors
 	@$(PYTHON) -m sphinx -q -W --keep-going -b html docs build/docs && echo "docs: build/docs/index.html"
 
-docs-figures: setup ## draw the charts and write the page of benchmarks from benchmarks/results
-	@$(PYTHON) benchmarks/plots.py && $(PYTHON) benchmarks/support/benchmarks_page.py
+docs-figures: setup ## draw the charts and write the pages of benchmarks and claims from benchmarks/results
+	@$(PYTHON) benchmarks/plots.py && $(PYTHON) benchmarks/support/benchmarks_page.py && $(PYTHON) benchmarks/support/claims_page.py
 
 report-bundle: ## build the web page of `qsync report` from qsync_fx/report/web (needs node and npm)
 	@mkdir -p build && rm -rf build/report-web && cp -r qsync_fx/report/web build/report-web

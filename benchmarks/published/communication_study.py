@@ -1,12 +1,14 @@
 """Error of step times predicted for compressed gradients from steps with FP32 gradients.
 The data are samples per second of six networks on 2 to 16 GPUs, with MPI and NCCL, and gradients in
-32 bits or compressed by QSGD to 16, 8, 4 or 2 bits (Grubic et al., EDBT 2018,
+32 bits or compressed by QSGD to 16, 8, 4 or 2 bits or by 1bitSGD (Grubic et al., EDBT 2018,
 data/communication_study.csv). For each primitive and number of GPUs, the two coefficients of
-`Exchange` are fitted to all networks but one, and predict that
+`Exchange` are fitted to the QSGD rows of all networks but one, and predict that
 network's compressed steps from its 32-bit step. Columns: "median", "mean" and "worst" are the
 relative errors of these predictions; "all" is the median error of `EXCHANGES`,
 fitted to all networks; "without" is the median error of using the 32-bit step time
-unchanged.
+unchanged. 1bitSGD* has the bytes of its buckets, the seconds per byte of QSGD, and seconds per
+element that are the median of the other networks. Rows with "speed" are the printed samples per
+second of a codec, divided by those with 32 bits.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Final
 
 import numpy as np
 
+from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replayer.device_timeline import Array
@@ -137,11 +140,15 @@ class Cell:
     sample: CollectiveSample
 
 
-def cells() -> list[Cell]:
-    """Return the rows of QSGD."""
+def table() -> list[dict[str, str]]:
+    """Return the rows of the study's tables."""
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-    rows = list(csv.DictReader(lines))
-    full = {_place(row): _seconds(row) for row in rows if row["bits"] == "32"}
+    return list(csv.DictReader(lines))
+
+
+def cells(codec: str = "qsgd") -> list[Cell]:
+    """Return the rows of "qsgd" or "1bit*"; the bytes of "1bit" depend on shapes of matrices."""
+    full = {_place(row): _seconds(row) for row in table() if row["codec"] == "none"}
     return [
         Cell(
             row["network"],
@@ -150,14 +157,19 @@ def cells() -> list[Cell]:
             int(row["bits"]),
             CollectiveSample(
                 float(row["parameters"]),
-                Qsgd(int(row["bits"]), int(row["bucket"])).theory(1),
+                _codec(row).theory(1),
                 full[_place(row)],
                 _seconds(row),
             ),
         )
-        for row in rows
-        if row["bits"] != "32"
+        for row in table()
+        if row["codec"] == codec
     ]
+
+
+def _codec(row: dict[str, str]) -> Qsgd | Reshaped:
+    bucket = int(row["bucket"])
+    return Qsgd(int(row["bits"]), bucket) if row["codec"] == "qsgd" else Reshaped(bucket)
 
 
 def errors(result: Iterable[Cell], exchange: Exchange) -> list[float]:
@@ -182,6 +194,47 @@ def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
             same_network = [cell for cell in current if cell.network == network]
             result |= dict(zip(same_network, errors(same_network, exchange), strict=True))
     return result
+
+
+def one_bit_left_out() -> dict[Cell, float]:
+    """Return the error of each cell of 1bitSGD*, predicted from the other networks."""
+    quantized, every = cells(), cells("1bit*")
+    result: dict[Cell, float] = {}
+    for cell in every:
+        others = [
+            [
+                other.sample
+                for other in group
+                if (other.primitive, other.gpus) == (cell.primitive, cell.gpus)
+                and other.network != cell.network
+            ]
+            for group in (quantized, every)
+        ]
+        travel = Exchange.fit(others[0]).travel
+        coding = statistics.median(
+            (other.seconds - other.without) / other.elements + travel * (FULL - other.element_bytes)
+            for other in others[1]
+        )
+        (result[cell],) = errors([cell], Exchange(travel, coding))
+    return result
+
+
+def speeds() -> list[Row]:
+    """Return the printed speed of each codec relative to 32 bits."""
+    full = {_place(row): _seconds(row) for row in table() if row["codec"] == "none"}
+    return [
+        {
+            "case": row["network"],
+            "primitive": row["primitive"],
+            "gpus": int(row["gpus"]),
+            "codec": row["codec"],
+            "bits": int(row["bits"]),
+            "speed": full[_place(row)] / _seconds(row),
+            "target": None,
+        }
+        for row in table()
+        if row["codec"] != "none"
+    ]
 
 
 def rows() -> list[Row]:
@@ -220,13 +273,30 @@ def rows() -> list[Row]:
                 "mean": statistics.mean(predicted),
                 "worst": max(predicted),
                 "all": statistics.median(fitted),
-                "without": statistics.median(
-                    abs(c.sample.without / c.sample.seconds - 1) for c in group
-                ),
+                "without": _unchanged(group),
                 "target": 0.035 if name in ("all", "MPI", "NCCL") else None,
             }
         )
-    return made
+    one_bit = one_bit_left_out()
+    predicted = list(one_bit.values())
+    made.append(
+        {
+            "case": "1bitSGD*, MPI",
+            "rows": len(one_bit),
+            "median": statistics.median(predicted),
+            "mean": statistics.mean(predicted),
+            "worst": max(predicted),
+            "without": _unchanged(one_bit),
+            "target": None,
+        }
+    )
+    return made + speeds()
+
+
+def _unchanged(group: Iterable[Cell]) -> float:
+    """Return the median error of the 32-bit step time, used as the prediction."""
+    samples = [cell.sample for cell in group]
+    return statistics.median(abs(sample.without / sample.seconds - 1) for sample in samples)
 
 
 def _place(row: dict[str, str]) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "against": "needs another checkout beside this one",
     "benchmarks_page": "writes docs/benchmarks.md: tests/test_site.py",
+    "claims_page": "writes docs/claims.md: test_claims.py",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",

@@ -31,6 +31,20 @@ def test_networks_that_were_left_out() -> None:
     assert statistics.median(unchanged) > 0.2, "the 32-bit row itself is no prediction"
 
 
+def test_one_bit_with_buckets_has_the_link_of_qsgd() -> None:
+    result = communication_study.one_bit_left_out()
+    assert len(result) == 6 * 4
+    assert statistics.median(result.values()) <= 0.05
+
+
+def test_printed_speeds_are_relative_to_32_bits() -> None:
+    rows = communication_study.speeds()
+    assert len(rows) == 4 * (6 * 4 + 5 * 3) + 2 * 6 * 4 - 1
+    columns = {"case": "AlexNet", "primitive": "MPI", "gpus": 8, "codec": "qsgd", "bits": 2}
+    (speed,) = (row["speed"] for row in rows if columns.items() <= row.items())
+    assert speed == pytest.approx(1076.5 / 272.9)
+
+
 def test_constants_equal_the_published_tables() -> None:
     every = communication_study.cells()
     assert {(cell.primitive.lower(), cell.gpus) for cell in every} == EXCHANGES.keys()
