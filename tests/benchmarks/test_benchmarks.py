@@ -45,6 +45,7 @@ MORE_OF_A_KIND = {
     "loopback": "compressed_links",
     "monitoring": "step_time",
     "native_bf16": "step_time",
+    "profile_cost": "memory_accuracy",
     "quantize": "cpu_kernels",
     "slow_links": "compressed_links",
     "small_calls": "step_time",
