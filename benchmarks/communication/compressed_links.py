@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from qsync_fx.communication.codecs import NAMES
-from qsync_fx.communication.transport import TRANSPORTS
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -25,10 +25,10 @@ from qsync_fx.communication import codec_benchmarks
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
-from qsync_fx.communication.transport import TRANSPORTS
 from qsync_fx.distributed import node_topology
 from qsync_fx.predictor.cost_mapper.times import Parameter
 from qsync_fx.predictor.replayer import cluster
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, travel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -32,9 +32,10 @@ from qsync_fx.communication.codec_benchmarks import VALUES
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
-from qsync_fx.communication.transport import COLLECTIVE, POINT_TO_POINT, TRANSPORTS
+from qsync_fx.communication.transport import COLLECTIVE, POINT_TO_POINT
 from qsync_fx.distributed.agreement import patience
 from qsync_fx.distributed.gradient_groups import gradient_groups
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

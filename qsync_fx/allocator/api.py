@@ -34,6 +34,7 @@ from qsync_fx.devices.machine import here_for
 from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, ProfileError, nearest
 from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, SUFFIX, CachedPlan, folder
+from qsync_fx.plan.cluster_plan import codes_inside
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.replayer.cluster import Cluster, Memory
 from qsync_fx.predictor.replayer.cluster_step import simulate
@@ -64,7 +65,9 @@ def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
     yield from _binding(answer)
     yield from _waiting(answer)
     if answer.codecs and (size := answer.problem.cluster.ranks_per_node) > 1:
-        yield PlanNote(PlanNoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
+        inside = codes_inside(answer.codecs)
+        kind = PlanNoteKind.TWO_LEVELS if inside else PlanNoteKind.BETWEEN_NODES
+        yield PlanNote(kind, numbers={"ranks a node": float(size)})
     yield from _joining(answer, evaluator)
     for name in answer.problem.open:
         yield from _not_faster(answer, evaluator, name)
@@ -169,6 +172,7 @@ def find_plan(
     precisions: Sequence[str] | None = None,
     tie_blocks: bool = False,
     codecs: Sequence[str] = (),
+    inside_codecs: Sequence[str] = (),
     margin: float | None = None,
     model: nn.Module | None = None,
     step: StepFunction | None = None,
@@ -205,6 +209,9 @@ def find_plan(
             the "milp" allocator chooses them, together with the formats and equal on all ranks. The
             predicted time of a plan with codecs requires `qsync_fx.distributed.compress(ddp,
             plan)`. Default: none.
+        inside_codecs: codecs inside nodes of several ranks in addition to FP32, such as ("qsgd8",),
+            for buckets with a codec between nodes. A bucket with both is "qsgd4/qsgd8". Default:
+            none.
         margin: relative slowdown that is assumed for devices open to choice, so that others need
             not wait when a step is slower than predicted. Default: with several classes, the spread
             of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no
@@ -227,7 +234,16 @@ def find_plan(
         raise model_instead_of_profile(profile)
     fleet, available = load_device_profiles(profile, cluster)
     wishes = PlanRequest(
-        objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin
+        objective,
+        budget,
+        memory,
+        target,
+        precisions,
+        sensitivity,
+        tie_blocks,
+        codecs,
+        margin,
+        inside_codecs,
     )
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qsync_fx.communication.codec_cost_model import Rates, coded, small
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.plan.cluster_plan import levels_of
 from qsync_fx.predictor.cost_mapper.times import Parameter
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import (
@@ -31,7 +32,10 @@ Codecs = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CodecSearchSpace:
-    """Available codecs, FP32 first, with encode and decode rates of the slowest devices."""
+    """Available codecs, FP32 first, with encode and decode rates of the slowest devices.
+
+    With nodes, "qsgd4/qsgd8" is the choice of a codec between nodes and another inside them.
+    """
 
     codecs: tuple[str, ...]
     rates: Rates
@@ -156,16 +160,24 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
     Coding errors of the ranks are independent, so their mean has the variance of one error divided
     by the number of ranks. With more than two ranks the mean is coded again; the gradient of a rank
     approximates it, as the mean is usually no larger. If ranks share nodes, the nodes code their
-    means; the same approximation applies.
+    means; the same approximation applies. A codec inside nodes adds one error per rank, divided by
+    the number of ranks, and the error of the mean, which is equal on all nodes.
     """
+    cluster, (between, inside) = problem.cluster, levels_of(codec)
+    nodes = cluster.nodes
+    result = _of_gradient(problem, paths, between) * (1 / nodes + (nodes > 2))
+    return result + _of_gradient(problem, paths, inside) * (1 / cluster.ranks + 1)
+
+
+def _of_gradient(problem: Problem, paths: Sequence[str], codec: str) -> float:
+    """Return the variance of coding the gradient of a rank once, as the mean over ranks."""
     if codec == PLAIN.name:
         return 0.0
-    ranks, mean = problem.cluster.ranks, 0.0
+    cluster, mean = problem.cluster, 0.0
     for name, part in problem.classes.items():
-        share = problem.cluster.devices[name].count / ranks
+        share = cluster.devices[name].count / cluster.ranks
         mean += share * sum(_known(part.sensitivity.gradients, path, codec) for path in paths)
-    nodes = problem.cluster.nodes
-    return mean * (1 / nodes + (nodes > 2))
+    return mean
 
 
 def _known(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) -> float:

@@ -17,7 +17,7 @@ from qsync_fx.allocator.problem import Plans, Problem, width as width_of
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formatting import duration, many, short
 from qsync_fx.html_view import HtmlView
-from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes
+from qsync_fx.plan.cluster_plan import TRANSPORT, ClusterPlan, between_nodes
 from qsync_fx.plan.plan import Plan
 from qsync_fx.serialization.schema import Path
 from qsync_fx.text_tables import Fitted, plain, table_of
@@ -80,7 +80,9 @@ class PlanNoteKind(StrEnum):
     LEAVES = "the plan leaves a margin, in case this device is slower than predicted"
     NOT_SENT = "codecs have no effect: a single device sends no gradients"
     ONE_NODE = "codecs have no effect: all ranks share one node, in which gradients are FP32"
+    NOT_INSIDE = "codecs inside nodes have no effect: each rank has a node of its own"
     BETWEEN_NODES = "codecs are used between nodes only: compress(..., hierarchical=True)"
+    TWO_LEVELS = "codecs are used between nodes and inside them by compress(ddp, plan)"
     UNEVEN = "codecs are used between all ranks, as nodes have different numbers of ranks"
     BY_HOST = "the prediction assumes that coded gradients are sent through host memory, over gloo"
     LEFT_OUT = "formats not used: their effect on the gradients is unknown"
@@ -223,9 +225,11 @@ class PlanResult(HtmlView):
         plans, cluster = self.to_plans(), self.problem.cluster
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
-        notes = {}
-        if self.codecs and cluster.nodes < cluster.ranks:
-            notes = between_nodes(cluster.ranks_per_node)
+        notes: dict[str, str] = {}
+        if self.codecs:
+            notes = {TRANSPORT: cluster.transport}
+            if cluster.nodes < cluster.ranks:
+                notes |= between_nodes(cluster.ranks_per_node)
         return ClusterPlan(plans, notes=notes, codecs=self.codecs)
 
     def save(self, path: Path) -> None:

@@ -15,11 +15,11 @@ from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
 from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS, precision, precisions as named
-from qsync_fx.plan.cluster_plan import CODECS, PLAIN
+from qsync_fx.plan.cluster_plan import CODECS, INSIDE_CODECS, PLAIN, two_levels
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
-from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, Network, memory_size
+from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
 from qsync_fx.timeline.replay_plans import rates
@@ -38,6 +38,7 @@ class PlanRequest:
     tie_blocks: bool = False
     codecs: Sequence[str] = ()
     margin: float | None = None
+    inside_codecs: Sequence[str] = ()
 
     def check(self) -> None:
         """Check all settings that do not depend on profiles, so that callers can fail early."""
@@ -46,7 +47,10 @@ class PlanRequest:
             if isinstance(limit, str):
                 precision(limit)
         named(self.precisions or ())
-        codec_names(self.codecs)
+        inside = codec_names(self.inside_codecs, INSIDE_CODECS, "inside_codecs")
+        if inside and not codec_names(self.codecs):
+            message = "codecs inside nodes are chosen only with codecs between nodes"
+            raise OptionError(message, where="inside_codecs", do='add codecs=("qsgd8", "qsgd4")')
         check_margin(self.margin)
         _check_memory(self.memory)
 
@@ -70,20 +74,24 @@ def build_problem(
     }
     graph = next(iter(classes.values())).graph
     tied = _tied(graph) if wishes.tie_blocks else ()
-    coding = _coding(fleet, available, wishes.codecs, notes)
+    coding = _coding(fleet, available, wishes, notes)
     problem = Problem(classes, fleet, tied=tied, coding=coding)
     problem = objective_named(wishes.objective).constrained(problem, wishes.budget, notes)
     return replace(problem, seconds=wishes.seconds_limit(problem)), notes
 
 
-def codec_names(names: Sequence[str]) -> list[str]:
-    """Return the names of codecs as a list; raise `OptionError` for an unknown codec."""
+def codec_names(
+    names: Sequence[str], allowed: Sequence[str] = CODECS, where: str = "codecs"
+) -> list[str]:
+    """Return distinct names of codecs other than FP32; raise `OptionError` for an unknown codec."""
     codecs = [names] if isinstance(names, str) else list(names)
     for name in codecs:
-        if name not in CODECS:
+        if name not in allowed:
             message = f"a plan has no codec {shown(str(name))}"
-            raise OptionError(message, where="codecs", do=nearest(str(name), CODECS))
-    return codecs
+            if name in CODECS:
+                message += " inside nodes, where codecs have no error feedback"
+            raise OptionError(message, where=where, do=nearest(str(name), allowed))
+    return [name for name in dict.fromkeys(codecs) if name != PLAIN]
 
 
 def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
@@ -98,10 +106,10 @@ def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
 def _coding(
     fleet: Cluster,
     available: Mapping[str, DeviceInputs],
-    names: Sequence[str],
+    wishes: PlanRequest,
     notes: list[PlanNote],
 ) -> CodecSearchSpace | None:
-    codecs = codec_names(names)
+    codecs = codec_names(wishes.codecs)
     if not codecs:
         return None
     if fleet.compression is not None:
@@ -114,11 +122,16 @@ def _coding(
     if fleet.nodes == 1:
         notes.append(PlanNote(PlanNoteKind.ONE_NODE))
         return None
-    if (fleet.network or Network()).transport == "point_to_point":
+    inside = codec_names(wishes.inside_codecs, INSIDE_CODECS)
+    if inside and fleet.ranks_per_node == 1:
+        notes.append(PlanNote(PlanNoteKind.NOT_INSIDE))
+        inside = []
+    if fleet.transport == "point_to_point":
         for name, profile in available.items():
             if graph_of(name, profile).device != "cpu":
                 notes.append(PlanNote(PlanNoteKind.BY_HOST, name))
-    return CodecSearchSpace(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, available))
+    choices = [two_levels(codec, local) for codec in codecs for local in (PLAIN, *inside)]
+    return CodecSearchSpace((PLAIN, *choices), rates(fleet, available))
 
 
 def _class(

@@ -319,6 +319,7 @@ def request(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, A
         "objective": _objective(arguments, available),
         "memory": _memory(arguments),
         "codecs": arguments.codecs or (),
+        "inside_codecs": arguments.inside_codecs or (),
     }
 
 

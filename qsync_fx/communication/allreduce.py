@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -351,7 +351,7 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reducer of two levels: inside nodes, and between them with the codecs of the parameters.
+    """Reducer of two levels with the codecs of the parameters: inside nodes, and between them.
 
     Each rank averages one shard of its node's gradients with the same shard of the other nodes, as
     in ZeRO++ (G. Wang et al., 2023) and SDP4Bit (J. Jia et al., 2024).
@@ -359,7 +359,6 @@ class Hierarchy:
 
     nodes: NodeGroups
     reducer: Reducer  # over the ranks of other nodes; its group contains all ranks
-    codec: Codec = PLAIN  # inside nodes, of parameters that are not FP32 between them
     collective: Any = None  # process group of this node on the device; None: point to point
 
     def __post_init__(self) -> None:
@@ -401,7 +400,7 @@ class Hierarchy:
     def reduce(self, bucket: Bucket) -> None:
         flats = self.reducer.flats(bucket)
         pieces = [
-            replace(self._in_node(piece), codec=PLAIN if piece.codec == PLAIN else self.codec)
+            replace(self._in_node(piece), codec=PLAIN if piece.codec == PLAIN else piece.inside)
             for piece in bucket.pieces
         ]
         local = replace(bucket, pieces=pieces, measured=False)
@@ -421,11 +420,15 @@ class Hierarchy:
         return geometry.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
 
 
-def layout(nodes: NodeGroups | None, inside: Codec) -> str:
-    """Return a description of the nodes and of the codec inside them, which ranks compare."""
-    if nodes is None or inside == PLAIN:
-        return str(nodes or "none")
-    return f"{nodes}; {inside!r} inside"
+def layout(nodes: NodeGroups | None, inside: Iterable[Codec]) -> str:
+    """Return a description of the nodes and of the codecs inside them, which ranks compare."""
+    names = coded_names(inside)
+    return f"{nodes}; {names} inside" if nodes and names else str(nodes or "none")
+
+
+def coded_names(codecs: Iterable[Codec]) -> str:
+    """Return the distinct codecs other than FP32 as text."""
+    return " and ".join(sorted({repr(codec) for codec in codecs if codec != PLAIN}))
 
 
 def inside_node(nodes: NodeGroups, reducer: Reducer, collective: Any = None) -> Reducer:

@@ -27,6 +27,7 @@ class ParameterSlice:
     size: int
     codec: Codec
     cuts: tuple[int, ...]  # ranks + 1 ascending offsets; shards may be empty
+    inside: Codec = PLAIN  # inside nodes, unless the codec between them is FP32
 
     def part(self, owner: int) -> slice:
         """Return the shard that rank `owner` reduces; small parameters are spread over ranks."""
@@ -37,6 +38,10 @@ class ParameterSlice:
         """Return the number of values in the shard of a rank."""
         part = self.part(rank)
         return int(part.stop - part.start)
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.size} values by {self.codec!r}"
+        return text if self.inside == PLAIN else f"{text}, {self.inside!r} inside nodes"
 
 
 def piece(

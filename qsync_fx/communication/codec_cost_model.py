@@ -22,6 +22,7 @@ from qsync_fx.communication.message_header import HEADER
 from qsync_fx.communication.point_to_point import VALUES
 from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.plan.cluster_plan import levels_of
 from qsync_fx.predictor.cost_mapper.times import Parameter, Schedule
 from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, buckets_of
@@ -186,21 +187,24 @@ def coded(
 ) -> CompressedTransfer:
     """Return the cost of a bucket with these parameters; without a codec, they stay in FP32.
 
-    `name` replaces the codec of most values in the result; the `size` ranks of a node reduce in
-    FP32 among themselves. Raise `ProfileError` if a codec depends on shapes or has no rate.
+    `name` replaces the codec of most values in the result; the `size` ranks of a node reduce with
+    the codec of two levels that is for the inside of nodes, or else in FP32. Raise `ProfileError`
+    if a codec depends on shapes or has no rate.
     """
-    fitted = [_codec_for(p, codecs.get(p.path, PLAIN.name)) for p in parameters]
+    names = [codecs.get(parameter.path, PLAIN.name) for parameter in parameters]
+    levels = [levels_of(codec) for codec in names]
+    fitted = [_codec_for(p, level[0]) for p, level in zip(parameters, levels, strict=True)]
     # Between nodes, each rank averages one shard of all values.
     nodes = ranks // size
     methods = gathered(fitted, nodes)
     values: Counter[str] = Counter()
     sent = seconds = 0.0
-    for parameter, codec, full in zip(parameters, fitted, methods, strict=True):
+    for parameter, codec, full, text in zip(parameters, fitted, methods, names, strict=True):
         encoded, decoded = volumes(nodes, full)
         rate, nbytes = rates.of(codec.name), _WIDE * parameter.numel
         sent += _as_all_reduce(codec.nbytes(parameter.numel), nodes, full)
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
-        values[codec.name] += parameter.numel
+        values[text] += parameter.numel
     # In each phase, each rank of a node sends one message to every other node.
     headers, phases = 0.0, 0
     for full, phases_of_method, nbytes in ((True, 1, HEADER), (False, 2, HEADER * nodes)):
@@ -209,11 +213,12 @@ def coded(
             phases += phases_of_method
     inside = inside_seconds = 0.0
     if size > 1:
-        rate, nbytes = rates.of(PLAIN.name), _WIDE * values.total()
-        # A rank writes all of its gradients and the mean of its shard. It reads its shard from all
-        # ranks of the node, and the means of the other shards.
-        inside_seconds = nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
-        inside = float(nbytes + HEADER * size)
+        encoded, decoded = volumes(size, full=False)
+        for parameter, (_, local) in zip(parameters, levels, strict=True):
+            rate, nbytes = rates.of(local), _WIDE * parameter.numel
+            inside += codec_named(local).nbytes(parameter.numel)
+            inside_seconds += nbytes * (encoded / rate.encode + decoded / rate.decode)
+        inside += HEADER * size
     name = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # A message covers the rank's shard of the node; in a reduce-scatter, a shard of this shard.
     shards = size

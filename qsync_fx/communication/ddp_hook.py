@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication import bucket as geometry
-from qsync_fx.communication.allreduce import Hierarchy, NodeGroups, Reducer, layout
+from qsync_fx.communication.allreduce import (
+    Hierarchy,
+    NodeGroups,
+    Reducer,
+    coded_names,
+    layout,
+)
 from qsync_fx.communication.aqgb import AqgbEntry, Controller, Gatherer
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named, first_on_host
@@ -33,6 +39,7 @@ from qsync_fx.communication.compressor_state import (
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError, PlanError, shown
+from qsync_fx.plan.cluster_plan import levels_of
 from qsync_fx.torch_internals import _execution_engine
 
 
@@ -45,6 +52,7 @@ class Assigned:
     text: str  # identity for message headers and saved states
     codecs: tuple[Codec, ...]
     coded: tuple[bool, ...]  # whether the codec is not FP32
+    inside: tuple[Codec, ...]  # codecs inside nodes
 
     @property
     def adaptive(self) -> Adaptive | None:
@@ -58,7 +66,7 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
         least = threshold(sizes)
     coded = tuple(size >= least for size in sizes)
     codecs = tuple({True: codec, False: PLAIN}[item] for item in coded)
-    return Assigned(codec.name, repr(codec), repr(codec), codecs, coded)
+    return Assigned(codec.name, repr(codec), repr(codec), codecs, coded, (PLAIN,) * len(sizes))
 
 
 def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
@@ -70,17 +78,22 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
             )
             do = "use a plan of this model, whose parameters have other names"
             raise PlanError(description, where="codecs", do=do)
-    codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
+    levels = [levels_of(planned.get(name, PLAIN.name)) for name in names]
+    codecs = tuple(codec_named(name) for name, _ in levels)
+    inside = tuple(codec_named(name) for _, name in levels)
     coded = tuple(codec != PLAIN for codec in codecs)
-    kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
-    text = "\n".join(f"{name} {codec!r}" for name, codec in zip(names, codecs, strict=True))
+    kinds = " and ".join(sorted({*planned.values()} - {PLAIN.name}))
+    text = "\n".join(
+        f"{name} {codec!r}" if local == PLAIN else f"{name} {codec!r}, {local!r} inside"
+        for name, codec, local in zip(names, codecs, inside, strict=True)
+    )
     identity = f"the codecs of a plan ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
     called = f"a plan's {kinds}" if kinds else "a plan without codecs"
-    return Assigned(called, called, identity, codecs, coded)
+    return Assigned(called, called, identity, codecs, coded, inside)
 
 
 class DdpCompressor(CompressorHandle):
-    """Compressor of a DistributedDataParallel; with `nodes`, the codec is used between them."""
+    """Compressor of a DistributedDataParallel; with `nodes`, it reduces in two levels."""
 
     _unit = 1  # of values at which parameters may be cut, in addition to the codec's unit
 
@@ -96,9 +109,8 @@ class DdpCompressor(CompressorHandle):
         scaler: Any = None,
         nodes: NodeGroups | None = None,
         collectives: CollectiveGroups | None = None,
-        inside: Codec = PLAIN,
     ) -> None:
-        self.assigned, self.nodes, self._inside_codec = assigned, nodes, inside
+        self.assigned, self.nodes = assigned, nodes
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._places = {id(p): index for index, p in enumerate(self._parameters)}
         self.pieces = self._pieces(assigned, world)
@@ -114,7 +126,7 @@ class DdpCompressor(CompressorHandle):
         self._reducer = Reducer(group, self._state, members, groups.coded)
         self._hierarchy = None
         if nodes is not None:
-            self._hierarchy = Hierarchy(nodes, self._reducer, inside, groups.inside)
+            self._hierarchy = Hierarchy(nodes, self._reducer, groups.inside)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
         if adaptive is not None:
@@ -164,7 +176,8 @@ class DdpCompressor(CompressorHandle):
 
     def attach(self, register: Callable[[], None]) -> None:
         """Register the hook once a parameter is coded; `register` adds it to the DDP module."""
-        for codec in dict.fromkeys(piece.codec for piece in self.pieces):
+        codecs = (*(piece.codec for piece in self.pieces), *self.assigned.inside)
+        for codec in dict.fromkeys(codecs):
             codec.prepare(self._state.device)
         self._register = register
         self._register_if_coded()
@@ -189,7 +202,7 @@ class DdpCompressor(CompressorHandle):
         changes = [
             (old, new, parameter.detach().float())
             for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True)
-            if old != new
+            if old.codec != new.codec
         ]
         with torch.no_grad():
             if changes and self._hierarchy is not None:
@@ -205,7 +218,8 @@ class DdpCompressor(CompressorHandle):
         if self.nodes is None:
             return assigned.text
         text = f"{assigned.text} between nodes of {self.nodes.size} ranks"
-        return text if self._inside_codec == PLAIN else f"{text}, {self._inside_codec!r} inside"
+        names = coded_names(assigned.inside)
+        return f"{text}, {names} inside" if names else text
 
     def _register_if_coded(self) -> None:
         if self._register is not None and any(self.assigned.coded):
@@ -213,10 +227,11 @@ class DdpCompressor(CompressorHandle):
             register()
 
     def _pieces(self, assigned: Assigned, world: int) -> tuple[geometry.ParameterSlice, ...]:
-        parameters = zip(self.names, self._parameters, assigned.codecs, strict=True)
+        levels = zip(assigned.codecs, assigned.inside, strict=True)
+        parameters = zip(self.names, self._parameters, levels, strict=True)
         return tuple(
-            geometry.piece(name, index, p.shape, codec, world, self._unit)
-            for index, (name, p, codec) in enumerate(parameters)
+            replace(geometry.piece(name, index, p.shape, codec, world, self._unit), inside=inside)
+            for index, (name, p, (codec, inside)) in enumerate(parameters)
         )
 
     def wait(self) -> None:
@@ -259,7 +274,7 @@ class DdpCompressor(CompressorHandle):
             tally,
             adapted,
             transport=self._transport,
-            inside=self._inside_codec.name,
+            inside=" and ".join(sorted({codec.name for codec in self.assigned.inside})),
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -268,10 +283,10 @@ class DdpCompressor(CompressorHandle):
             codec.append("with the scale of a GradScaler")
         return {
             "gradient codec": codec,
-            "node layout": [layout(self.nodes, self._inside_codec)],
+            "node layout": [layout(self.nodes, self.assigned.inside)],
             "transport": [self._reducer.transport.name],
             "gradient seed": [str(self._state.seed)],
-            "tensor codec": [f"{p.name}: {p.size} values by {p.codec!r}" for p in self.pieces],
+            "tensor codec": [str(piece) for piece in self.pieces],
         }
 
     def _watch(self, step: int) -> None:

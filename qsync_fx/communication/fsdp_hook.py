@@ -131,7 +131,7 @@ class ShardedCompression(CompressorHandle):
         return {
             "gradient codec": codec,
             "gradient seed": seed,
-            "node layout": [layout(self.nodes, self._inside_codec)],
+            "node layout": [layout(self.nodes, [self._inside_codec])],
             "transport": [self._reducer.transport.name],
             "tensor codec": rows,
         }

@@ -72,7 +72,7 @@ class Report:
     adapted: BitLevelSummary | None = None  # AQGB's choices; None for other codecs
     replicated: bool = True  # whether every rank has all parameters
     transport: str = ""  # description of the transport of coded gradients
-    inside: str = "fp32"  # codec inside nodes
+    inside: str = "fp32"  # codecs inside nodes
 
     @property
     def ratio(self) -> float:
@@ -101,8 +101,8 @@ class Report:
             f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
-            codec = "FP32" if self.inside == "fp32" else self.inside
-            inside = f"sent {sums.inside / 1e6:.3f} MB in {codec} within the node"
+            codecs = self.inside.replace("fp32", "FP32")
+            inside = f"sent {sums.inside / 1e6:.3f} MB in {codecs} within the node"
             lines.append(f"{inside}; the lines above are for traffic between nodes")
         if self.replicated and sums.checks:
             lines.append(f"replicas {_compared(sums)}")

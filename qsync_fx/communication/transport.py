@@ -13,12 +13,12 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from qsync_fx.communication.message_header import MessageHeader
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
-POINT_TO_POINT: Final = "point_to_point"
-"""Messages in host memory, sent in chunks over gloo; the only transport of variable lengths."""
-COLLECTIVE: Final = "collective"
-"""Collectives of the backend of the device, such as NCCL; messages stay on the device."""
-TRANSPORTS: Final = (POINT_TO_POINT, COLLECTIVE)
+POINT_TO_POINT, COLLECTIVE = TRANSPORTS
+"""Messages in host memory, sent in chunks over gloo, the only transport of variable lengths; and
+collectives of the backend of the device, such as NCCL, for messages that stay on the device.
+"""
 AUTO: Final = "auto"
 
 Sizes = Sequence[Sequence[int]]

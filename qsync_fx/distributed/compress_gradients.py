@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, overload
 
 from torch import distributed, nn
@@ -41,7 +41,14 @@ from qsync_fx.distributed.gradient_groups import (
 from qsync_fx.distributed.node_topology import nodes_of_ranks
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
-from qsync_fx.plan.cluster_plan import ClusterPlan, given_plan, nodes_noted, read_plan
+from qsync_fx.plan.cluster_plan import (
+    TRANSPORT,
+    ClusterPlan,
+    codes_inside,
+    given_plan,
+    nodes_noted,
+    read_plan,
+)
 from qsync_fx.plan.plan import Plan
 
 Way = Codec | Duo | Mapping[str, str]
@@ -53,24 +60,37 @@ _MOST_BYTES: Final = 4  # of a value
 
 @dataclass(frozen=True)
 class CompressRequest:
-    """Validated arguments of `compress`; `planned` are the ranks per node that a plan assumes."""
+    """Validated arguments of `compress`.
+
+    `planned` are the ranks per node, and `transport` is the transport, that a plan assumes.
+    """
 
     way: Way
     hierarchical: bool | int = False
     planned: int = 0
-    inside: Codec = PLAIN  # codec inside nodes
+    inside: Codec = PLAIN  # codec inside nodes; a plan has its own
+    transport: str = ""
 
-    def tell(self, nodes: NodeGroups | None) -> None:
-        """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
+    def tell(self, nodes: NodeGroups | None, transport: str) -> None:
+        """Warn if nodes or transport differ from the plan's, or all ranks share one node."""
         if not self.way:  # a plan without codecs
             return
         size = 1 if nodes is None else nodes.size
-        if nodes is not None and len(nodes.ranks) == 1:
-            text = (
-                "all ranks share one node, so gradients are sent in FP32 and not compressed. Set "
-            )
-            text += "hierarchical=False to compress gradients between all ranks"
+        if self.transport not in ("", transport):
+            text = f"the plan's codecs were chosen for the transport {shown(self.transport)}, but "
+            text += f"gradients are sent with {shown(transport)}: the predicted step time does not "
+            text += f"apply. Pass transport={self.transport!r} to compress, or find a plan for a "
+            text += f"cluster whose [network] has transport = {transport!r}"
             warnings.warn(text, stacklevel=3)
+        if nodes is not None and len(nodes.ranks) == 1:
+            inside = self.inside != PLAIN or (
+                isinstance(self.way, Mapping) and codes_inside(self.way)
+            )
+            use = "only the codec inside nodes is used"
+            if not inside:
+                use = "gradients are sent in FP32 and not compressed"
+            text = f"all ranks share one node, so {use}. Set hierarchical=False to compress "
+            warnings.warn(f"{text}gradients between all ranks", stacklevel=3)
         elif self.planned and self.planned != size:
             text = f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these "
             text += f"nodes have {size}: the predicted step time does not apply. Find a plan for "
@@ -113,15 +133,24 @@ def checked(
     elif scaler is not None and not all(hasattr(scaler, method) for method in _SCALER_METHODS):
         name, do, kind = "scaler", "pass the torch.amp.GradScaler", type(scaler).__name__
         description = f"a scaler must have get_scale and is_enabled, but {kind} does not"
-    elif hierarchical and (sharded or isinstance(chosen, Adaptive)):
-        name = "hierarchical"
-        description = "hierarchical compression does not support sharded DUO and AQGB"
-        do = "remove hierarchical=..., remove sharded=..., or use a codec such as qsgd8"
+    elif hierarchical and sharded:
+        name, do = "hierarchical", "remove hierarchical=..., or remove sharded=..."
+        description = "sharded DUO cannot reduce inside nodes first: its optimizer shards are cut "
+        description += "over all ranks, and two levels average the shards of a node"
+    elif hierarchical and isinstance(chosen, Adaptive):
+        name, do = "hierarchical", 'remove hierarchical=..., or use "aqgb16" or "qsgd8"'
+        description = "AQGB cannot reduce inside nodes first: it chooses bits by the progress of "
+        description += "one all-gather of all ranks during the backward pass"
     local: Any = codec_named(inside) if isinstance(inside, str) else inside
-    if not isinstance(local, Codec) or local.residual or local.gathered or fitted(local):
+    if planned is not None and local != PLAIN:
+        name, do = "inside", 'remove inside=..., or find a plan with inside_codecs=("qsgd8",)'
+        description = "a plan defines the codecs inside nodes"
+    elif not isinstance(local, Codec) or local.residual or local.gathered or fitted(local):
         name, do = "inside", 'use "fp32", "bf16" or "qsgd8"'
         description = "inside nodes, a codec must code consecutive values without error feedback"
-    size = 0
+    size, transport = 0, ""
+    if planned:
+        transport = plan.notes.get(TRANSPORT, "")
     # Without codecs, too: replanning may add some.
     if planned is not None and (noted := nodes_noted(plan.notes)) is not None:
         size, in_a_row = noted
@@ -130,9 +159,12 @@ def checked(
     if description is None and local != PLAIN and not hierarchical:
         name, do = "inside", "add hierarchical=True, or remove inside=..."
         description = "gradients are not reduced inside nodes first, so this codec has no use"
+    if description is None and planned and codes_inside(planned) and not hierarchical:
+        name, do = "hierarchical", "pass hierarchical=True, or find a plan without inside_codecs"
+        description = "the plan codes gradients inside nodes, but they are not reduced there first"
     if description is not None:
         raise OptionError(description, where=f"compress(..., {name}=...)", do=do)
-    return CompressRequest(chosen, hierarchical or False, size, local)
+    return CompressRequest(chosen, hierarchical or False, size, local, transport)
 
 
 def fitted(codec: Codec) -> bool:
@@ -337,7 +369,7 @@ def compress(
             as NCCL; AQGB does not support it. "auto": "collective" where it is supported and the
             backend is not gloo.
         inside: codec inside nodes, with `hierarchical`: "fp32", or for example "qsgd8". It needs
-            consecutive values and no error feedback.
+            consecutive values and no error feedback. A plan has codecs of both levels itself.
     """
     with agreement.told_to_all():
         seed = checked_numbers(seed, least, check_every)
@@ -361,6 +393,8 @@ def compress(
                     updates = weights_codec(chosen, None if sharded is True else sharded)
                     weights = ddp_hook.to_all(updates, sizes, least).codecs
                 stepped = functional_optimizer.checked(optimizer, named)
+            if isinstance(chosen, Codec | Duo):
+                assigned = replace(assigned, inside=(request.inside,) * len(named))
             device = next((p.device for _, p in named), CPU)
             coding = assigned.codecs
         preferred = checked_transport(transport, coding, device)
@@ -369,11 +403,10 @@ def compress(
     nodes = group = collectives = None
     if several_ranks():
         nodes = nodes_of_ranks(request.hierarchical, patience())
-        request.tell(nodes)
         transport = agreed_transport(transport, preferred, patience())
+        request.tell(nodes, transport)
         group, collectives = gradient_groups(transport, device, nodes, patience())
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    levels = nodes, collectives, request.inside
     if fsdp:
         if least is None:
             least = threshold([row * world for row in rows.values()])
@@ -388,7 +421,9 @@ def compress(
             check_every,
             scaler,
             device,
-            *levels,
+            nodes,
+            collectives,
+            request.inside,
         )
         _agree(compression)
         modules = _units(model)
@@ -398,12 +433,14 @@ def compress(
     common = group, rank, world, named, assigned, seed, check_every
     if isinstance(chosen, Duo):
         settings = *common, chosen, stepped, scaler
-        duo = DuoCompressor(*settings, lambda: bool(parallel._join_config.enable), weights, *levels)
+        duo = DuoCompressor(
+            *settings, lambda: bool(parallel._join_config.enable), weights, nodes, collectives
+        )
         _agree(duo)
         duo.follow()
         parallel.register_comm_hook(None, duo.hook)
         return duo
-    result = DdpCompressor(*common, scaler, *levels)
+    result = DdpCompressor(*common, scaler, nodes, collectives)
     _agree(result)
     result.attach(lambda: parallel.register_comm_hook(None, result.hook))
     return result

@@ -11,7 +11,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from torch import distributed, nn
@@ -22,7 +22,7 @@ from qsync_fx.devices.roofline import share
 from qsync_fx.distributed.node_topology import measured
 from qsync_fx.errors import OptionError
 from qsync_fx.plan_switching import when_called
-from qsync_fx.predictor.replayer.cluster import Cluster, Exchange, Network, Transport
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS, Cluster, Exchange, Transport
 from qsync_fx.profiler.links.collective_times import all_reduce_seconds
 from qsync_fx.profiler.links.exchange_times import exchange_seconds
 from qsync_fx.torch_internals import _current_graph_task_id
@@ -262,9 +262,8 @@ class LinkProbe:
             return cls()
         contributed = [size / share(ranks) for size in _SIZES]
         seconds = cluster.flat_exchange.seconds(contributed, ranks, phases=1).tolist()
-        transport = (cluster.network or Network()).transport
         pairs = zip(_SIZES, seconds, strict=True)
-        probes = [cls(size, duration, transport) for size, duration in pairs]
+        probes = [cls(size, duration, cluster.transport) for size, duration in pairs]
         least = max(_OUGHT, _LATENCIES * seconds[0])
         return next((probe for probe in probes if probe.seconds >= least), probes[-1])
 
@@ -274,7 +273,7 @@ class LinkProbe:
         if _NOTE not in notes:
             return None
         nbytes, seconds, transport = notes[_NOTE].split()
-        name: Transport = next(name for name in get_args(Transport) if name == transport)
+        name = next(name for name in TRANSPORTS if name == transport)
         return cls(int(nbytes), float(seconds), name)
 
     def notes(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.formats import Precision
 from qsync_fx.plan import cluster_plan
-from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
+from qsync_fx.plan.cluster_plan import TRANSPORT, ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, Node
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
@@ -132,6 +132,7 @@ class FleetPlan(ClusterPlan):
         notes = {"answer": str(answer)}
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
+            notes[TRANSPORT] = answer.problem.cluster.transport
             notes |= LinkProbe.of(answer.problem.cluster).notes()
             if (size := survey.links.size) > 1:
                 notes |= between_nodes(size, survey.links.in_a_row)
@@ -165,6 +166,7 @@ def measure_and_plan(
     margin: float | None = None,
     precisions: Sequence[str | Precision] | None = None,
     codecs: Sequence[str] = (),
+    inside_codecs: Sequence[str] = (),
     hierarchical: bool | int | None = None,
     save: Path | None = None,
     max_replans: int = MAX_REPLANS,
@@ -187,6 +189,7 @@ def measure_and_plan(
         precisions: formats to measure and to choose from.
         codecs: codecs of gradient buckets to choose from in addition to FP32; apply them by
             `compress(ddp, plan)` on all ranks.
+        inside_codecs: codecs inside nodes to choose from in addition to FP32.
         hierarchical: whether codecs are chosen for traffic between nodes only, as of `compress`,
             which follows the plan. Default: True if there are several nodes, each with the same
             number of ranks, which is more than one.
@@ -206,6 +209,7 @@ def measure_and_plan(
     mine = device_class or cluster_plan.named_class() or _class_of(called)
     wishes: dict[str, Any] = {"objective": objective, "budget": budget, "memory": memory}
     wishes |= {"target": target, "margin": margin, "codecs": codecs}
+    wishes["inside_codecs"] = inside_codecs
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()

@@ -16,9 +16,10 @@ from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codecs import Codec, first_on_host
 from qsync_fx.communication.collective import CollectiveGroups
 from qsync_fx.communication.control_group import backend_of
-from qsync_fx.communication.transport import AUTO, COLLECTIVE, POINT_TO_POINT, TRANSPORTS
+from qsync_fx.communication.transport import AUTO, COLLECTIVE, POINT_TO_POINT
 from qsync_fx.distributed.agreement import Meeting
 from qsync_fx.errors import OptionError, nearest, shown
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
 _GLOO: Final = "gloo"
 

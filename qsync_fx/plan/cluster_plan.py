@@ -1,7 +1,8 @@
 """The plan of a cluster: a plan per device class, and a gradient codec per parameter.
 
 All ranks share one file. A rank without a class raises: no rank trains under another's plan. The
-parameters of a bucket share a codec, except small ones, which are sent in FP32.
+parameters of a bucket share a codec, except small ones, which are sent in FP32. If several ranks
+share a node, "qsgd4/qsgd8" is the codec between nodes and the codec inside them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ CODECS: Final = (
     *(f"qsgd{bits}h" for bits in (2, 4, 8)),
 )
 """Names of all codecs."""
+INSIDE_CODECS: Final = tuple(name for name in CODECS if not name.startswith("1bit"))
+"""Names of the codecs that can be used inside nodes: consecutive values, no error feedback."""
+LEVELS: Final = "/"
+"""Separator of the codecs of two levels."""
+TRANSPORT: Final = "transport of coded gradients"
+"""Note of a plan with codecs: the transport whose durations the prediction assumes."""
 BETWEEN_NODES: Final = "codecs between nodes of"
 """Note of a plan whose codecs apply only between nodes; its text is the ranks per node."""
 _IN_A_ROW: Final = " in a row"
@@ -62,6 +69,37 @@ def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
     return result and (int(result[1]), result[2] is not None)
 
 
+def two_levels(between: str, inside: str) -> str:
+    """Return the text for a codec between nodes and a codec inside them."""
+    return between if PLAIN in (between, inside) else f"{between}{LEVELS}{inside}"
+
+
+def levels_of(codec: str) -> tuple[str, str]:
+    """Return the codec between nodes, or without nodes between ranks, and that inside nodes."""
+    between, _, inside = codec.partition(LEVELS)
+    return between, inside or PLAIN
+
+
+def codes_inside(codecs: Mapping[str, str]) -> bool:
+    """Return whether any parameter has a codec inside nodes."""
+    return any(LEVELS in codec for codec in codecs.values())
+
+
+def codec_fault(codec: str) -> tuple[str, str] | None:
+    """Return the problem of the text of a codec, of one or two levels, and its remedy."""
+    between, separator, inside = codec.partition(LEVELS)
+    if between not in CODECS:
+        problem = f"{shown_value(between)} is not a gradient codec"
+        return problem, nearest(between[:40], CODECS)
+    if separator and inside not in INSIDE_CODECS:
+        problem = f"{shown_value(inside)} is not a gradient codec inside nodes"
+        return problem, nearest(inside[:40], INSIDE_CODECS)
+    if separator and PLAIN in (between, inside):
+        problem = f"{shown_value(codec)} has FP32 on one of two levels"
+        return problem, f"write {between!r}"
+    return None
+
+
 def checked(value: object) -> dict[str, str]:
     """Return codecs by parameter; raise `PlanError` if they are invalid."""
     do = 'map parameter names to codecs, as in {"fc.weight": "qsgd8"}'
@@ -71,9 +109,12 @@ def checked(value: object) -> dict[str, str]:
         where = f"codecs{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
             raise PlanError("a parameter name must be a printable string", where=where, do=do)
-        if not isinstance(codec, str) or codec not in CODECS:
+        if not isinstance(codec, str):
             message = f"{shown_value(codec)} is not a gradient codec"
             raise PlanError(message, where=where, do=nearest(str(codec)[:40], CODECS))
+        if (fault := codec_fault(codec)) is not None:
+            message, remedy = fault
+            raise PlanError(message, where=where, do=remedy)
     return dict(value)
 
 
@@ -102,6 +143,7 @@ class ClusterPlan(HtmlView):
         ranks: the class of each rank of the planned world; () for none.
         notes: origin of the plan, as in `Plan`.
         codecs: gradient codec by parameter name, equal on all ranks; FP32 for other parameters.
+            "qsgd4/qsgd8" is qsgd4 between nodes and qsgd8 inside them.
             `qsync_fx.distributed.compress` applies it.
 
     Raises:
@@ -226,7 +268,9 @@ class ClusterPlan(HtmlView):
             lines += [f"{title}:", textwrap.indent(str(plan), "  ")]
         for codec, count in sorted(Counter(self.codecs.values()).items()):
             first = next(name for name, used in self.codecs.items() if used == codec)
-            lines.append(f"gradients in {codec}: {count} parameters, such as {first}")
+            between, inside = levels_of(codec)
+            text = between if inside == PLAIN else f"{between} between nodes and {inside} inside"
+            lines.append(f"gradients in {text}: {count} parameters, such as {first}")
         for name, text in sorted(self.notes.items()):
             if "\n" in text and all(line.isprintable() for line in text.splitlines()):
                 lines += [f"note {shown(name)}", *(f"  {line}" for line in text.splitlines())]

@@ -27,7 +27,7 @@ from qsync_fx.devices.device_catalog import canonical, get
 from qsync_fx.errors import PlanError, ProfileError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.cluster_plan import HoldsPlan, given_plan, read_plan
+from qsync_fx.plan.cluster_plan import HoldsPlan, codes_inside, given_plan, read_plan
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.times import Schedule
@@ -166,6 +166,12 @@ def compression(
             where="compression",
             do="remove [compression] from the cluster file, or the codecs from the plan",
         )
+    if codes_inside(codecs) and fleet.ranks_per_node == 1:
+        raise ProfileError(
+            "the plan codes gradients inside nodes, but each device of the cluster is a node",
+            where="codecs",
+            do="describe the nodes of each class in [devices.NAME.node], or plan for this cluster",
+        )
     paths = {parameter.path for parameter in next(iter(schedules.values())).parameters}
     for path in codecs:
         if path not in paths:
@@ -180,7 +186,7 @@ def compression(
 
 def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
     """Return the codec rates of the slowest device class, with the cluster's transport."""
-    result, on_device = [], (fleet.network or Network()).transport == "collective"
+    result, on_device = [], fleet.transport == "collective"
     for name, of_class in fleet.devices.items():
         profile, device = available[name], None
         called = of_class.device or pathlib.PurePath(graph_of(name, profile).device).stem

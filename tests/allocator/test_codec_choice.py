@@ -17,7 +17,7 @@ from qsync_fx.allocator import PlanEvaluator, PlanNoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
 from qsync_fx.communication.message_header import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.cluster_plan import BETWEEN_NODES
+from qsync_fx.plan.cluster_plan import BETWEEN_NODES, TRANSPORT, levels_of
 from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
 from qsync_fx.predictor.memory import ADAM
@@ -148,7 +148,7 @@ def test_codecs_apply_to_the_traffic_between_nodes(
     assert "hierarchical=True" in str(answer)
     answer.save(tmp_path / "plan.json")
     plan = ClusterPlan.load(tmp_path / "plan.json")
-    assert plan.notes == {BETWEEN_NODES: "4 ranks"}
+    assert plan.notes == {BETWEEN_NODES: "4 ranks", TRANSPORT: "point_to_point"}
     assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(
         answer.evaluation.seconds
     )
@@ -158,6 +158,42 @@ def test_codecs_apply_to_the_traffic_between_nodes(
     assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {
         PlanNoteKind.ONE_NODE
     }
+
+
+def test_slow_links_inside_nodes_select_codecs_of_two_levels(tmp_path: Path) -> None:
+    request = {"codecs": ("qsgd8", "qsgd4"), "inside_codecs": ("qsgd8", "fp32")}
+    fastest = {"objective": "fastest", "budget": 1e3}
+    devices = {"all": ClusterDevice(8, node=Node(4, 1e4))}
+    nodes = Cluster(devices, Network(1e4, 1e-6, transport="collective"))
+    answer = qsync_fx.find_plan(known(), nodes, **fastest, **request)  # type: ignore[arg-type]
+    plain = qsync_fx.find_plan(known(), nodes, codecs=("qsgd8", "qsgd4"), **fastest)  # type: ignore[arg-type]
+    assert {levels_of(codec)[1] for codec in answer.codecs.values()} == {"qsgd8"}
+    assert not any("/" in codec for codec in plain.codecs.values())
+    assert answer.evaluation.seconds < 0.6 * plain.evaluation.seconds
+    assert PlanNoteKind.TWO_LEVELS in {note.kind for note in answer.notes}
+    answer.save(tmp_path / "plan.json")
+    plan = ClusterPlan.load(tmp_path / "plan.json")
+    assert plan.codecs == answer.codecs
+    assert plan.notes == {BETWEEN_NODES: "4 ranks", TRANSPORT: "collective"}
+    again = qsync_fx.replay(plan, known(), cluster=nodes)
+    assert again.seconds == pytest.approx(answer.evaluation.seconds)
+    with pytest.raises(ProfileError, match="codes gradients inside nodes, but each device"):
+        qsync_fx.replay(plan, known(), cluster=fleet(1e4, 8))
+    flat = qsync_fx.find_plan(known(), fleet(1e4), **fastest, **request)  # type: ignore[arg-type]
+    assert PlanNoteKind.NOT_INSIDE in {note.kind for note in flat.notes}
+    assert set(flat.codecs.values()) <= {"qsgd8", "qsgd4"}
+    fast = replace(nodes, devices={"all": ClusterDevice(8, node=Node(4, 1e12))})
+    limit = 1.2 * qsync_fx.find_plan(known(), fast, **fastest, **request).evaluation.seconds  # type: ignore[arg-type]
+    calmest = qsync_fx.find_plan(known(), fast, target=limit, **request)  # type: ignore[arg-type]
+    assert {levels_of(codec)[1] for codec in calmest.codecs.values()} == {"fp32"}
+
+
+def test_invalid_codecs_inside_nodes_are_reported() -> None:
+    with pytest.raises(OptionError, match="no codec '1bit\\*' inside nodes, where"):
+        qsync_fx.find_plan(known(), fleet(1e4), codecs=("qsgd8",), inside_codecs=("1bit*",))
+    with pytest.raises(OptionError, match="only with codecs between nodes") as caught:
+        qsync_fx.find_plan(known(), fleet(1e4), inside_codecs=("qsgd8",))
+    assert "add codecs=" in (caught.value.do or "")
 
 
 def test_nodes_shared_by_classes_suppress_single_class_notes() -> None:
@@ -236,6 +272,47 @@ def test_variance_of_the_mean_equals_the_added_variance(codec: str, ranks: int) 
     found = judge.options.added((codec,) * len(judge.buckets))
     measured = sum(errors) / len(errors)
     assert (1.0 if ranks == 2 else 0.8) * found == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_variance_of_two_levels_covers_both_roundings(nodes: int) -> None:
+    """Ranks with the same gradient, by the definition: inside, between and inside nodes again.
+
+    As above, coding a coded mean again adds less than coding a gradient does.
+    """
+    parameter, size = graph_of("mlp").parameters[0], 2
+    own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
+    gradients = {p.path: {"qsgd4": 0.0, "qsgd2": 0.0} for p in graph_of("mlp").parameters}
+    gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
+    profile = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
+    cluster = Cluster({"all": ClusterDevice(nodes * size, node=Node(size, 1e3))}, Network(1e3))
+    answer = qsync_fx.find_plan(
+        profile,
+        cluster,
+        objective="fastest",
+        budget=1e6,
+        codecs=("qsgd4",),
+        inside_codecs=("qsgd2",),
+    )
+    options, errors = PlanEvaluator(answer.problem, answer.plans).options, []
+    for seed in range(300):
+        means = [
+            torch.stack([sent("qsgd2", own, seed, size * node + rank) for rank in range(size)])
+            for node in range(nodes)
+        ]
+        values = [sent("qsgd4", mean.mean(0), seed, 10 + node) for node, mean in enumerate(means)]
+        result = torch.stack(values).mean(0)
+        if nodes > 2:
+            result = sent("qsgd4", result, seed, 20)
+        result = sent("qsgd2", result, seed, 21)
+        errors.append(float((result - own).double().square().sum()))
+    both, between = (
+        options.added((codec,) * len(options.coded)) for codec in ("qsgd4/qsgd2", "qsgd4")
+    )
+    by = gradients[parameter.path]
+    assert between == pytest.approx(by["qsgd4"] * (1 / nodes + (nodes > 2)))
+    assert both - between == pytest.approx(by["qsgd2"] * (1 / (nodes * size) + 1))
+    assert sum(errors) / len(errors) == pytest.approx(both, rel=0.35)
 
 
 def test_sensitivity_contains_codec_variance_by_gradient() -> None:

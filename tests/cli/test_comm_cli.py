@@ -130,6 +130,10 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert rows["none"]["bytes"] == rows["none"]["bytes_inside"] == pytest.approx(1.5 * 4 * values)
     assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
     assert rows["qsgd8"]["bytes_inside"] == pytest.approx(rows["none"]["bytes_inside"], rel=0.01)
+    assert main([*nodes, "--codec", "qsgd8/qsgd4", "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["codecs"][-1]
+    assert both["codec"] == "qsgd8/qsgd4" and both["bytes"] == rows["qsgd8"]["bytes"]
+    assert both["bytes_inside"] == pytest.approx(1.5 * values * 4.0625 / 8, rel=0.01)
     for wrong, text in (
         (
             ["--gpus-per-node", "3", "--inside", "1gbit"],
@@ -143,6 +147,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--inside", "1gbit"], "require each other"),
         (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is not a bandwidth"),
         (["--transport", "collectiv"], "did you mean 'collective'?"),
+        (["--codec", "qsgd8/qsgd4"], "has a codec inside nodes, but each device is a node"),
     ):
         assert main([*how, *wrong]) == 2
         assert text in capsys.readouterr().err

@@ -309,6 +309,8 @@ def loud():
         ("--allocator dynamic-batches", "requires arguments"),
         ("--max-replans -1", "cannot be run in -1 rounds"),
         ("--codecs qsgd5", "no codec 'qsgd5'"),
+        ("--codecs qsgd8 --inside-codecs 1bit", "no codec '1bit' inside nodes"),
+        ("--inside-codecs qsgd8", "only with codecs between nodes"),
         ("--margin 2", "no plan leaves a margin of 2"),
         ("--memory 4GBB", "'4GBB' is no memory"),
         ("--budget bf17", "bf17"),

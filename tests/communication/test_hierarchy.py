@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from qsync_fx import OptionError
 from qsync_fx.communication.allreduce import NodeGroups
 from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
 from qsync_fx.communication.message_header import HEADER
-from qsync_fx.communication.transport import TRANSPORTS
 from qsync_fx.devices.roofline import share
 from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.cluster_plan import between_nodes, nodes_noted
+from qsync_fx.plan.cluster_plan import TRANSPORT, between_nodes, nodes_noted
 from qsync_fx.predictor.cost_mapper.times import Parameter
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 from tests.support import tiers
 from tests.support.communication.compressed_training import Network
 from tests.support.processes import ranks
@@ -131,7 +132,7 @@ def test_nodes_are_detected_and_planned(tmp_path: Path) -> None:
         "unequal": "has 3 ranks, but",
         "number": "4 ranks cannot be divided into nodes of 3",
         "differ": "another hierarchy than",
-        "aqgb": "does not support sharded DUO and AQGB",
+        "aqgb": "AQGB cannot reduce inside nodes first: it chooses bits by the progress",
         "flat": "but gradients are sent with",
     }.items():
         assert text in first[name]["text"], name
@@ -155,14 +156,14 @@ def test_plan_records_the_scope_of_its_codecs() -> None:
     assert asked(between_nodes(4), codec="") == CompressRequest({}, True, 4)
     assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"}, False, 4)
     with pytest.warns(UserWarning, match="nodes of 4 ranks, but these nodes have 1"):
-        asked(between_nodes(4)).tell(None)
+        asked(between_nodes(4)).tell(None, "collective")
     with pytest.warns(UserWarning, match="not compressed"):
-        asked({}, True).tell(NodeGroups(((0, 1),)))
+        asked({}, True).tell(NodeGroups(((0, 1),)), "collective")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked(between_nodes(2)).tell(NodeGroups(((0, 1), (2, 3))))
-        asked({}).tell(None)
-        asked(between_nodes(4), codec="").tell(None)  # nothing is coded
+        asked(between_nodes(2)).tell(NodeGroups(((0, 1), (2, 3))), "collective")
+        asked({}).tell(None, "collective")
+        asked(between_nodes(4), codec="").tell(None, "collective")  # nothing is coded
 
 
 TWO_LEVELS = {"hierarchical": 2, "inside": "qsgd8"}
@@ -238,8 +239,12 @@ def test_no_error_feedback_is_lost_when_codecs_between_nodes_change(
 def test_replanning_changes_codecs_between_nodes(tmp_path: Path) -> None:
     first, *others = run("replanned", 4, tmp_path, seconds=500)
     assert all(other["weights"] == first["weights"] for other in others)
-    assert first["before"] != first["after"] == {"0.weight": "qsgd4"}
-    assert first["report"] == "a plan's qsgd4"
+    assert first["before"] == {}
+    assert set(first["after"].values()) == {"qsgd8/qsgd8"}, "both levels"
+    assert first["report"] == "a plan's qsgd8/qsgd8"
+    assert first["groups"] == [["all", 4], ["inside", 2], ["between", 2]]
+    assert first["notes"] == ["2 ranks in a row", "point_to_point"]
+    assert first["layout"].startswith("2 nodes of 2 ranks: 0, 1; 2, 3; Qsgd(")
     assert first["inside"] > 0
     assert "the plan assumes nodes of 2 ranks, but compression has none" in first["flat"]["text"]
 
@@ -250,8 +255,64 @@ def test_codec_inside_nodes_without_nodes_is_an_error() -> None:
     for codec in ("1bit", "1bit*", "aqgb12", None):
         with pytest.raises(OptionError, match="must code consecutive values without error"):
             checked("qsgd4", None, None, False, True, None, fsdp=False, inside=codec)
-    with pytest.raises(OptionError, match="does not support sharded DUO and AQGB"):
+    with pytest.raises(OptionError, match="shards are cut over all ranks") as caught:
         checked("duo4", None, None, True, True, None, fsdp=False)
+    assert "remove sharded=..." in (caught.value.do or "")
+    with pytest.raises(OptionError, match="AQGB cannot reduce inside nodes first") as caught:
+        checked("aqgb", None, None, False, True, None, fsdp=False)
+    assert "aqgb16" in (caught.value.do or "")
+    assert checked("aqgb16", None, None, False, True, None, fsdp=False).hierarchical
+
+
+def test_plan_of_two_levels_requires_nodes() -> None:
+    plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs={"weight": "qsgd4/qsgd8"})
+
+    def asked(hierarchical: bool | int | None = None, inside: str = "fp32") -> CompressRequest:
+        return checked(plan, None, None, False, hierarchical, None, False, inside)
+
+    assert asked(True) == CompressRequest({"weight": "qsgd4/qsgd8"}, True)
+    for hierarchical in (None, False):
+        with pytest.raises(OptionError, match="codes gradients inside nodes, but they are not"):
+            asked(hierarchical)
+    with pytest.raises(OptionError, match="a plan defines the codecs inside nodes") as caught:
+        asked(True, "qsgd8")
+    assert "inside_codecs=" in (caught.value.do or "")
+    with pytest.warns(UserWarning, match="so only the codec inside nodes is used"):
+        asked(True).tell(NodeGroups(((0, 1),)), "collective")
+
+
+def test_plan_for_another_transport_is_reported_once() -> None:
+    def asked(notes: dict[str, str], codec: str = "qsgd8") -> CompressRequest:
+        codecs = {"weight": codec} if codec else {}
+        plan = ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs=codecs)
+        return checked(plan, None, None, False, None, None, fsdp=False)
+
+    for transport, other in itertools.permutations(TRANSPORTS):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            asked({TRANSPORT: transport}).tell(None, other)
+        (text,) = (str(item.message) for item in caught)
+        assert f"chosen for the transport {transport!r}, but gradients are sent with" in text
+        assert f"Pass transport={transport!r} to compress" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for notes, codec in (({TRANSPORT: "collective"}, "qsgd8"), ({}, "qsgd8"), ({}, "")):
+            asked(notes, codec).tell(None, "collective")
+        asked({TRANSPORT: "point_to_point"}, "").tell(None, "collective")  # nothing is coded
+
+
+@tiers.ALL
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_plan_of_two_levels_trains_as_its_codecs_alone(transport: str, tmp_path: Path) -> None:
+    """Each parameter has the gradient of `compress(codec, inside=...)` with its codecs."""
+    for found in run("two_levels", 4, tmp_path, transport=transport):
+        assert found["equal"] == [True, True]
+        assert found["statement"] == found["expected"]
+        assert "in FP32 and qsgd8 within the node" in found["printed"]
+        told = [text for text in found["warned"] if "chosen for the transport" in text]
+        assert len(told) == (transport == "collective")
+        assert "rank 1 has another" in found["differ"]["text"]
+        assert "inside nodes" in found["differ"]["text"]
 
 
 @tiers.ALL

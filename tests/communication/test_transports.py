@@ -19,7 +19,8 @@ from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.compressor_state import CompressorState
 from qsync_fx.communication.duo.sign_codecs import DUOS
 from qsync_fx.communication.message_header import HEADER
-from qsync_fx.communication.transport import COLLECTIVE, POINT_TO_POINT, TRANSPORTS
+from qsync_fx.communication.transport import COLLECTIVE, POINT_TO_POINT
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 from tests.support import tiers
 from tests.support.processes import ranks
 

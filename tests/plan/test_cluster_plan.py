@@ -32,7 +32,12 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     classes = draw(st.dictionaries(names, plans, min_size=1, max_size=3))
     known = st.sampled_from(sorted(classes))
     devices = draw(st.dictionaries(known, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2))
-    codecs = draw(st.dictionaries(names, st.sampled_from(cluster_plan.CODECS), max_size=3))
+    codec = st.builds(
+        cluster_plan.two_levels,
+        st.sampled_from(cluster_plan.CODECS),
+        st.sampled_from(cluster_plan.INSIDE_CODECS),
+    )
+    codecs = draw(st.dictionaries(names, codec, max_size=3))
     notes = draw(st.dictionaries(texts, texts, max_size=2))
     return ClusterPlan(classes, devices, draw(st.lists(known, max_size=4)), notes, codecs)
 
@@ -126,6 +131,11 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
     for codecs, what, where in (
         ({"a": "qsgd5"}, "'qsgd5' is not a gradient codec", "codecs.a"),
         ({"a": 8}, "the number 8 is not a gradient codec", "codecs.a"),
+        ({"a": "qsgd4/1bit"}, "'1bit' is not a gradient codec inside nodes", "codecs.a"),
+        ({"a": "qsgd4/"}, "'' is not a gradient codec inside nodes", "codecs.a"),
+        ({"a": "qsgd4/qsgd8/qsgd8"}, "is not a gradient codec inside nodes", "codecs.a"),
+        ({"a": "fp32/qsgd8"}, "'fp32/qsgd8' has FP32 on one of two levels", "codecs.a"),
+        ({"a": "qsgd4/fp32"}, "'qsgd4/fp32' has FP32 on one of two levels", "codecs.a"),
         (["qsgd8"], "codecs must be a mapping, not a list", "codecs"),
         ({"": "qsgd8"}, "a parameter name must be a printable string", "codecs"),
     ):
@@ -139,6 +149,19 @@ def test_every_codec_name_of_a_plan_has_a_codec() -> None:
     from qsync_fx.communication.codecs import codec_named
 
     assert [codec_named(name).name for name in cluster_plan.CODECS] == list(cluster_plan.CODECS)
+    for name in cluster_plan.CODECS:
+        codec = codec_named(name)
+        consecutive = codec.fitted((3, 5)) == codec and not codec.gathered
+        allowed = name in cluster_plan.INSIDE_CODECS
+        assert (consecutive and not codec.residual) == allowed, name
+
+
+def test_plan_shows_the_codecs_of_both_levels() -> None:
+    plan = ClusterPlan(PLAN.classes, codecs={"a": "qsgd4/qsgd8", "b": "qsgd4"})
+    assert "gradients in qsgd4 between nodes and qsgd8 inside: 1 parameters, such as a" in str(plan)
+    assert "gradients in qsgd4: 1 parameters, such as b" in str(plan)
+    assert cluster_plan.levels_of("qsgd4/qsgd8") == ("qsgd4", "qsgd8")
+    assert cluster_plan.levels_of("qsgd4") == ("qsgd4", "fp32")
 
 
 def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ _CLUSTER_PLAN: dict[str, Any] = {
     "classes": {"type": "object", "additionalProperties": {"type": "object", "properties": _PLAN}},
     "devices": {"type": "object", "description": "device names by class"},
     "ranks": {"type": "array", "items": {"type": "string"}, "description": "class by rank"},
-    "codecs": _FORMATS | {"description": "gradient codec by parameter"},
+    "codecs": _FORMATS
+    | {"description": 'gradient codec by parameter; "qsgd4/qsgd8": between nodes and inside them'},
     "notes": _NOTES,
 }
 

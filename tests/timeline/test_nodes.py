@@ -14,8 +14,9 @@ from qsync_fx import Cluster
 from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, coded, of_copy, uniform
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.message_header import HEADER
+from qsync_fx.plan.cluster_plan import INSIDE_CODECS, two_levels
 from qsync_fx.predictor.cost_mapper.times import Entry, Parameter, Part, Schedule
-from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, Node
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Exchange, Network, Node
 from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel
 from qsync_fx.predictor.replayer.collectives import (
     AllReduce,
@@ -186,7 +187,7 @@ def test_bucket_is_encoded_between_nodes_only(ranks: int, size: int) -> None:
     seconds = (
         40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)
     ) / size
-    copying = 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9) if size > 1 else 0
+    copying = 44_000 * ((1 + 1 / size) / 1e9 + 2 / 2e9) if size > 1 else 0
     assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
     fleet = cluster(Node(size, 1e9 if size > 1 else None, 1e-6), ranks)
     bucket = SimulatedBucket(("a", "b"), 44_000, found.nbytes, found)
@@ -195,6 +196,44 @@ def test_bucket_is_encoded_between_nodes_only(ranks: int, size: int) -> None:
     taken += inside / 1e9 + 1e-6 if size > 1 else 0
     taken += across / 1e8 + 1e-5 * found.phases / 2 if nodes > 1 else 0
     assert travel(fleet, [bucket])[0] == pytest.approx(taken)
+
+
+@given(
+    numel=st.integers(1, 10**6),
+    size=st.integers(2, 8),
+    nodes=st.integers(2, 4),
+    inside=st.sampled_from(INSIDE_CODECS),
+)
+def test_codec_inside_nodes_changes_the_exchange_inside_only(
+    numel: int, size: int, nodes: int, inside: str
+) -> None:
+    """Bytes of one reduce-scatter and one all-gather; FP32 parameters are FP32 on both levels."""
+    rates, parameters = of_copy(1e9, "drawn"), [Parameter("a", numel), Parameter("b", 1_000)]
+    plain, both = (
+        coded(parameters, {"a": codec}, nodes * size, rates, size=size)
+        for codec in ("qsgd4", two_levels("qsgd4", inside))
+    )
+    assert (plain.nbytes, plain.seconds, plain.phases) == (both.nbytes, both.seconds, both.phases)
+    nbytes = codec_named(inside).nbytes(numel)
+    assert both.inside == nbytes + 4_000 + HEADER * size
+    rate, fp32 = rates.of(inside), rates.of("fp32")
+    expected = 4 * numel * ((1 + 1 / size) / rate.encode + 2 / rate.decode)
+    expected += 4_000 * ((1 + 1 / size) / fp32.encode + 2 / fp32.decode)
+    assert both.inside_seconds == pytest.approx(expected)
+    table = [(1.0, 1e-6), (1e9, 1e3)]
+    exchanges = [
+        Exchange("point_to_point", "inside", size, table),
+        Exchange("point_to_point", "between", nodes, [(1.0, 1e-7), (1e9, 1e2)]),
+    ]
+    network = Network(all_reduce=table, exchanges=exchanges)
+    fleet = Cluster({"all": ClusterDevice(nodes * size, node=Node(size))}, network)
+    seconds = [
+        travel(fleet, [SimulatedBucket(("a", "b"), 4 * numel, item.nbytes, item)])[0]
+        for item in (plain, both)
+    ]
+    levels = fleet.exchange.inside_seconds([plain.inside, both.inside])
+    expected = levels[1] - levels[0] + both.inside_seconds - plain.inside_seconds
+    assert seconds[1] - seconds[0] == pytest.approx(expected, abs=1e-12 + 1e-9 * seconds[0])
 
 
 def test_large_bucket_overlaps_encoding_and_transfer() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command, add_options
@@ -80,7 +80,8 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         requested,
         """
-        --codec NAME...  codec to compare; repeatable; by default all codecs
+        --codec NAME...  codec to compare, such as qsgd4, or of two levels, such as qsgd4/qsgd8;
+                         repeatable; by default all codecs
         --json           print one JSON object
         """,
     )
@@ -92,16 +93,20 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise OptionError(message, where=where, do="set --gpus to 2 or more")
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
 
-    from qsync_fx.plan.cluster_plan import CODECS
+    from qsync_fx.plan.cluster_plan import CODECS, PLAIN, codec_fault, codes_inside
     from qsync_fx.plan.plan import Plan
     from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
     from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, Node
     from qsync_fx.timeline.replay_plans import paying, rates
 
     for name in arguments.codec:
-        if name not in CODECS[1:]:
+        if name == PLAIN or codec_fault(name) is not None:
             message = f"there is no prediction for the codec {shown(name)}"
             raise OptionError(message, where="--codec", do=nearest(name, CODECS[1:]))
+        if codes_inside({"": name}) and arguments.gpus_per_node == 1:
+            message = f"{shown(name)} has a codec inside nodes, but each device is a node"
+            do = "describe the nodes with --gpus-per-node and --inside, or remove the second codec"
+            raise OptionError(message, where="--codec", do=do)
     transport = _transport(arguments.transport)
     fmt = arguments.precision or "fp32"
     profile = _profile(arguments, fmt)
@@ -126,15 +131,14 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _transport(name: str | None) -> Transport | None:
-    from qsync_fx.predictor.replayer.cluster import Transport
+    from qsync_fx.predictor.replayer.cluster import TRANSPORTS
 
     if name is None:
         return None
-    names: tuple[Transport, ...] = get_args(Transport)
-    for item in names:
+    for item in TRANSPORTS:
         if item == name:
             return item
-    do = nearest(name[:40], names)
+    do = nearest(name[:40], TRANSPORTS)
     raise OptionError(f"unknown transport {shown(name)}", where="--transport", do=do)
 
 
@@ -270,7 +274,8 @@ def _show(
         )
     if several:
         summary += (
-            " Codecs apply to the traffic between nodes, as in compress(..., hierarchical=True)."
+            " Codecs apply to the traffic between nodes, as in compress(..., hierarchical=True);"
+            " the second one of qsgd4/qsgd8 applies inside nodes."
         )
     output.show(Text(summary))
     if profile.graph.device != "cpu":

@@ -94,6 +94,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
                                   by new planning; 3 by default, 0 runs none
         --codecs NAMES            comma-separated codecs for gradient buckets besides fp32, such as
                                   qsgd8,qsgd4
+        --inside-codecs NAMES     comma-separated codecs inside nodes besides fp32, such as qsgd8
         """,
         {
             "budget": plan_inputs.limit,
@@ -101,6 +102,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
             "margin": float,
             "max_replans": int,
             "codecs": model_args.names,
+            "inside_codecs": model_args.names,
         },
         allocator="milp",
     )

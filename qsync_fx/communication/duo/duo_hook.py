@@ -58,7 +58,6 @@ class DuoCompressor(DdpCompressor):
         weights: Sequence[Codec] | None = None,
         nodes: NodeGroups | None = None,
         collectives: CollectiveGroups | None = None,
-        inside: Codec = PLAIN,
     ) -> None:
         self._weight_codecs, self._weight_kinds = weights, "no"
         if weights is not None:
@@ -67,7 +66,7 @@ class DuoCompressor(DdpCompressor):
             units = [codec.unit for codec in {*assigned.codecs, *weights}]
             self._unit = math.lcm(functional_optimizer.ALIGNED, *units)
         settings = group, rank, world, named, assigned, seed, check_every
-        super().__init__(*settings, nodes=nodes, collectives=collectives, inside=inside)
+        super().__init__(*settings, nodes=nodes, collectives=collectives)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
         is_active = self._state.device.type == "cuda" if duo.offload is None else duo.offload
         size = sum(piece.size for piece in self.pieces)

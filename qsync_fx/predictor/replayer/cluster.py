@@ -13,7 +13,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args
 
 from qsync_fx.devices.device_catalog import canonical, check_exists, get, is_path
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
@@ -32,6 +32,7 @@ from qsync_fx.serialization.schema import Check, Path, TomlSchema
 Memory = float | int | str
 Transport = Literal["point_to_point", "collective"]
 """Transport of compressed gradients; docs/communication.md describes both."""
+TRANSPORTS: Final[tuple[Transport, ...]] = get_args(Transport)
 RankGroup = Literal["all", "inside", "between"]
 """Ranks of an exchange: all, the ranks of a node, or one rank of each node."""
 
@@ -336,6 +337,11 @@ class Cluster:
         return next(iter(sizes.values()))
 
     @property
+    def transport(self) -> Transport:
+        """Transport of compressed gradients."""
+        return (self.network or Network()).transport
+
+    @property
     def samples(self) -> int | None:
         """Samples of a step; None if the batch of a device is unknown."""
         batches = [item.batch * item.count for item in self.devices.values() if item.batch]
@@ -375,7 +381,7 @@ class Cluster:
 
     @property
     def exchange(self) -> Levels:
-        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes.
+        """All-reduce of compressed buckets: encoded between nodes, in FP32 or encoded within nodes.
 
         Durations are measured with the network's transport, or computed from its links.
 

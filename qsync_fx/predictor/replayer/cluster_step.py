@@ -40,7 +40,7 @@ class CompressedTransfer:
         seconds: time to encode and decode the exchange between ranks, or nodes.
         inside: bytes that a rank contributes within its node, if several ranks share one.
         stretches: number of chunks per phase; 1 for no overlap of coding and transfer.
-        inside_seconds: time to copy and sum the FP32 exchange within the node.
+        inside_seconds: time to encode, decode and sum the exchange within the node.
     """
 
     codec: str

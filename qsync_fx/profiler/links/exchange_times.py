@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from torch import distributed
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from qsync_fx.communication.collective import ALL_GATHER
 from qsync_fx.communication.control_group import CPU, carrying, control
 from qsync_fx.communication.point_to_point import exchange
-from qsync_fx.predictor.replayer.cluster import Exchange, RankGroup, Transport
+from qsync_fx.predictor.replayer.cluster import TRANSPORTS, Exchange, RankGroup, Transport
 from qsync_fx.profiler.links.collective_times import (
     MANY,
     REPEATS,
@@ -87,7 +87,7 @@ def exchange_seconds(
 def exchanges(
     device: torch.device = CPU,
     groups: Mapping[RankGroup, Sequence[Sequence[int]]] = MappingProxyType({}),
-    transports: Sequence[Transport] = get_args(Transport),
+    transports: Sequence[Transport] = TRANSPORTS,
     largest: int = _SIZES[-1],
 ) -> list[Exchange]:
     """Measure exchanges with each transport, on all ranks at once.

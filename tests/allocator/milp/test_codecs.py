@@ -16,12 +16,20 @@ from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
 from qsync_fx.allocator.codec_choice import CodecSearchSpace
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.communication.codec_cost_model import of_copy
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import (
+    Buckets,
+    Cluster,
+    ClusterDevice,
+    Exchange,
+    Network,
+    Node,
+)
 from tests.support.planning.allocation_problems import PlainTimes, device_class
 from tests.support.planning.predicted_models import DrawnTimes
 from tests.support.tiers import chosen
 
 CODECS = ("fp32", "qsgd8", "qsgd2")
+LEVELS = ("fp32", "qsgd2", "qsgd2/qsgd8")
 SCALE = {
     "fp16": 1e-4,
     "bf16": 1e-3,
@@ -70,6 +78,24 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     return replace(problem, cluster=replace(cluster, network=network), coding=coding)
 
 
+def in_nodes(problem: Problem, seed: int) -> Problem:
+    """Returns the problem on twice as many ranks, two in each node, with codecs of two levels.
+
+    A table gives the exchanges inside nodes, and links those between them.
+    """
+    draw, network = random.Random(f"nodes {seed}"), problem.cluster.network
+    assert network is not None and network.bandwidth is not None and problem.coding is not None
+    ratio = network.bandwidth * draw.choice([0.3, 1, 100])
+    table = [(2.0**power, 2.0**power / ratio + network.latency) for power in range(4, 24, 2)]
+    network = replace(network, exchanges=[Exchange("point_to_point", "inside", 2, table)])
+    devices = {
+        name: replace(device, count=2 * device.count, node=Node(2, ratio))
+        for name, device in problem.cluster.devices.items()
+    }
+    cluster = replace(problem.cluster, devices=devices, network=network)
+    return replace(problem, cluster=cluster, coding=replace(problem.coding, codecs=LEVELS))
+
+
 def every(problem: Problem) -> list[Evaluation]:
     choices = {
         (name, op): known
@@ -81,12 +107,13 @@ def every(problem: Problem) -> list[Evaluation]:
         plans: dict[str, dict[str, str]] = {name: {} for name in problem.open}
         for (name, operator), fmt in zip(choices, picked, strict=True):
             plans[name][operator] = fmt
-        for codecs in itertools.product(CODECS, repeat=len(judge.buckets)):
+        assert problem.coding is not None
+        for codecs in itertools.product(problem.coding.codecs, repeat=len(judge.buckets)):
             found.append(judge.set_plans(plans, codecs))
     return found
 
 
-@pytest.mark.parametrize("classes", ["one", "kept"])
+@pytest.mark.parametrize("classes", ["one", "kept", "nodes"])
 @settings(
     max_examples=chosen([3], [8], [25])[0],
     deadline=None,
@@ -100,7 +127,9 @@ def every(problem: Problem) -> list[Evaluation]:
 def test_formats_and_codecs_equal_brute_force(
     classes: str, seed: int, tight: float, least: str
 ) -> None:
-    problem = drawn(seed, classes)
+    problem = drawn(seed, "one" if classes == "nodes" else classes)
+    if classes == "nodes":
+        problem = in_nodes(problem, seed)
     known = every(problem)
     assert 2 <= len(known[0].codecs) <= 5
     if least == "variance":

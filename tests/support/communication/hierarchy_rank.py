@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.ddp_hook import by_plan
 from qsync_fx.distributed import Replanning, check_replicas, compress, guard, measure_and_plan
 from qsync_fx.distributed.agreement import Meeting
+from qsync_fx.distributed.drift import Drift, LinkTimes, WindowSummary
 from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.cluster_plan import BETWEEN_NODES, between_nodes
+from qsync_fx.plan.cluster_plan import BETWEEN_NODES, TRANSPORT, between_nodes
 from qsync_fx.predictor.replayer.collectives import MeasuredCollectives
 from tests.support.communication.compressed_training import (
     parallel,
@@ -260,8 +261,60 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def two_levels(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Compare a plan with a codec on each level with models that have one codec for all."""
+
+    def gradients(codec: Any, **settings: Any) -> tuple[Any, list[Tensor]]:
+        model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
+        handle = compress(model, codec, transport=job["transport"], **settings)
+        for step in range(2):
+            model.zero_grad()
+            model(given(rank, step)).backward()
+        return handle, [p.grad for p in model.parameters() if p.grad is not None]
+
+    def plan(first: str, second: str) -> ClusterPlan:
+        notes = {**between_nodes(2, in_a_row=True), TRANSPORT: "point_to_point"}
+        codecs = {"first": first, "second": second}
+        return ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs=codecs)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle, (first, second) = gradients(plan("qsgd4/qsgd8", "qsgd4"))
+    settings: dict[str, Any] = {"hierarchical": 2, "least": 0}
+    _, (coded, _) = gradients("qsgd4", inside="qsgd8", **settings)
+    _, (_, plain) = gradients("qsgd4", **settings)
+    narrow, wide = codec_named("qsgd4"), codec_named("qsgd8")
+    found: dict[str, Any] = {
+        "equal": [torch.equal(first, coded), torch.equal(second, plain)],
+        "statement": handle.statement()["tensor codec"],
+        "expected": [
+            f"first: 2077 values by {narrow!r}, {wide!r} inside nodes",
+            f"second: 500 values by {narrow!r}",
+        ],
+        "printed": str(handle.report()),
+        "warned": [str(item.message) for item in caught],
+    }
+    swapped = plan("qsgd4", "qsgd4/qsgd8") if rank else plan("qsgd4/qsgd8", "qsgd4")
+    refusal(found, "differ", lambda: compress(DistributedDataParallel(Linear()), swapped))
+    return found
+
+
+def at_100_kilobytes_per_s(remeasure: Any, found: dict[str, Any], nodes: Any) -> LinkTimes:
+    """Measure links again, and return the durations of slow links for the same exchanges."""
+    times = remeasure(nodes)
+    found["groups"] = [(item.group, item.ranks) for item in times.exchanges]
+    exchanges = [
+        replace(item, seconds=[(size, size / 1e5) for size, _ in item.seconds])
+        for item in times.exchanges
+    ]
+    return LinkTimes([(size, size / 1e5) for size, _ in times.all_reduce], exchanges)
+
+
 def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Train under a plan for two nodes, and activate other codecs as in replanning."""
+    """Train under a plan for two nodes, and replan after links inside and between them slow down.
+
+    The links are measured again, but their durations are replaced by those of 100 KB/s.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
 
@@ -275,6 +328,8 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         device_class="cpu",
         precisions=["fp32"],
         codecs=("qsgd8",),
+        inside_codecs=("qsgd8",),
+        target=60.0,
         hierarchical=2,
         max_replans=0,
         repeats=1,
@@ -295,9 +350,13 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
             if step == 3:
                 replanner: Any = training._replanner
-                parts = plan.classes, plan.devices, plan.ranks, plan.notes
-                replanner._switch(ClusterPlan(*parts, {"0.weight": "qsgd4"}))
+                links = replanner._links
+                links.times = partial(at_100_kilobytes_per_s, links.times, found)
+                if plan.survey is not None:
+                    plan.survey.wishes.update(objective="fastest", budget=1e9, target=None)  # type: ignore[attr-defined]
+                replanner._replan(Drift(links=1e3), [WindowSummary()] * world)
         assert training.plan is not None
+        found["notes"] = [training.plan.notes[name] for name in (BETWEEN_NODES, TRANSPORT)]
         found["after"] = dict(training.plan.codecs)
     check_replicas(parallel)
     report = handle.report()
@@ -305,6 +364,7 @@ def replanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "weights": weights(model),
         "report": report.codec,
         "inside": report.tally.inside,
+        "layout": handle.statement()["node layout"][0],
     }
 
 
