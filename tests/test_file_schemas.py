@@ -37,7 +37,10 @@ def validate(name: str, value: object) -> None:
 def test_written_files_follow_their_schemas(tmp_path: Path) -> None:
     plan = qsync_fx.Plan("int8", [("head", "fp32")], {"body/linear": "bf16"})
     plan.save(tmp_path / "plan.json")
-    qsync_fx.ClusterPlan({"t4": plan}, ranks=["t4"]).save(tmp_path / "cluster-plan.json")
+    fleet = qsync_fx.ClusterPlan(
+        {"t4": plan}, ranks=["t4"], batches={"t4": 8}, memory_budgets={"t4": 0.5}
+    )
+    fleet.save(tmp_path / "cluster-plan.json")
     model = nn.Linear(8, 4)
     qsync_fx.catalog_profile(
         "t4", model, lambda m, x: m(x).square().mean(), torch.randn(4, 8)

@@ -1,4 +1,5 @@
-"""The plan of a cluster: a plan per device class, and a gradient codec per parameter.
+"""The plan of a cluster: a plan, a local batch size and an activation memory budget per device
+class, and a gradient codec per parameter.
 
 All ranks share one file. A rank without a class raises: no rank trains under another's plan. The
 parameters of a bucket share a codec, except small ones, which are sent in FP32. If several ranks
@@ -13,9 +14,9 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import distributed
@@ -122,6 +123,25 @@ CHOSEN_BY = "chosen by"
 """Note of a part: how its class was chosen."""
 CLUSTER = "cluster plan"
 """Note of a part: a hash of the cluster plan's content."""
+LOCAL_BATCH = "local batch"
+"""Note of a part: samples per step of each rank of its class."""
+MEMORY_BUDGET = "memory budget"
+"""Note of a part: activation memory budget of its class, in [0, 1]."""
+
+
+def local_batch(notes: Mapping[str, str]) -> int | None:
+    """Return the samples per step of a rank from the notes of its plan; None if not planned."""
+    text = notes.get(LOCAL_BATCH, "")
+    return int(text) if re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) else None
+
+
+def memory_budget(notes: Mapping[str, str]) -> float | None:
+    """Return the activation memory budget from the notes of a plan; None if not planned."""
+    try:
+        result = float(notes.get(MEMORY_BUDGET, ""))
+    except ValueError:
+        return None
+    return result if 0 <= result <= 1 else None
 
 
 @dataclass(frozen=True)
@@ -145,6 +165,10 @@ class ClusterPlan(HtmlView):
         codecs: gradient codec by parameter name, equal on all ranks; FP32 for other parameters.
             "qsgd4/qsgd8" is qsgd4 between nodes and qsgd8 inside them.
             `qsync_fx.distributed.compress` applies it.
+        batches: samples per step of each rank, by class; other classes keep their batch size. The
+            training script applies them, as it does `memory_budgets`.
+        memory_budgets: share of the activations that a rank may save for backward, in [0, 1], by
+            class: `torch._functorch.config.activation_memory_budget`; 1, the default, saves all.
 
     Raises:
         PlanError: no class, a class named in `devices` or `ranks` that does not exist, or a
@@ -156,6 +180,8 @@ class ClusterPlan(HtmlView):
     ranks: tuple[str, ...]
     notes: Mapping[str, str] = field(compare=False)
     codecs: Mapping[str, str]
+    batches: Mapping[str, int]
+    memory_budgets: Mapping[str, float]
 
     def __init__(
         self,
@@ -164,6 +190,8 @@ class ClusterPlan(HtmlView):
         ranks: Sequence[str] = (),
         notes: Mapping[str, str] = MappingProxyType({}),
         codecs: Mapping[str, str] = MappingProxyType({}),
+        batches: Mapping[str, int] = MappingProxyType({}),
+        memory_budgets: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         result = _classes(classes)
         set_field = object.__setattr__
@@ -172,17 +200,26 @@ class ClusterPlan(HtmlView):
         set_field(self, "ranks", _ranks(ranks, result))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
         set_field(self, "codecs", MappingProxyType(checked(codecs)))
+        set_field(self, "batches", MappingProxyType(_batches(batches, result)))
+        budgets = _memory_budgets(memory_budgets, result)
+        set_field(self, "memory_budgets", MappingProxyType(budgets))
 
     def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
         """Return the plan of a class; its notes identify it as a part of this cluster plan."""
         _check_class(name, self.classes, None)
         part = self.classes[name]
         plans = {k: Plan(p.default, p.patterns, p.operators) for k, p in self.classes.items()}
-        text = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
-        digest = hashlib.sha256(text.to_json().encode()).hexdigest()[:16]
+        text = self._with(classes=plans, notes={}).to_json()
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         origin = {DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
-        notes = {**self.notes, **part.notes, **origin}
-        return Plan(part.default, part.patterns, part.operators, notes)
+        if name in self.batches:
+            origin[LOCAL_BATCH] = str(self.batches[name])
+        if name in self.memory_budgets:
+            origin[MEMORY_BUDGET] = repr(self.memory_budgets[name])
+        notes = {**self.notes, **part.notes}
+        for stale in (LOCAL_BATCH, MEMORY_BUDGET):
+            notes.pop(stale, None)
+        return Plan(part.default, part.patterns, part.operators, notes | origin)
 
     def for_process(self, process: LocalPlan) -> Plan:
         """Return the part of a process; raise `PlanError` if its class is ambiguous or unknown."""
@@ -209,19 +246,25 @@ class ClusterPlan(HtmlView):
 
     def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
         """Return the plan with another table: the class of each rank."""
-        return ClusterPlan(self.classes, self.devices, ranks, self.notes, self.codecs)
+        return self._with(ranks=ranks)
+
+    def _with(self, **changes: Any) -> ClusterPlan:
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        return ClusterPlan(**values | changes)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, identical for equal plans with equal notes."""
-        fields = {
+        settings = {
             "devices": dict(sorted(self.devices.items())),
             "ranks": list(self.ranks),
             "codecs": dict(sorted(self.codecs.items())),
+            "batches": dict(sorted(self.batches.items())),
+            "memory_budgets": dict(sorted(self.memory_budgets.items())),
             "notes": dict(sorted(self.notes.items())),
         }
         head = {"format": CLUSTER_PLAN.name, "version": CLUSTER_PLAN.version}
         classes = {name: plan.fields() for name, plan in sorted(self.classes.items())}
-        used = {name: value for name, value in fields.items() if value}
+        used = {name: value for name, value in settings.items() if value}
         return json_text({**head, "classes": classes, **used}) + "\n"
 
     @classmethod
@@ -235,7 +278,8 @@ class ClusterPlan(HtmlView):
             except PlanError as error:
                 where = f"classes{step(name)}.{error.where}"
                 raise PlanError(error.what, where=where, do=error.do) from None
-        return cls(plans, result.devices, result.ranks, result.notes, result.codecs)
+        settings = {part.name: getattr(result, part.name) for part in fields(cls)}
+        return cls(**settings | {"classes": plans})
 
     def save(self, path: Path) -> None:
         """Write the plan to `path` atomically."""
@@ -247,12 +291,12 @@ class ClusterPlan(HtmlView):
         return load_plan(path, CLUSTER_PLAN, cls.from_json)
 
     def __hash__(self) -> int:
-        parts = (self.classes, self.devices, self.codecs)
+        parts = (self.classes, self.devices, self.codecs, self.batches, self.memory_budgets)
         return hash((*(frozenset(part.items()) for part in parts), self.ranks))
 
     def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
-        classes, devices, codecs = dict(self.classes), dict(self.devices), dict(self.codecs)
-        return (ClusterPlan, (classes, devices, self.ranks, dict(self.notes), codecs))
+        values = (getattr(self, part.name) for part in fields(self))
+        return (ClusterPlan, tuple(v if isinstance(v, tuple) else dict(v) for v in values))
 
     def __repr__(self) -> str:
         return f"<ClusterPlan classes={', '.join(self.classes)} ranks={len(self.ranks)}>"
@@ -265,6 +309,10 @@ class ClusterPlan(HtmlView):
                 title += f", device name {self.devices[name]!r}"
             if ranks := [str(rank) for rank, item in enumerate(self.ranks) if item == name]:
                 title += f", rank {', '.join(ranks)}"
+            if name in self.batches:
+                title += f", local batch {self.batches[name]}"
+            if name in self.memory_budgets:
+                title += f", memory budget {self.memory_budgets[name]:g}"
             lines += [f"{title}:", textwrap.indent(str(plan), "  ")]
         for codec, count in sorted(Counter(self.codecs.values()).items()):
             first = next(name for name, used in self.codecs.items() if used == codec)
@@ -313,6 +361,31 @@ def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
     for rank, name in enumerate(value):
         _check_class(name, classes, f"ranks[{rank}]")
     return tuple(value)
+
+
+def _batches(value: object, classes: Mapping[str, Plan]) -> dict[str, int]:
+    do = 'map classes to samples per step of a rank, as in {"t4": 16}'
+    if not isinstance(value, Mapping):
+        raise PlanError(f"batches must be a mapping, not {kind(value)}", where="batches", do=do)
+    for name, batch in value.items():
+        _check_class(name, classes, "batches")
+        if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch < 10**9:
+            message = f"a local batch must be a positive integer, not {shown_value(batch)}"
+            raise PlanError(message, where=f"batches{step(name)}", do=do)
+    return dict(value)
+
+
+def _memory_budgets(value: object, classes: Mapping[str, Plan]) -> dict[str, float]:
+    where, do = "memory_budgets", 'map classes to shares of the activations, as in {"t4": 0.5}'
+    if not isinstance(value, Mapping):
+        message = f"memory budgets must be a mapping, not {kind(value)}"
+        raise PlanError(message, where=where, do=do)
+    for name, budget in value.items():
+        _check_class(name, classes, where)
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+            message = f"a memory budget must be a number in [0, 1], not {shown_value(budget)}"
+            raise PlanError(message, where=f"{where}{step(name)}", do=do)
+    return {name: float(budget) for name, budget in value.items()}
 
 
 def _check_class(name: object, classes: Mapping[str, Plan], where: str | None) -> None:

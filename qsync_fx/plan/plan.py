@@ -60,6 +60,8 @@ class ClusterFields:
     ranks: Any = ()
     notes: Any = field(default_factory=dict)
     codecs: Any = field(default_factory=dict)
+    batches: Any = field(default_factory=dict)
+    memory_budgets: Any = field(default_factory=dict)
 
 
 CLUSTER_PLAN = Schema(

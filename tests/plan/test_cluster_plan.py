@@ -39,7 +39,10 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     )
     codecs = draw(st.dictionaries(names, codec, max_size=3))
     notes = draw(st.dictionaries(texts, texts, max_size=2))
-    return ClusterPlan(classes, devices, draw(st.lists(known, max_size=4)), notes, codecs)
+    batches = draw(st.dictionaries(known, st.integers(1, 10**9 - 1)))
+    budgets = draw(st.dictionaries(known, st.floats(0, 1)))
+    ranks = draw(st.lists(known, max_size=4))
+    return ClusterPlan(classes, devices, ranks, notes, codecs, batches, budgets)
 
 
 @settings(max_examples=100)
@@ -54,7 +57,10 @@ def test_saved_plan_is_loaded_unchanged(plan: ClusterPlan) -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
     for name, part in plan.classes.items():
         assert dict(read.classes[name].notes) == dict(part.notes)
-        assert plan.for_class(name) == part
+        selected = plan.for_class(name)
+        assert selected == part
+        assert cluster_plan.local_batch(selected.notes) == plan.batches.get(name)
+        assert cluster_plan.memory_budget(selected.notes) == plan.memory_budgets.get(name)
 
 
 @settings(max_examples=200)
@@ -143,6 +149,42 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
             ClusterPlan(PLAN.classes, codecs=codecs)  # type: ignore[arg-type]
         assert (caught.value.where or "").startswith(where)
         assert caught.value.do
+
+
+def test_batches_and_memory_budgets_are_part_of_a_plan() -> None:
+    plan = ClusterPlan(PLAN.classes, batches={"t4": 12}, memory_budgets={"t4": 0.5, "v100": 1})
+    assert plan != PLAN
+    assert plan.for_class("t4").notes["cluster plan"] != PLAN.for_class("t4").notes["cluster plan"]
+    assert plan.for_class("v100").notes["memory budget"] == "1.0"
+    assert "local batch" not in plan.for_class("v100").notes
+    moved = plan.for_ranks(["t4", "v100"])
+    assert (moved.batches, moved.memory_budgets) == (plan.batches, plan.memory_budgets)
+    assert "t4, rank 0, local batch 12, memory budget 0.5:" in str(moved)
+    fields: list[tuple[dict[str, object], str, str]] = [
+        ({"batches": {"t4": 0}}, "must be a positive integer", "batches.t4"),
+        ({"batches": {"t4": True}}, "must be a positive integer", "batches.t4"),
+        ({"batches": {"t4": 1.5}}, "must be a positive integer", "batches.t4"),
+        ({"batches": {"T4": 1}}, "no class 'T4'", "batches"),
+        ({"batches": [1]}, "batches must be a mapping, not a list", "batches"),
+        ({"memory_budgets": {"t4": 1.01}}, "must be a number in", "memory_budgets.t4"),
+        ({"memory_budgets": {"t4": float("nan")}}, "must be a number in", "memory_budgets.t4"),
+        ({"memory_budgets": 1}, "must be a mapping, not the number 1", "memory_budgets"),
+    ]
+    for field, what, where in fields:
+        with pytest.raises(PlanError, match=what) as caught:
+            ClusterPlan(PLAN.classes, **field)  # type: ignore[arg-type]
+        assert caught.value.where == where
+        assert caught.value.do
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "12 ", "١", "1" * 40])
+def test_malformed_notes_have_no_local_batch(text: str) -> None:
+    assert cluster_plan.local_batch({"local batch": text}) is None
+
+
+@pytest.mark.parametrize("text", ["", "2.5", "-1", "nan", "inf", "0,5", "1.5"])
+def test_malformed_notes_have_no_memory_budget(text: str) -> None:
+    assert cluster_plan.memory_budget({"memory budget": text}) is None
 
 
 def test_every_codec_name_of_a_plan_has_a_codec() -> None:

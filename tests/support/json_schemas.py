@@ -31,6 +31,16 @@ _CLUSTER_PLAN: dict[str, Any] = {
     "ranks": {"type": "array", "items": {"type": "string"}, "description": "class by rank"},
     "codecs": _FORMATS
     | {"description": 'gradient codec by parameter; "qsgd4/qsgd8": between nodes and inside them'},
+    "batches": {
+        "type": "object",
+        "additionalProperties": {"type": "integer", "minimum": 1},
+        "description": "samples per step of each rank, by class",
+    },
+    "memory_budgets": {
+        "type": "object",
+        "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
+        "description": "share of the activations that a rank may save for backward, by class",
+    },
     "notes": _NOTES,
 }
 
