@@ -23,6 +23,7 @@ from qsync_fx.backend.dynamo_hooks import (
     tell_of_shared_code,
 )
 from qsync_fx.backend.inductor import decompositions, inductor_config, layouts, recompute_policy
+from qsync_fx.backend.memory_budget import aot_eager_within
 from qsync_fx.backend.numeric_guards import telling, widened
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
 from qsync_fx.backend.operators.gemm import cpu_kernels
@@ -187,7 +188,7 @@ class CompilationSession:
     def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, kernels: str) -> Compiled:
         """Return the code of the inner compiler, called with the inputs of Dynamo's graph."""
         options, device = self.options, self.device
-        recompute = options.activation_recompute
+        recompute, budget = options.activation_recompute, options.memory_budget
         parts = kernels, "fast_dropout" * fast_dropout, "activation_recompute" * recompute
         with contextlib.ExitStack() as settings:
             # Casts are explicit by now, in the backward pass too, so it must not be traced under
@@ -205,6 +206,7 @@ class CompilationSession:
                 fast_dropout=fast_dropout,
                 cudagraphs=inductor_config.captures(options, device),
                 activation_recompute=recompute,
+                memory_budget=budget,
             )
             lifted = lift(graph) if options.cache_quantized_weights else Lifted(device)
             return lifted.around(compiler(graph.module, [*self.inputs, *lifted.inputs]))
@@ -244,12 +246,13 @@ def inner_compiler(
     fast_dropout: bool = False,
     cudagraphs: bool = False,
     activation_recompute: bool = False,
+    memory_budget: float = 1.0,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
     settings: dict[str, Any] = {}
     if name == "inductor":
         inductor_config.register_with_inductor()
-        patches = inductor_config.inductor(device, cudagraphs, activation_recompute)
+        patches = inductor_config.inductor(device, cudagraphs, activation_recompute, memory_budget)
         settings = {
             "inner_compile": inductor_config.remembering(internals.compile_fx_inner),
             "decompositions": decompositions.for_inductor(
@@ -264,6 +267,8 @@ def inner_compiler(
             widened(module)
         if name == "eager":
             return module.forward
+        if name == "aot_eager" and memory_budget < 1:
+            return aot_eager_within(memory_budget)(module, list(inputs))
         result: Any = internals.lookup_backend(name)
         return result(module, list(inputs), **settings)
 

@@ -40,6 +40,9 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         'which removes launch overhead, the same as mode="reduce-overhead"; False by default',
         "activation_recompute": "True: activations that one pass over memory can recompute are not "
         "saved for backward, and dropout masks are saved as bits; False by default",
+        "memory_budget": "the share of the saved activations that stay saved, from 0, which "
+        "recomputes all that may be, to 1, which recomputes none; operators that draw random "
+        "numbers are never recomputed; 1 by default",
         "cache_quantized_weights": "True: a weight is quantized to int8 or fp8 once per step, when "
         "torch counts a write to it, and not in each pass; invalid if weights are written through "
         ".data or numpy, which torch does not count; False by default",

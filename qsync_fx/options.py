@@ -62,6 +62,8 @@ class Options:
         fast_dropout: draw dropout masks in vectors on the CPU; None to do so if possible.
         cudagraphs: capture steps in CUDA graphs.
         activation_recompute: recompute inexpensive activations in backward instead of saving them.
+        memory_budget: share of the saved activations that stay saved, from 0 (all are recomputed
+            that may be) to 1 (all are saved), which is the default.
         cache_quantized_weights: quantize a weight once per step; requires that all writes go
             through torch.
         cached_plan: use the plan of a cached profile if neither `precision` nor `plan` is given.
@@ -86,6 +88,7 @@ class Options:
     fast_dropout: bool | None = None
     cudagraphs: bool = False
     activation_recompute: bool = False
+    memory_budget: float = 1.0
     cache_quantized_weights: bool = False
     cached_plan: bool = True
     strict: bool = False
@@ -117,6 +120,7 @@ class Options:
         for name in ("fast_dropout", "skip_unprofitable"):
             if not isinstance(getattr(self, name), bool | None):
                 raise _wrong(name, getattr(self, name), "use True or False, or remove it")
+        self._check_memory_budget()
         for name in ("fast_dropout", "cudagraphs", "activation_recompute"):
             if getattr(self, name) and self.inner_backend != "inductor":
                 raise OptionError(
@@ -146,6 +150,22 @@ class Options:
                 f"plan.with_precision(pattern, {self.precision!r}) can change; or remove "
                 f'"plan" to train every operator in {self.precision}',
             )
+
+    def _check_memory_budget(self) -> None:
+        budget: object = self.memory_budget
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+            raise _wrong("memory_budget", budget, "use a number from 0 to 1, such as 0.5")
+        object.__setattr__(self, "memory_budget", float(budget))
+        if budget == 1:
+            return
+        for name, value in (("inner_backend", "eager"), ("activation_recompute", True)):
+            if getattr(self, name) == value:
+                raise OptionError(
+                    f'"memory_budget" cannot be combined with "{name}": {value!r}, which selects '
+                    "the saved tensors itself",
+                    where=f'options "memory_budget" and "{name}"',
+                    do="remove one of them",
+                )
 
     @property
     def is_default(self) -> bool:
@@ -246,7 +266,7 @@ def _in_words(value: object) -> str:
     """Return a text of a value that is equal in all processes; passes are named."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_in_words, value))}]"
-    if isinstance(value, str | bool):
+    if isinstance(value, str | bool | int | float):
         return str(value)
     return str(getattr(value, "name", type(value).__name__))
 

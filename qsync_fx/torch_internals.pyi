@@ -37,6 +37,8 @@ from torch._guards import CompileContext, Guard, TracingContext, active_fake_mod
 # Dynamo: registration of the backend, results per frame, guards, recompilation.
 from torch._dynamo import config as dynamo_config, mark_dynamic, maybe_mark_dynamic
 from torch._dynamo import optimize as dynamo_optimize, trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS, lookup_backend
 from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.callback import callback_handler
@@ -53,6 +55,7 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 # AOTAutograd and its partitioner: the split of a joint graph into forward and backward.
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 
 # Inductor: lowerings of our operators, passes over its graphs, generated kernels.
@@ -102,6 +105,7 @@ __all__ = [
     "Guard",
     "GuardBuilder",
     "HigherOrderOperator",
+    "InputMutationAOTOutput",
     "InstructionTranslator",
     "LocalSource",
     "OpOverload",
@@ -141,6 +145,8 @@ __all__ = [
     "_transformer_encoder_layer_fwd",
     "_world",
     "active_fake_mode",
+    "aot_autograd",
+    "boxed_nop",
     "callback_handler",
     "compile_fx_inner",
     "compile_lock",

@@ -24,6 +24,7 @@ import qsync_fx.passes
 from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
+from qsync_fx.backend.memory_budget import WithinBudget
 from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
@@ -118,7 +119,10 @@ def captures(options: Options, device: torch.device) -> bool:
 
 
 def inductor(
-    device: torch.device, cudagraphs: bool = False, activation_recompute: bool = False
+    device: torch.device,
+    cudagraphs: bool = False,
+    activation_recompute: bool = False,
+    memory_budget: float = 1.0,
 ) -> dict[str, Any]:
     """Return the settings of `torch._inductor.config` for a device and for options.
 
@@ -127,6 +131,9 @@ def inductor(
     """
     theirs = internals.inductor_config
     settings: dict[str, Any] = {}
+    if memory_budget < 1:
+        partitioner = WithinBudget(memory_budget, theirs.custom_partitioner_fn)
+        settings["custom_partitioner_fn"] = partitioner
     repeats = recompute_policy.Repeatable() if activation_recompute else None
     if device.type != "cpu":
         if repeats is not None:

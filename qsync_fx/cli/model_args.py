@@ -204,6 +204,7 @@ _METAVARS = {
     "target": "GPU",
     "passes": "NAME",
     "scaling": "GRANULARITY",
+    "memory_budget": "SHARE",
 }
 
 
@@ -306,6 +307,7 @@ def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
             result[name] = {"action": "append", "help": help_text} | metavar
         else:
             result[name] = {"help": help_text} | metavar
+    result["memory_budget"]["type"] = float
     return result
 
 

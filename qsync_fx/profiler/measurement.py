@@ -40,7 +40,7 @@ from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed,
 from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, levelled, merged
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
-from qsync_fx.profiler.sensitivity.gradient_step import method
+from qsync_fx.profiler.sensitivity.gradient_step import method, samples as sample_count
 from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, attribute, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
@@ -226,6 +226,8 @@ class ProfilingSession:
             optimizer_memory=known_memory(self._optimizer),
             fingerprint=visited.fingerprint,
             loss_memory=visited.loss,
+            batch_size=sample_count(self.training.batch),
+            memory_budget=Options.parse(self._options).memory_budget,
         )
 
     def measure_sensitivity(

@@ -129,6 +129,8 @@ class Profile(HtmlView):
         runs: one per plan; first the plans of every profile, then user plans.
         collectives: one per backend of torch.distributed.
         fingerprint: identity for the plan cache; None if the model was not run here.
+        batch_size: number of samples in the batch of a step; None if it was not measured.
+        memory_budget: share of the saved activations that stayed saved; see the backend's option.
     """
 
     machine: Machine
@@ -143,6 +145,8 @@ class Profile(HtmlView):
     fingerprint: Fingerprint | None = None
     codecs: list[CodecSpeed] = field(default_factory=list)
     loss_memory: LossMemory | None = None
+    batch_size: int | None = None
+    memory_budget: float = 1.0
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
@@ -230,6 +234,10 @@ def _check_profile(profile: Profile) -> str | None:
     for run in profile.runs:
         if [measured.operator for measured in run.operators] != operators:
             return f" holds other operators in the run {run.label!r} than in {first.label!r}"
+    if profile.batch_size is not None and profile.batch_size < 1:
+        return f" has the batch size {profile.batch_size}, which is not positive"
+    if not 0 <= profile.memory_budget <= 1:
+        return f" has the memory budget {profile.memory_budget}, which is not from 0 to 1"
     return check_numbers(profile)
 
 

@@ -42,7 +42,10 @@ def sensitivity_table(result: Sensitivity) -> RenderableType:
     parts = [f"variance added to the gradients of {result.model}", f"method {result.method}"]
     if result.steps:
         parts.append(f"mean over {result.steps} steps")
-    return Group(Fitted(table), Text(", ".join([*parts, f"{result.seconds:.0f} s"])))
+    parts.append(f"{result.seconds:.0f} s")
+    if result.noise_scale is not None:
+        parts.append(f"gradient noise scale {result.noise_scale:.3g} samples")
+    return Group(Fitted(table), Text(", ".join(parts)))
 
 
 Values = Mapping[str, Mapping[str, float]]
@@ -60,6 +63,11 @@ class Sensitivity:
             adds to it; empty if codecs were not measured.
         noise: variance of the exact gradient between batches, summed over all elements; None if it
             was not measured, as with a single batch.
+        noise_scale: gradient noise scale tr(Sigma) / |G|^2 in samples, with the covariance Sigma of
+            the gradients of single samples and their mean G: the batch size at which the noise of
+            the mean gradient equals its square norm (McCandlish et al., "An Empirical Model of
+            Large-Batch Training", 2018, Eq. 2.9). None if it was not measured, or if the noise
+            hides G in the measured steps.
     """
 
     method: str
@@ -70,6 +78,7 @@ class Sensitivity:
     seconds: float = 0.0
     gradients: Values = field(default_factory=dict, repr=False)
     noise: float | None = None
+    noise_scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", tuple(self.trace))
@@ -140,8 +149,8 @@ def _finite(values: Values) -> dict[str, dict[str, float]]:
 
 def check(result: Sensitivity) -> str | None:
     """Return why the contents of a file are invalid; None if they are valid."""
-    if min(result.steps, result.seconds, result.noise or 0.0) < 0:
-        return "steps, seconds and noise are not negative"
+    if min(result.steps, result.seconds, result.noise or 0.0, result.noise_scale or 0.0) < 0:
+        return "steps, seconds, noise and noise scale are not negative"
     for values in (result.variance, *result.trace):
         for operator, by in values.items():
             try:

@@ -179,7 +179,8 @@ def several(
                 else:
                     run.through(now)
                 if not (isinstance(batches, Sequence) and len(batches) == 1):
-                    noise.add(now().gradients())
+                    exact = now()
+                    noise.add(exact.gradients(), exact.samples)
                 if trainer is not None:
                     _train(trainer, now())
             advance(f"step {index + 1}", checkpoint.seconds_left(steps, index + 1))
@@ -187,6 +188,7 @@ def several(
         replace(
             run.result(method, checkpoint.traces[method], checkpoint.seconds[method]),
             noise=noise.value(fraction),
+            noise_scale=noise.scale(),
         )
         for method in methods
     ]

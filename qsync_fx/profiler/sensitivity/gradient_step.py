@@ -153,18 +153,26 @@ class GradientNoise:
     """Variance of the gradient between batches, summed over all elements.
 
     Half of the mean square difference of successive steps is unbiased, and needs one copy of the
-    gradient (J. von Neumann et al., "The Mean Square Successive Difference", 1941).
+    gradient (J. von Neumann et al., "The Mean Square Successive Difference", 1941). So is their
+    mean product, of the square norm of the expected gradient.
     """
 
     def __init__(self) -> None:
         self._last: Gradients = {}
         self._squares: list[float] = []
+        self._products: list[float] = []
+        self._samples: list[int] = []
 
-    def add(self, gradients: Gradients) -> None:
+    def add(self, gradients: Gradients, samples: int = 1) -> None:
+        """Add the gradients of a step, the mean over a number of samples."""
         if self._last:
-            common = self._last.keys() & gradients.keys()
-            changes = (gradients[name] - self._last[name] for name in common)
-            self._squares.append(sum(float(change.double().square().sum()) for change in changes))
+            pairs = [
+                (gradients[name].double(), self._last[name].double())
+                for name in self._last.keys() & gradients.keys()
+            ]
+            self._squares.append(sum(float((new - last).square().sum()) for new, last in pairs))
+            self._products.append(sum(float((new * last).sum()) for new, last in pairs))
+            self._samples.append(samples)
         self._last = gradients
 
     def value(self, fraction: float) -> float | None:
@@ -172,6 +180,16 @@ class GradientNoise:
         if not self._squares:
             return None
         return fraction * statistics.fmean(self._squares) / 2
+
+    def scale(self) -> float | None:
+        """Return the gradient noise scale tr(Sigma) / |G|^2, in samples; see `Sensitivity`.
+
+        None after fewer than two steps, or if the noise hides the expected gradient G.
+        """
+        if not self._squares or sum(self._products) <= 0:
+            return None
+        pairs = zip(self._samples, self._squares, strict=True)
+        return sum(samples * square / 2 for samples, square in pairs) / sum(self._products)
 
 
 def samples(batch: Any) -> int:
