@@ -22,6 +22,7 @@ ELSEWHERE = {
     "benchmarks_page": "writes docs/benchmarks.md: tests/test_site.py",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
+    "codec_parameters": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
     "kernel_build": "needs nvcc",

@@ -16,7 +16,7 @@ from matplotlib import colors
 from torch import nn
 
 from benchmarks import plots
-from benchmarks.paper import fig6, table3
+from benchmarks.paper import codec_parameters, fig6, table3
 from benchmarks.paper.support import codec_trainings, devices, text
 from benchmarks.paper.support.pair import Pair
 from benchmarks.paper.support.run_cache import RunCache
@@ -168,6 +168,18 @@ def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
     assert 0.06 < rows["qsgd2"]["sent"] < 0.1 < rows["duo4"]["sent"] < 0.15
 
 
+@tiers.ALL
+def test_codec_parameters_change_bytes_and_noise(tmp_path: Path) -> None:
+    rows = rows_of("codec_parameters", "ResNet", [], tmp_path)
+    assert rows.keys() == {"fp32", *codec_parameters.CODECS}
+    sent = {way: row["sent"] for way, row in rows.items() if way != "fp32"}
+    noise = {way: row["noise"] for way, row in rows.items() if way != "fp32"}
+    assert sent["qsgd4, 8192"] < sent["qsgd4, 512"]
+    assert sent["1bit*, 512"] < sent["1bit*, 64"]
+    assert noise["qsgd4, 512, 2-norm"] > noise["qsgd4, 512"]
+    assert sent["qsgd2, 128"] < sent["qsgd2, 128, convolutions"] < 1
+
+
 def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of a quick run of an experiment for one task, by method."""
     path, log = folder / "rows.json", folder / "log"
@@ -175,6 +187,17 @@ def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[st
     status = forks.run(PAPER / f"{script}.py", arguments, os.environ, log, folder)
     assert status == 0, log.read_text()
     return {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 4), (8,)])
+def test_codecs_of_convolutions_leave_other_layers_in_fp32(shape: tuple[int, ...]) -> None:
+    codec = codec_parameters.QSGD
+    kernels, others = (
+        codec_parameters.ByLayer(codec, convolutions).fitted(shape)
+        for convolutions in (True, False)
+    )
+    assert (kernels == codec) == (len(shape) == 4)
+    assert (others == codec) == (len(shape) != 4)
 
 
 def test_rows_with_fewer_seeds_do_not_replace_complete_rows(
