@@ -479,9 +479,10 @@ COMMUNICATION = [
             "{:+.2f}",
         )
         for codec in (
-            *("qsgd8", "qsgd4", "qsgd2", "1bit*", "1bit"),
-            *("duo0", "duo1", "duo2", "powerSGD_hook"),
+            *("fp16", "bf16", "aqgb", "aqgb12", "qsgd16", "qsgd8", "qsgd4", "qsgd4h", "qsgd2"),
+            *("1bit*", "1bit", "duo0", "duo1", "duo2", "duo4", "powerSGD_hook"),
         )
+        if any(row["way"] == codec for row in runs_of("codec_accuracy")[0]["rows"])
     ),
     Figure(
         "aqgb_fig3",

@@ -224,11 +224,20 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
     write_text(to_write(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def standing(path: Path, quick: bool = False) -> list[dict[str, Any]]:
-    """Return the file's rows of this machine, each with its date."""
+def standing(path: Path, quick: bool = False, all_machines: bool = False) -> list[dict[str, Any]]:
+    """Return the file's rows of this machine, each with its date.
+
+    With `all_machines`, rows of other machines follow, and each row has the kernels of its machine.
+    """
     machine = _machine({"machine": _here(), "quick": quick})
-    runs = (run for run in _runs(path) if _machine(run) == machine)
-    return [{"date": run["date"][:10], **row} for run in runs for row in run["rows"]]
+    result = []
+    for run in _runs(path):
+        metadata = {"date": run["date"][:10]}
+        if all_machines:
+            metadata["kernels"] = run["machine"]["kernels"]
+        if _machine(run) == machine or (all_machines and run["quick"] == quick):
+            result += [{**metadata, **row} for row in run["rows"]]
+    return result
 
 
 def _here() -> dict[str, Any]:

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "claims_page": "writes docs/claims.md: test_claims.py",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
+    "codec_parameters": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
     "kernel_build": "needs nvcc",

@@ -4,6 +4,7 @@ goes on, and says where it ran.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -15,8 +16,8 @@ from matplotlib import colors
 from torch import nn
 
 from benchmarks import plots
-from benchmarks.paper import fig6, table3
-from benchmarks.paper.support import devices, text
+from benchmarks.paper import codec_parameters, fig6, table3
+from benchmarks.paper.support import codec_trainings, devices, text
 from benchmarks.paper.support.pair import Pair
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
@@ -94,6 +95,8 @@ def test_completed_runs_are_cached_by_their_settings(tmp_path: Path) -> None:
     assert RunCache(path).get({"seed": 0}, run) == 1
     assert RunCache(path).get({"seed": 0}, run) == 1
     assert RunCache(path).get({"seed": 1}, run) == 2
+    assert {"seed": 1} in RunCache(path)
+    assert {"seed": 2} not in RunCache(path)
     assert RunCache(None).get({"seed": 1}, run) == 3
 
 
@@ -151,38 +154,75 @@ def test_table_three_is_on_the_page_once_it_is_measured(
 
 
 @tiers.ALL
-def test_networks_are_trained_with_each_codec_and_fp32(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "found.json"
-    arguments = [
-        "--quick",
-        "--only",
-        "LSTM",
-        "--json",
-        str(path),
-    ]
-    log = tmp_path / "log"
-    assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, (
-        log.read_text()
-    )
-    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {
-        "fp32",
-        "1bit",
-        "1bit*",
-        "qsgd2",
-        "qsgd4",
-        "qsgd8",
-        "duo0",
-        "duo1",
-        "duo2",
-        "duo4",
-        "powerSGD_hook",
-    } == set(rows)
+def test_networks_are_trained_with_codecs_and_fp32(tmp_path: Path) -> None:
+    ways = ("qsgd2", "duo4", "powerSGD_hook")
+    options = [option for way in ways for option in ("--way", way)]
+    rows = rows_of("codec_accuracy", "LSTM", options, tmp_path)
+    assert rows.keys() == {"fp32", *ways}
     assert rows["fp32"]["points"] == 0.0
     losses = {way: row["loss"] for way, row in rows.items()}
     assert len({loss[0] for loss in losses.values()}) == 1, (
         "all begin with the same weights and batch"
     )
-    assert losses["qsgd2"] != losses["fp32"] != losses["duo2"], "and codecs leave their mark"
+    assert losses["qsgd2"] != losses["fp32"] != losses["duo4"], "and codecs leave their mark"
+    assert 0.06 < rows["qsgd2"]["sent"] < 0.1 < rows["duo4"]["sent"] < 0.15
+
+
+@tiers.ALL
+def test_codec_parameters_change_bytes_and_noise(tmp_path: Path) -> None:
+    rows = rows_of("codec_parameters", "ResNet", [], tmp_path)
+    assert rows.keys() == {"fp32", *codec_parameters.CODECS}
+    sent = {way: row["sent"] for way, row in rows.items() if way != "fp32"}
+    noise = {way: row["noise"] for way, row in rows.items() if way != "fp32"}
+    assert sent["qsgd4, 8192"] < sent["qsgd4, 512"]
+    assert sent["1bit*, 512"] < sent["1bit*, 64"]
+    assert noise["qsgd4, 512, 2-norm"] > noise["qsgd4, 512"]
+    assert sent["qsgd2, 128"] < sent["qsgd2, 128, convolutions"] < 1
+
+
+def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows of a quick run of an experiment for one task, by method."""
+    path, log = folder / "rows.json", folder / "log"
+    arguments = ["--quick", "--only", task, "--json", str(path), *options]
+    status = forks.run(PAPER / f"{script}.py", arguments, os.environ, log, folder)
+    assert status == 0, log.read_text()
+    return {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 4), (8,)])
+def test_codecs_of_convolutions_leave_other_layers_in_fp32(shape: tuple[int, ...]) -> None:
+    codec = codec_parameters.QSGD
+    kernels, others = (
+        codec_parameters.ByLayer(codec, convolutions).fitted(shape)
+        for convolutions in (True, False)
+    )
+    assert (kernels == codec) == (len(shape) == 4)
+    assert (others == codec) == (len(shape) != 4)
+
+
+def test_rows_with_fewer_seeds_do_not_replace_complete_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, task = tmp_path / "rows.json", "LSTM, texts"
+
+    def trained(script: str, job: Any, *settings: Any, **limits: Any) -> dict[str, Any]:
+        seeds = {method: run["seed"] for method, run in job["settings"].items()}
+        return {method: {"accuracy": 0.1 * seed, "loss": [1.0]} for method, seed in seeds.items()}
+
+    def rows(seeds: int, name: str) -> dict[str, int]:
+        options = argparse.Namespace(quick=False, json=path, partial=tmp_path / name, seeds=seeds)
+        trainings = codec_trainings.CodecTrainings("script.py", options, ["fp32", "qsgd4"])
+        trainings.add(task, ["qsgd4"])
+        return {row["way"]: len(row["each"]) for row in json.loads(path.read_text())["rows"]}
+
+    monkeypatch.setattr(codec_trainings, "found_by", trained)
+    assert rows(3, "first") == {"fp32": 3, "qsgd4": 3}
+    written: list[list[int]] = []
+
+    def write(path: Path, rows: Any, quick: bool) -> None:
+        written.append([len(row["each"]) for row in rows])
+        write_json(path, rows, quick)
+
+    monkeypatch.setattr(codec_trainings, "write_json", write)
+    assert rows(5, "second") == {"fp32": 5, "qsgd4": 5}
+    assert written == [[3, 3], [3, 3], [3, 3], [4, 4], [5, 5]]

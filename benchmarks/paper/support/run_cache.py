@@ -24,16 +24,23 @@ class RunCache:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self.path = path
         self._known: dict[str, Any] = {}
         if path is not None and to_write(path).exists():
             self._known = json.loads(path.read_text())
 
+    def __contains__(self, settings: Mapping[str, Any]) -> bool:
+        return _key(settings) in self._known
+
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Return the cached JSON value of a run with these settings; call `run` if missing."""
-        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        key = _key(settings)
         if key not in self._known:
             self._known[key] = {"settings": settings, "found": run()}
-            if self._path is not None:
-                write_text(self._path, json.dumps(self._known) + "\n")
+            if self.path is not None:
+                write_text(self.path, json.dumps(self._known) + "\n")
         return self._known[key]["found"]
+
+
+def _key(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

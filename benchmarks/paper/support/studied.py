@@ -7,8 +7,8 @@ the same batches in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ TEXTS, EACH = 800, 32
 """Texts per package, and texts per rank and step."""
 EPOCHS = {"LSTM": 8, "GPT": 12, "GPT, longer": 36}
 WIDTH = 64
+RATE = 3e-3
+"""Maximum learning rate of AdamW on texts."""
+LATE: Mapping[str, Mapping[str, float]] = {
+    "GPT, rate 1e-3": {"rate": 1e-3},
+    "GPT, rate 3e-4": {"rate": 3e-4},
+    "GPT, β1 0.5": {"momentum": 0.5},
+    "GPT, β1 0": {"momentum": 0.0},
+    "GPT, rate 1e-3, β1 0": {"rate": 1e-3, "momentum": 0.0},
+}
+"""Settings of AdamW for late gradients (`duo0`, docs/duo.md) on the task "GPT, next word"."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class Training:
         batches: yields for each step the (inputs, labels) of each rank.
         loss: of a model and a rank's batch.
         accuracy: of the model in FP32, as the fraction of correct test predictions.
+        cycles_momentum: whether the schedule lowers the momentum from 0.95 to 0.85 while the rate
+            rises, and raises it again, as OneCycleLR does by default.
     """
 
     model: nn.Module
@@ -50,6 +62,7 @@ class Training:
     batches: Callable[[], Iterator[list[tuple[Tensor, Tensor]]]]
     loss: Callable[[Any, tuple[Tensor, Tensor]], Tensor]
     accuracy: Callable[[nn.Module], float]
+    cycles_momentum: bool = True
 
 
 Task = Callable[[int, int, bool], Training]
@@ -130,7 +143,14 @@ def lstm(ranks: int, seed: int, quick: bool) -> Training:
     return _on_texts(texts, Lstm, EPOCHS["LSTM"], loss, accuracy, ranks, seed, quick)
 
 
-def gpt(ranks: int, seed: int, quick: bool, epochs: int = EPOCHS["GPT"]) -> Training:
+def gpt(
+    ranks: int,
+    seed: int,
+    quick: bool,
+    epochs: int = EPOCHS["GPT"],
+    rate: float = RATE,
+    momentum: float | None = None,
+) -> Training:
     texts = _loaded(quick)
 
     def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
@@ -145,7 +165,12 @@ def gpt(ranks: int, seed: int, quick: bool, epochs: int = EPOCHS["GPT"]) -> Trai
             right, words = right + int((predicted == expected)[mask].sum()), words + int(mask.sum())
         return right / words
 
-    return _on_texts(texts, Gpt, epochs, loss, accuracy, ranks, seed, quick)
+    result = _on_texts(texts, Gpt, epochs, loss, accuracy, ranks, seed, quick)
+    result = replace(result, rate=rate)
+    if momentum is None:
+        return result
+    optimizer = functools.partial(torch.optim.AdamW, betas=(momentum, 0.999), weight_decay=0.01)
+    return replace(result, optimizer=optimizer, cycles_momentum=False)
 
 
 def _on_texts(
@@ -174,7 +199,7 @@ def _on_texts(
     return Training(
         build(texts.words),
         lambda parameters, rate: torch.optim.AdamW(parameters, rate, weight_decay=0.01),
-        3e-3,
+        RATE,
         epochs * (len(rows) // (batch * ranks)),
         parts,
         loss,
@@ -188,7 +213,14 @@ TASKS: Mapping[str, Task] = {
     "LSTM, texts": lstm,
     "GPT, next word": gpt,
     "GPT, next word, longer": functools.partial(gpt, epochs=EPOCHS["GPT, longer"]),
+    **{name: functools.partial(gpt, **setting) for name, setting in LATE.items()},  # type: ignore[arg-type]
 }
+METHODS: Mapping[str, Sequence[str]] = {
+    "ResNet-8, all images": ("1bit*", "qsgd4", "qsgd8"),
+    "GPT, next word, longer": ("1bit*", "qsgd8"),
+    **dict.fromkeys(LATE, ("duo0",)),
+}
+"""Methods besides FP32 of tasks that are trained with few of them."""
 _TEXTS = f"{TEXTS} texts of each of {len(text.PACKAGES)} packages, {EACH} of a rank in a step"
 
 
@@ -202,5 +234,6 @@ SIZES: Mapping[str, str] = {
     "LSTM, texts": f"{EPOCHS['LSTM']} epochs over {_TEXTS}",
     "GPT, next word": f"{EPOCHS['GPT']} epochs over {_TEXTS}",
     "GPT, next word, longer": f"{EPOCHS['GPT, longer']} epochs over {_TEXTS}",
+    **dict.fromkeys(LATE, f"{EPOCHS['GPT']} epochs over {_TEXTS}"),
 }
 """Training size of each task without --quick."""

@@ -1,0 +1,120 @@
+"""Accuracy, bytes and noise by the parameters of codecs: bucket size, scale, layers.
+The study of low-precision communication (Grubic et al., EDBT 2018, section 5.1) compares QSGD in 4
+bits with 512 and 8192 values per bucket, 1bitSGD* with 64 and 512, scales by the largest magnitude
+and by the 2-norm, and quantized convolutions only against all layers. Two processes train as in
+codec_accuracy.py, whose codecs have the first of these parameters. Rows are as codec_trainings.py
+describes them, with the columns "bucket", "scale" and "layers".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from qsync_fx.communication.codecs.casts import PLAIN
+from qsync_fx.communication.codecs.codec import Codec, Draw, Feedback
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.codecs.qsgd import Qsgd
+from qsync_fx.distributed import compress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication.ranks import told
+from benchmarks.paper.support.codec_trainings import WHOLE, CodecTrainings, run_rank
+from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.studied import TASKS, Training
+from benchmarks.support.harness import arguments, selected
+
+KERNEL_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class ByLayer(Codec):
+    """Codec of convolutions only, or of all other layers only; FP32 elsewhere.
+
+    The kernel of a convolution is a parameter [out, in, height, width].
+    """
+
+    codec: Codec
+    convolutions: bool
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.codec.name}, {'convolutions' if self.convolutions else 'other layers'}"
+
+    @property
+    def residual(self) -> bool:  # type: ignore[override]
+        return self.codec.residual
+
+    @property
+    def unit(self) -> int:
+        return self.codec.unit
+
+    def fitted(self, shape: Sequence[int]) -> Codec:
+        is_kernel = len(shape) == KERNEL_DIMENSIONS
+        return self.codec if is_kernel == self.convolutions else PLAIN
+
+    def nbytes(self, n: int) -> int:
+        return self.codec.nbytes(n)
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
+        self.codec.encode(values, wire, draw, residual)
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        self.codec.decode(wire, values, add, last)
+
+
+QSGD, ONEBIT = Qsgd(4, 512), Reshaped(64)
+ALL: dict[str, Codec] = {
+    "qsgd4, 512": QSGD,
+    "qsgd4, 8192": Qsgd(4, 8192),
+    "qsgd4, 512, 2-norm": Qsgd(4, 512, "two"),
+    "qsgd2, 128": Qsgd(2, 128),
+    "qsgd2, 128, 2-norm": Qsgd(2, 128, "two"),
+    "1bit*, 64": ONEBIT,
+    "1bit*, 512": Reshaped(512),
+}
+LAYERS: dict[str, Codec] = {
+    "qsgd2, 128, convolutions": ByLayer(ALL["qsgd2, 128"], convolutions=True),
+    "qsgd2, 128, other layers": ByLayer(ALL["qsgd2, 128"], convolutions=False),
+    "1bit*, 512, convolutions": ByLayer(ALL["1bit*, 512"], convolutions=True),
+    "1bit*, 512, other layers": ByLayer(ALL["1bit*, 512"], convolutions=False),
+}
+"""Codecs of some layers, for networks with convolutions."""
+CODECS = {**ALL, **LAYERS}
+METHODS = {
+    "ResNet-8, images": [*CODECS],
+    "LSTM, texts": [*ALL],
+    "GPT, next word": [*ALL],
+}
+
+
+def main() -> None:
+    if (job := told()) is not None:
+        run_rank(job, install)
+        return
+    options = arguments(__doc__, None, **OPTIONS)
+    torch.set_num_threads(1)
+    trainings = CodecTrainings(__file__, options, [WHOLE, *CODECS])
+    for task in selected(options, {task: TASKS[task] for task in METHODS}):
+        trainings.add(task, METHODS[task])
+    trainings.show()
+
+
+def install(
+    ddp: DistributedDataParallel, method: str, training: Training, optimizer: Optimizer, seed: int
+) -> Any:
+    """Install a codec of `CODECS`; return its compressor, or None in FP32."""
+    return None if method == WHOLE else compress(ddp, CODECS[method], seed=seed)
+
+
+if __name__ == "__main__":
+    main()
