@@ -120,7 +120,11 @@ def codecs() -> Any:
     rows = rows_of("compressed_links")
     names = ("qsgd8", "qsgd4", "qsgd2", "1bit*", "1bit", "aqgb", "fp16", "bf16", "fp32")
     links = {"100mbit": "100 Mbps", "1gbit": "1 Gbps", "loopback": "loopback"}
-    speeds = {(row["rate"], row["way"]): row["to_half"] for row in rows}
+    speeds = {
+        (row["rate"], row["way"]): row["to_half"]
+        for row in rows
+        if row["transport"] in (None, "point_to_point")
+    }
     figure, axes = plt.subplots(figsize=(8, 3.4))
     grouped_bars(
         axes,

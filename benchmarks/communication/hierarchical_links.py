@@ -118,7 +118,7 @@ def row(
         f"to_{name}": reduction.seconds / seconds for name, seconds in seconds_by_model.items()
     }
     return {
-        **dataclasses.asdict(reduction),
+        **reduction.row(),
         "foreseen coding": transfer.coding,
         "stretches": transfer.stretches,
         **seconds_by_model,

@@ -47,8 +47,9 @@ class PlanRequest:
             if isinstance(limit, str):
                 precision(limit)
         named(self.precisions or ())
+        codecs = codec_names(self.codecs)
         inside = codec_names(self.inside_codecs, INSIDE_CODECS, "inside_codecs")
-        if inside and not codec_names(self.codecs):
+        if inside and not codecs:
             message = "codecs inside nodes are chosen only with codecs between nodes"
             raise OptionError(message, where="inside_codecs", do='add codecs=("qsgd8", "qsgd4")')
         check_margin(self.margin)

@@ -11,7 +11,7 @@ import itertools
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -122,7 +122,7 @@ class FleetPlan(ClusterPlan):
     def __init__(
         self, plan: ClusterPlan, survey: PlanSurvey | None = None, answer: PlanResult | None = None
     ) -> None:
-        super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes, plan.codecs)
+        super().__init__(**{part.name: getattr(plan, part.name) for part in fields(ClusterPlan)})
         object.__setattr__(self, "survey", survey)
         object.__setattr__(self, "answer", answer)
 

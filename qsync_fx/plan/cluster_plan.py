@@ -249,7 +249,7 @@ class ClusterPlan(HtmlView):
         return self._with(ranks=ranks)
 
     def _with(self, **changes: Any) -> ClusterPlan:
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        values = {part.name: getattr(self, part.name) for part in fields(ClusterPlan)}
         return ClusterPlan(**values | changes)
 
     def to_json(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import PlanError
+from qsync_fx.devices.cpu_features import native_bf16_unit
 from tests.support.compiling.applied_steps import (
     Mode,
     Outer,
@@ -253,6 +254,7 @@ def test_no_warning_without_a_plan(kind: str) -> None:
 
 
 @pytest.mark.skipif(BREAKS_AT_RNNS, reason="this torch compiles all planned operators")
+@pytest.mark.skipif(not native_bf16_unit(), reason="the default format is FP32, no plan")
 def test_with_strict_the_default_format_is_a_plan() -> None:
     model = Outer(nn.LSTM(16, 4, batch_first=True))
     with pytest.raises(PlanError, match="no compiled graph contains"):
