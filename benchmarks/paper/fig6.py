@@ -23,7 +23,8 @@ from qsync_fx.timeline.timeline import Timeline
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import plots
-from benchmarks.plans.fleets import CASES, COUNTS, QUICK, VARIANCES, narrow, problem, traced
+from benchmarks.plans.fleet_models import CASES, QUICK
+from benchmarks.plans.fleets import COUNTS, VARIANCES, narrow, problem, traced
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, to_write
 
 COLORS = {

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator import PlanResult, Problem
@@ -45,9 +44,9 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import benchmarks.support.indicators  # noqa: F401 - registers "depth"
+from benchmarks.plans.fleet_models import CASES, QUICK, Case
 from benchmarks.support.baselines import FullPrecision
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
-from benchmarks.support.models import vgg_layers
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
 COUNTS = (16, 2048)
@@ -59,92 +58,6 @@ VARIANCES = (
     "until measured sensitivities replace them."
 )
 """Note in the result file."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """Model, its inputs with TRACED samples, and the samples per device and step."""
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], dict[str, Tensor]]
-    batch: int
-
-
-class Vgg(nn.Module):
-    """VGG-16 (configuration D) with or without batch norm, with its three linear layers."""
-
-    def __init__(self, norms: bool) -> None:
-        super().__init__()
-        layers = vgg_layers(
-            64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0
-        )
-        self.features = nn.Sequential(
-            *(layer for layer in layers if norms or not isinstance(layer, nn.BatchNorm2d))
-        )
-        heads = [
-            nn.Linear(512 * 49, 4096),
-            nn.ReLU(),
-            nn.Dropout(),
-            nn.Linear(4096, 4096),
-            nn.ReLU(),
-            nn.Dropout(),
-        ]
-        self.head = nn.Sequential(nn.Flatten(), *heads, nn.Linear(4096, 1000))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(self.features(images)), labels)
-
-
-class Loss(nn.Module):
-    """Model of transformers that returns only its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        loss: Tensor = self.model(**inputs).loss
-        return loss
-
-
-def resnet(depths: list[int], widths: list[int], kind: str) -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(depths=depths, hidden_sizes=widths, layer_type=kind, num_labels=1000)
-    return Loss(ResNetForImageClassification(config))
-
-
-def bert(layers: int) -> nn.Module:
-    from transformers import BertConfig, BertForQuestionAnswering
-
-    return Loss(BertForQuestionAnswering(BertConfig(num_hidden_layers=layers)))
-
-
-def images(name: str, size: int = 224) -> dict[str, Tensor]:
-    return {name: torch.randn(TRACED, 3, size, size), "labels": torch.randint(1000, (TRACED,))}
-
-
-def questions(length: int = 384) -> dict[str, Tensor]:
-    ends = {name: torch.randint(length, (TRACED,)) for name in ("start_positions", "end_positions")}
-    return {"input_ids": torch.randint(30000, (TRACED, length)), **ends}
-
-
-CASES = {
-    "resnet50": Case(
-        lambda: resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck"),
-        lambda: images("pixel_values"),
-        128,
-    ),
-    "vgg16": Case(lambda: Vgg(norms=False), lambda: images("images"), 128),
-    "vgg16bn": Case(lambda: Vgg(norms=True), lambda: images("images"), 128),
-    "bert": Case(lambda: bert(12), questions, 12),
-}
-QUICK = {
-    "resnet": Case(
-        lambda: resnet([1, 1], [64, 128], "basic"), lambda: images("pixel_values", 64), 128
-    ),
-    "bert": Case(lambda: bert(1), lambda: questions(64), 12),
-}
 
 
 @dataclass(frozen=True)
@@ -164,7 +77,7 @@ class CatalogProfile:
 def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
     """Return the graph of each device with a symbolic batch size, and the sensitivity on a T4."""
     torch.manual_seed(0)
-    model, inputs = case.build().train(), case.inputs()
+    model, inputs = case.build().train(), case.inputs(TRACED)
     graphs = {}
     for device, formats in FORMATS.items():
         torch._dynamo.reset()

@@ -53,6 +53,7 @@ MORE_OF_A_KIND = {
     "table3": "replay_accuracy",
     "table4": "table2",
     "table6": "table2",
+    "trained_sensitivity": "fleets",
 }
 """Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over
 links, graphs, steps, kernels, replays, and tables of trainings.
