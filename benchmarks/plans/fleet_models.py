@@ -1,8 +1,8 @@
 """Models of the simulated fleets, at the sizes of QSync's Table IV, with real data to train them.
 
 The convolutional networks classify Fashion-MNIST (scikit-learn's digits without Debian's package),
-resized to three channels. BERT finds a sentence in a passage: an input is a sentence, of which some
-words are masked, and a passage of docstrings that contains it; the answer is its position.
+resized to three channels. BERT finds a sentence in a passage: an input is a sentence with some
+masked words, and a passage of docstrings that contains it; the answer is its position.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ A model of plans/fleet_models.py is trained with AdamW on small samples, and its
 measured by "second_order" on samples of the fleet's size, in the formats of a T4. The sensitivities
 are written to --folder; plans/fleets.py does not read them yet. Columns: "loss" is the mean of the
 first and "trained loss" of the last tenth of the steps; "variance fp16" and "variance int8" are
-those of the uniform plans, "noise" is the exact gradient's variance between batches; "seconds" is
-the duration of training and measurement.
+variances of the uniform plans, "noise" is the exact gradient's variance between batches; "seconds"
+is the duration of training and measurement.
 """
 
 from __future__ import annotations

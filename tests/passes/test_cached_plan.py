@@ -20,9 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
 from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.devices.cpu_features import native_bf16_unit
 from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, CachedPlan
 from tests.support import tiers
 from tests.support.planning.measured_layer import Counted, layer, quick
+
+pytestmark = pytest.mark.skipif(
+    not native_bf16_unit(), reason="cached plans replace BF16, which is not the default here"
+)
 
 PLANNED = {"first/linear": "fp32", "second/linear": "int8"}
 

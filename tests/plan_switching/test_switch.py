@@ -97,7 +97,7 @@ def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch
     model, x = build(Perceptron), torch.randn(4, 16)
     fast = compiled(model)
     wanted = fast(x)
-    assert not torch.equal(qsync_fx.switch_plan(fast, FP32)(x), wanted)
+    assert not torch.equal(qsync_fx.switch_plan(fast, INT8)(x), wanted)
     assert compilations(lambda: qsync_fx.switch_plan(fast, None)(x)) == 0
     assert torch.equal(fast(x), wanted)
 

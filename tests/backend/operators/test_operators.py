@@ -102,6 +102,10 @@ def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
     return geometry, x, weight, outputs
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="torch sums BF16 convolutions in BF16 without AVX-512: docs/known-issues.md",
+)
 @every_format
 @settings(max_examples=40)
 @given(
