@@ -278,7 +278,7 @@ class ClusterPlan(HtmlView):
             except PlanError as error:
                 where = f"classes{step(name)}.{error.where}"
                 raise PlanError(error.what, where=where, do=error.do) from None
-        settings = {part.name: getattr(result, part.name) for part in fields(cls)}
+        settings = {part.name: getattr(result, part.name) for part in fields(ClusterPlan)}
         return cls(**settings | {"classes": plans})
 
     def save(self, path: Path) -> None:
@@ -295,7 +295,7 @@ class ClusterPlan(HtmlView):
         return hash((*(frozenset(part.items()) for part in parts), self.ranks))
 
     def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
-        values = (getattr(self, part.name) for part in fields(self))
+        values = (getattr(self, part.name) for part in fields(ClusterPlan))
         return (ClusterPlan, tuple(v if isinstance(v, tuple) else dict(v) for v in values))
 
     def __repr__(self) -> str:
