@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from qsync_fx import torch_internals as internals
-from qsync_fx.backend import numeric_guards, operators
+from qsync_fx.backend import numeric_guards, operators, products_in_fp32
 from qsync_fx.backend.dynamo_hooks import (
     compile_anew_where_split,
     record,
@@ -23,7 +23,7 @@ from qsync_fx.backend.dynamo_hooks import (
     tell_of_shared_code,
 )
 from qsync_fx.backend.inductor import decompositions, inductor_config, layouts, recompute_policy
-from qsync_fx.backend.memory_budget import aot_eager_within
+from qsync_fx.backend.memory_budget import WithinBudget
 from qsync_fx.backend.numeric_guards import telling, widened
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
 from qsync_fx.backend.operators.gemm import cpu_kernels
@@ -267,12 +267,24 @@ def inner_compiler(
             widened(module)
         if name == "eager":
             return module.forward
-        if name == "aot_eager" and memory_budget < 1:
-            return aot_eager_within(memory_budget)(module, list(inputs))
+        if name == "aot_eager":
+            return _aot_eager(device, memory_budget)(module, list(inputs))
         result: Any = internals.lookup_backend(name)
         return result(module, list(inputs), **settings)
 
     return compiled
+
+
+def _aot_eager(device: torch.device, memory_budget: float) -> Any:
+    """Return torch's backend of this name, with a memory budget and our decompositions."""
+    partition: Any = internals.min_cut_rematerialization_partition
+    return internals.aot_autograd(
+        fw_compiler=internals.boxed_nop,
+        bw_compiler=internals.boxed_nop,
+        partition_fn=WithinBudget(memory_budget) if memory_budget < 1 else partition,
+        keep_inference_input_mutations=True,
+        decompositions=products_in_fp32.decompositions(device, {}) or None,
+    )
 
 
 def context_for(

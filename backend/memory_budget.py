@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -121,14 +121,3 @@ def register_flops() -> None:
 
     register_flop_formula([qsync.gemm, qsync.integer_products, qsync.grouped_products])(matrices)
     register_flop_formula([qsync.conv2d_product, qsync.integer_convolution])(convolution)
-
-
-def aot_eager_within(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
-    """Return the inner compiler "aot_eager" with a memory budget."""
-    compiler: Callable[[fx.GraphModule, Sequence[Any]], Any] = internals.aot_autograd(
-        fw_compiler=internals.boxed_nop,
-        bw_compiler=internals.boxed_nop,
-        partition_fn=WithinBudget(budget),
-        keep_inference_input_mutations=True,
-    )
-    return compiler

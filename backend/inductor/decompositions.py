@@ -2,7 +2,7 @@
 
 Invariant: results equal Inductor's except for the order in which overlapping pooling windows are
 summed, the dtype, and the values that dropout drops. Sums of 16-bit embedding gradients are FP32,
-rounded once.
+rounded once, and so are products on a CPU without 16-bit products in oneDNN.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx import torch_internals as internals
+from qsync_fx.backend import products_in_fp32
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.errors import PlanWarning
@@ -145,4 +146,5 @@ def for_inductor(
             ours[dropout] = recompute_policy.fast_dropout(bits=activation_recompute)
         elif activation_recompute and dropout in table:
             ours[dropout] = recompute_policy.dropout_in_bits(table[dropout])
+        ours |= products_in_fp32.decompositions(device, table | ours)
     return DecompositionTable(table | ours, (device, fast_dropout, activation_recompute))
