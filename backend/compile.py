@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from qsync_fx import torch_internals as internals
-from qsync_fx.backend import numeric_guards, operators, products_in_fp32
+from qsync_fx.backend import numeric_guards, operators
 from qsync_fx.backend.dynamo_hooks import (
     compile_anew_where_split,
     record,
@@ -25,6 +25,7 @@ from qsync_fx.backend.dynamo_hooks import (
 from qsync_fx.backend.inductor import decompositions, inductor_config, layouts, recompute_policy
 from qsync_fx.backend.memory_budget import WithinBudget
 from qsync_fx.backend.numeric_guards import telling, widened
+from qsync_fx.backend.operators import products_in_fp32
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.layer_kernels import prepare
@@ -278,12 +279,13 @@ def inner_compiler(
 def _aot_eager(device: torch.device, memory_budget: float) -> Any:
     """Return torch's backend of this name, with a memory budget and our decompositions."""
     partition: Any = internals.min_cut_rematerialization_partition
+    widened = products_in_fp32.widened(device)
     return internals.aot_autograd(
         fw_compiler=internals.boxed_nop,
         bw_compiler=internals.boxed_nop,
         partition_fn=WithinBudget(memory_budget) if memory_budget < 1 else partition,
         keep_inference_input_mutations=True,
-        decompositions=products_in_fp32.decompositions(device, {}) or None,
+        decompositions=products_in_fp32.decompositions({}) if widened else None,
     )
 
 

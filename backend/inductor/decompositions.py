@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qsync_fx import torch_internals as internals
-from qsync_fx.backend import products_in_fp32
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
+from qsync_fx.backend.operators import products_in_fp32
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.errors import PlanWarning
 from qsync_fx.graph.graph import PrecisionGraph, drawn, may_be_drawn
@@ -126,9 +126,17 @@ class DecompositionTable(dict[internals.OpOverload, Callable[..., Any]]):
 
 
 def for_inductor(
-    device: torch.device, fast_dropout: bool = False, activation_recompute: bool = False
+    device: torch.device,
+    fast_dropout: bool = False,
+    activation_recompute: bool = False,
+    widened: tuple[str, ...] | None = None,
 ) -> DecompositionTable | None:
-    """Return Inductor's decomposition table with ours, or None if its own needs no change."""
+    """Return Inductor's decomposition table with ours, or None if its own needs no change.
+
+    `widened` (by default those of this CPU, see `products_in_fp32`) are part of cache keys.
+    """
+    if widened is None:
+        widened = products_in_fp32.widened(device)
     table, dropout = dict(internals.select_decomp_table()), aten.native_dropout.default
     ours = fusible_quantize.decompositions(device)
     if device.type != "cpu" and not ours:
@@ -146,5 +154,6 @@ def for_inductor(
             ours[dropout] = recompute_policy.fast_dropout(bits=activation_recompute)
         elif activation_recompute and dropout in table:
             ours[dropout] = recompute_policy.dropout_in_bits(table[dropout])
-        ours |= products_in_fp32.decompositions(device, table | ours)
-    return DecompositionTable(table | ours, (device, fast_dropout, activation_recompute))
+        if widened:
+            ours |= products_in_fp32.decompositions(table | ours)
+    return DecompositionTable(table | ours, (device, fast_dropout, activation_recompute, widened))

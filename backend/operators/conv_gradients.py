@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from qsync_fx.backend.operators.products_in_fp32 import called
 from qsync_fx.backend.operators.registration import define
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
@@ -84,7 +85,7 @@ def convolution_backward(
     `gradient` is `[N, O, *size']`, `x` `[N, C, *size]`, `weight` `[O, C / groups, *kernel]`,
     transposed `[C, O / groups, *kernel]`. `bias_sizes` is None without a bias.
     """
-    backward: Any = torch.ops.aten.convolution_backward.default
+    backward: Any = called(torch.ops.aten.convolution_backward.default, gradient)
     if not any(needed[1:]) or not needs_padding(weight, x, geometry):
         to_x, to_weight, to_bias = backward(gradient, x, weight, bias_sizes, *geometry, needed)
         return to_x, to_weight, to_bias
@@ -121,7 +122,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) 
     if grouped and needs_padding(weight, x, geometry):
         sides, geometry = _explicit(weight, x, geometry)
         x = F.pad(x, sides)
-    result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *geometry)
+    result: Tensor = called(torch.ops.aten.convolution.default, x)(x, weight, bias, *geometry)
     return result
 
 

@@ -86,10 +86,6 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     assert "aten::_int_mm" not in calls
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="torch sums BF16 convolutions in BF16 without AVX-512: docs/known-issues.md",
-)
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "tf32"])
 @pytest.mark.parametrize(
     "geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])]

@@ -15,8 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.inductor.layouts import convolution_format
+from qsync_fx.backend.operators.convert import convolution_format
 from qsync_fx.backend.operators.registration import define
+from qsync_fx.formats import precision_of
 from qsync_fx.torch_internals import OpOverload, tree_map_only
 
 aten = torch.ops.aten
@@ -41,62 +42,51 @@ PRODUCTS: Final[tuple[OpOverload, ...]] = (
 """Operators that the decompositions replace."""
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies operands of a floating-point dtype on this CPU."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
+def widened(device: torch.device) -> tuple[str, ...]:
+    """Return the names of the 16-bit formats that oneDNN does not multiply; none on a GPU."""
+    if device.type != "cpu":
+        return ()
+    supported = {
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return tuple(name for name, is_supported in supported.items() if not is_supported)
 
 
-def decompositions(
-    device: torch.device, table: Mapping[OpOverload, Decomposition]
-) -> dict[OpOverload, Decomposition]:
-    """Return decompositions of `PRODUCTS` for a device; those of `table` come first.
+def called(operator: OpOverload, operand: Tensor) -> OpOverload:
+    """Return the operator to call for one of `PRODUCTS`, whose operands are like `operand`."""
+    row = precision_of(operand.dtype)
+    if row is None or row.name not in widened(operand.device):
+        return operator
+    return IN_FP32[operator]
 
-    Returns:
-        {} if oneDNN multiplies 16-bit floats, or if the device is no CPU.
+
+def decompositions(table: Mapping[OpOverload, Decomposition]) -> dict[OpOverload, Decomposition]:
+    """Return decompositions of `PRODUCTS` into the operator that `called` names.
+
+    Those of `table` come first.
     """
-    if device.type != "cpu" or all(map(multiplies, (torch.bfloat16, torch.float16))):
-        return {}
     return {
-        operator: functools.partial(_decompose, operator, ours, table.get(operator))
-        for operator, ours in _in_fp32().items()
+        operator: functools.partial(_decompose, operator, table.get(operator))
+        for operator in PRODUCTS
     }
 
 
-def _decompose(
-    operator: OpOverload, ours: OpOverload, first: Decomposition | None, *args: Any, **kwargs: Any
-) -> Any:
+def _decompose(operator: OpOverload, first: Decomposition | None, *args: Any, **kwargs: Any) -> Any:
     result = first(*args, **kwargs) if first else NotImplemented
-    if result is not NotImplemented or args[0].device.type != "cpu" or multiplies(args[0].dtype):
+    if result is not NotImplemented or (ours := called(operator, args[0])) is operator:
         return result
     return ours(*args, **kwargs)
-
-
-@functools.cache
-def _in_fp32() -> dict[OpOverload, OpOverload]:
-    """Register an operator `qsync::NAME_in_fp32` for each of `PRODUCTS`, with the same schema.
-
-    Inductor omits conversions to 16 bits and back between operators, but not within one.
-    """
-    result = {}
-    for operator in PRODUCTS:
-        name = operator._schema.name.partition("::")[2]
-        schema = str(operator._schema).replace(f"aten::{name}", f"{name}_in_fp32", 1)
-        result[operator] = define(schema)(functools.partial(_compute, operator))
-    return result  # type: ignore[return-value]
 
 
 def _compute(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     dtype = args[0].dtype
 
-    def widened(t: Tensor) -> Tensor:
+    def in_fp32(t: Tensor) -> Tensor:
         return t.float() if t.dtype == dtype else t
 
     results = operator(
-        *tree_map_only(Tensor, widened, args), **tree_map_only(Tensor, widened, kwargs)
+        *tree_map_only(Tensor, in_fp32, args), **tree_map_only(Tensor, in_fp32, kwargs)
     )
     # The second result of attention, the logarithms of its sums, is FP32 for any dtype.
     if operator is _ATTENTION:
@@ -110,3 +100,17 @@ def _compute(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         of_operands = [t if t is None else t.to(dtype, memory_format=layout) for t in of_operands]
         return *of_operands, of_bias if of_bias is None else of_bias.to(dtype)
     return tree_map_only(Tensor, lambda t: t.to(dtype), results)
+
+
+def _define(operator: OpOverload) -> OpOverload:
+    """Register the operator `qsync::NAME_in_fp32` of the same schema.
+
+    Inductor omits conversions to 16 bits and back between operators, but not within one.
+    """
+    name = operator._schema.name.partition("::")[2]
+    schema = str(operator._schema).replace(f"aten::{name}", f"{name}_in_fp32", 1)
+    return define(schema)(functools.partial(_compute, operator))  # type: ignore[return-value]
+
+
+IN_FP32: Final = {operator: _define(operator) for operator in PRODUCTS}
+"""The operators that replace `PRODUCTS`. Code from Inductor's cache requires them on import."""
