@@ -175,6 +175,8 @@ def is_parameter(value: Any) -> bool:
 
 @pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))
 def test_narrow_format_error_is_within_its_bound(case: Case, precision: str) -> None:
+    if case.name == "recurrent" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch's autocast, the reference, fails on an LSTM without AVX-512")
     model, inputs = make(case)
     with Products() as called:
         loss, exact = train(model, model, inputs)
