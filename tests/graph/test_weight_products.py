@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.formats import FORMATS
+from tests.support import tiers
 from tests.support.computing.products_in_fp64 import Product
 from tests.support.computing.weight_products import SEED, adjustable
 
@@ -151,6 +152,7 @@ def to_w(case: Case, g: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(case.product(x, w), w, g)[0]
 
 
+@tiers.one_in(3)
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 @pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
 @pytest.mark.parametrize("name", CASES)

@@ -231,6 +231,7 @@ def outcome(function: Function) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     return y.detach(), x.grad, process_state()
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize(
     "inner_backend", ["aot_eager", "eager", pytest.param("inductor", marks=tiers.ALL)]
 )

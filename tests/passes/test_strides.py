@@ -192,6 +192,7 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize(("name", "fmt", "inner_backend"), cases())
 def test_views_after_rewritten_nodes_equal_eager(name: str, fmt: str, inner_backend: str) -> None:
     by_torch = (fmt, inner_backend) == ("int8", "inductor") and not native_integer_unit()

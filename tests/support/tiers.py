@@ -9,8 +9,9 @@
 A tier includes all tests of the tiers above it. A test without a mark is in each tier. Mark a slow
 test, parameter or file `tiers.ALL` if a faster test covers the same idea. Of a test with many
 parameters, the fast tier runs one, selected by the name of the test, and it draws fewer examples
-of properties. Tests that the command line selects by id, and all parameters of files that it
-names, run in any tier.
+of properties. Mark such a test `tiers.one_in(3)` if it is slow: the tier all then runs every third
+parameter and that of the fast tier. Tests that the command line selects by id, and all parameters
+of files that it names, run in any tier.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from hypothesis import settings
 TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
-EXAMPLES: Final = 10
-"""Number of examples of a property in the fast tier, unless it sets its own; Hypothesis draws 100.
-"""
+EXAMPLES: Final = {"fast": 10, "all": 40, "every": 100}
+"""Number of examples of a property in each tier, unless it sets its own."""
 T = TypeVar("T")
+
+
+def one_in(number: int) -> pytest.MarkDecorator:
+    """Return the mark of a test whose parameters run only in part in the tier all."""
+    return pytest.mark.one_in(number)
+
+
 _chosen = "fast"
 
 
@@ -54,11 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global _chosen
     _chosen = config.getoption("tier")
-    if _chosen == "fast":
-        settings.register_profile("fast", settings(), max_examples=EXAMPLES)
-        settings.load_profile("fast")
+    settings.register_profile(_chosen, settings(), max_examples=EXAMPLES[_chosen])
+    settings.load_profile(_chosen)
     config.addinivalue_line(
         "markers", "tier(name): runs in this tier and wider ones alone; see tests/support/tiers.py"
+    )
+    config.addinivalue_line(
+        "markers", "one_in(number): the tier all runs one in so many; see tests/support/tiers.py"
     )
 
 
@@ -68,8 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     runs = [
         item for item in items if all(_runs(mark.args[0]) for mark in item.iter_markers("tier"))
     ]
-    if _chosen == "fast" and not any(argument.endswith(".py") for argument in config.args):
-        runs = _one_of_each(runs)
+    if not any(argument.endswith(".py") for argument in config.args):
+        if _chosen == "fast":
+            runs = _one_of_each(runs)
+        elif _chosen == "all":
+            runs = _in_part(runs)
     chosen = set(runs)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = _long_ones_first(runs)
@@ -102,6 +114,18 @@ def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = {found[zlib.crc32(name.encode()) % len(found)] for name, found in functions.items()}
     return [item for item in items if item in chosen]
+
+
+def _in_part(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the items without those that `one_in` omits, and with those of the fast tier."""
+    kept = set(_one_of_each([item for item in items if not any(item.iter_markers("tier"))]))
+    counts: dict[str, int] = {}
+    for item in items:
+        name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("one_in")
+        if mark is None or counts.get(name, 0) % mark.args[0] == 0:
+            kept.add(item)
+        counts[name] = counts.get(name, 0) + 1
+    return [item for item in items if item in kept]
 
 
 def _runs(tier: str) -> bool:

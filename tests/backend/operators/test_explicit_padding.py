@@ -76,6 +76,7 @@ def check(
         assert error <= TOLERANCE[precision], (name, error)
 
 
+@tiers.one_in(3)
 @pytest.mark.parametrize("inner_backend", INNER)
 @pytest.mark.parametrize("precision", [*FORMATS, "fp32", None])
 def test_video_block(precision: str | None, inner_backend: str) -> None:
@@ -109,6 +110,7 @@ LAYERS = {
 }
 
 
+@tiers.one_in(3)
 @pytest.mark.parametrize("inner_backend", INNER)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
@@ -162,7 +164,7 @@ def test_random_layers(seed: int, precision: str) -> None:
 
 
 @tiers.ALL
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS))
 def test_random_layers_with_inductor(seed: int, precision: str) -> None:
     compiled(draw(random.Random(seed)), precision, "inductor")
