@@ -13,6 +13,8 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-resta
 BENCH_FLAGS ?=
 # Folders that `make bench` runs. bench-gpu runs benchmarks/gpu. Each experiment of benchmarks/paper takes hours.
 BENCHED := steps kernels predictor plans communication published
+# Each test process imports torch, which takes three times as long without compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
 # Packages have thousands of modules, of which a few hundred are imported. Python compiles these at import.

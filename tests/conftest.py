@@ -19,6 +19,9 @@ os.environ.setdefault("QSYNC_VERIFY", "raise")
 # What has been measured on this machine is nothing to tests.
 os.environ.setdefault("QSYNC_CACHED_PLAN", "0")
 
+# Processes that tests start import torch, which takes three times as long without compiled modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # How wide the terminal is that tests start in is nothing to them.
 os.environ.pop("COLUMNS", None)
 

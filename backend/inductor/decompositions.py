@@ -133,7 +133,7 @@ def for_inductor(
 ) -> DecompositionTable | None:
     """Return Inductor's decomposition table with ours, or None if its own needs no change.
 
-    `widened` (by default those of this CPU, see `products_in_fp32`) are part of cache keys.
+    `widened` is part of cache keys; it is by default the result of `products_in_fp32.widened`.
     """
     if widened is None:
         widened = products_in_fp32.widened(device)

@@ -64,7 +64,7 @@ def called(operator: OpOverload, operand: Tensor) -> OpOverload:
 def decompositions(table: Mapping[OpOverload, Decomposition]) -> dict[OpOverload, Decomposition]:
     """Return decompositions of `PRODUCTS` into the operator that `called` names.
 
-    Those of `table` come first.
+    A decomposition in `table` comes first.
     """
     return {
         operator: functools.partial(_decompose, operator, table.get(operator))
