@@ -129,7 +129,7 @@ def for_inductor(
     device: torch.device,
     fast_dropout: bool = False,
     activation_recompute: bool = False,
-    widened: tuple[str, ...] | None = None,
+    widened: tuple[torch.dtype, ...] | None = None,
 ) -> DecompositionTable | None:
     """Return Inductor's decomposition table with ours, or None if its own needs no change.
 

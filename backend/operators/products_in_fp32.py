@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.convert import convolution_format
 from qsync_fx.backend.operators.registration import define
-from qsync_fx.formats import precision_of
+from qsync_fx.formats import FORMATS
 from qsync_fx.torch_internals import OpOverload, tree_map_only
 
 aten = torch.ops.aten
@@ -42,23 +42,18 @@ PRODUCTS: Final[tuple[OpOverload, ...]] = (
 """Operators that the decompositions replace."""
 
 
-def widened(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the 16-bit formats that oneDNN does not multiply; none on a GPU."""
+def widened(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the 16-bit types that oneDNN does not multiply; none on a GPU."""
     if device.type != "cpu":
         return ()
-    supported = {
-        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return tuple(name for name, is_supported in supported.items() if not is_supported)
+    formats = [row for row in FORMATS.values() if row.plain and row.bits == 16]
+    queries = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{row.name}_supported") for row in formats]
+    return tuple(row.dtype for row, query in zip(formats, queries, strict=True) if not query())
 
 
 def called(operator: OpOverload, operand: Tensor) -> OpOverload:
     """Return the operator to call for one of `PRODUCTS`, whose operands are like `operand`."""
-    row = precision_of(operand.dtype)
-    if row is None or row.name not in widened(operand.device):
-        return operator
-    return IN_FP32[operator]
+    return IN_FP32[operator] if operand.dtype in widened(operand.device) else operator
 
 
 def decompositions(table: Mapping[OpOverload, Decomposition]) -> dict[OpOverload, Decomposition]:
@@ -109,7 +104,8 @@ def _define(operator: OpOverload) -> OpOverload:
     """
     name = operator._schema.name.partition("::")[2]
     schema = str(operator._schema).replace(f"aten::{name}", f"{name}_in_fp32", 1)
-    return define(schema)(functools.partial(_compute, operator))  # type: ignore[return-value]
+    compute: Any = functools.partial(_compute, operator)
+    return define(schema)(compute)
 
 
 IN_FP32: Final = {operator: _define(operator) for operator in PRODUCTS}

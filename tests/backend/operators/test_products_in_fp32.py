@@ -79,7 +79,9 @@ def test_a_compiled_model_uses_them(
 ) -> None:
     """Gradients are as close to those in FP32 as the format allows, and not equal to them."""
     monkeypatch.setattr(
-        products_in_fp32, "widened", lambda device: ("bf16", "fp16") if device.type == "cpu" else ()
+        products_in_fp32,
+        "widened",
+        lambda device: (torch.bfloat16, torch.float16) if device.type == "cpu" else (),
     )
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 3, 9, 9)
