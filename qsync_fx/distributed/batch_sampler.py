@@ -23,19 +23,19 @@ from qsync_fx.plan.plan import DEVICE_CLASS
 class DistributedBatchSampler(Sampler[list[int]]):
     """Batch sampler of one rank: `DataLoader(dataset, batch_sampler=DistributedBatchSampler(...))`.
 
-    A step takes the next sum(batch sizes) samples of the epoch's order, and each rank a part of
-    them. Without `drop_last`, the last step divides the remaining samples in proportion to the
+    A step consists of the next sum(batch sizes) samples of the epoch's order, divided over ranks.
+    Without `drop_last`, the last step divides the remaining samples in proportion to the
     batch sizes. If fewer samples than ranks remain, the step before leaves it samples, so that each
     rank has at least one; no batch exceeds its size.
 
     Args:
         dataset: the data set, or anything with the same length.
         batches: the batch size of each rank, equal on all ranks. Or a cluster plan or the path of
-            its file: each rank then takes the local batch of its class, and construction exchanges
+            its file: each rank then has the local batch of its class, and construction exchanges
             them, so all ranks construct the sampler together.
         device_class: with a plan, the class of this rank's device; by default the class that the
             plan or the environment gives it, as in the option "device_class".
-        rank: this rank; by default that of torch.distributed, or else of the launcher.
+        rank: this rank; by default the rank in torch.distributed, or else in the launcher.
         shuffle: whether each epoch has an order of its own, which depends on `seed` and the epoch.
         seed: seed of the order, equal on all ranks.
         drop_last: whether a last step of fewer samples is left out.
@@ -79,7 +79,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 do = "pass drop_last=True, which leaves out the last step, or use larger batches"
                 raise _wrong("dataset", text, do)
         if not self._steps:
-            text = f"the data set has {self._samples} samples, but a step takes {total}"
+            text = f"the data set has {self._samples} samples, but a step needs {total}"
             raise _wrong("dataset", text, "use smaller batches or drop_last=False, or more data")
 
     @property

@@ -108,7 +108,7 @@ def test_loader_gives_the_batches_of_a_rank() -> None:
         ([4, 4], {"rank": 2}, "rank 2 has no batch size among 2"),
         ([4], {"device_class": "t4"}, "no batch size without a plan"),
         ([1, 1], {"rank": 0}, "31 samples cannot be divided into 16 steps"),
-        ([40], {"drop_last": True}, "31 samples, but a step takes 40"),
+        ([40], {"drop_last": True}, "31 samples, but a step needs 40"),
         (ClusterPlan({"t4": Plan.uniform("fp32")}), {}, "no local batch for the class t4"),
     ],
 )
