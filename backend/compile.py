@@ -188,7 +188,7 @@ class CompilationSession:
     def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, kernels: str) -> Compiled:
         """Return the code of the inner compiler, called with the inputs of Dynamo's graph."""
         options, device = self.options, self.device
-        recompute, budget = options.activation_recompute, options.memory_budget
+        recompute, budget = options.activation_recompute, options.active_memory_budget
         parts = kernels, "fast_dropout" * fast_dropout, "activation_recompute" * recompute
         with contextlib.ExitStack() as settings:
             # Casts are explicit by now, in the backward pass too, so it must not be traced under
@@ -246,7 +246,7 @@ def inner_compiler(
     fast_dropout: bool = False,
     cudagraphs: bool = False,
     activation_recompute: bool = False,
-    memory_budget: float = 1.0,
+    memory_budget: float | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
     settings: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def inner_compiler(
             widened(module)
         if name == "eager":
             return module.forward
-        if name == "aot_eager" and memory_budget < 1:
+        if name == "aot_eager" and memory_budget is not None and memory_budget < 1:
             return aot_eager_within(memory_budget)(module, list(inputs))
         result: Any = internals.lookup_backend(name)
         return result(module, list(inputs), **settings)

@@ -147,3 +147,13 @@ def test_every_rank_learns_that_a_plan_lacks_a_batch(tmp_path: Path) -> None:
         "what": "the plan has no local batch for the class slow",
     }
     assert first["type"] == "RankError" and second["what"] in first["what"]
+
+
+def test_a_guard_reports_batches_that_are_not_the_plans(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("unequal_rank.py", 2, tmp_path, name="watched")
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    text = "rank 1 (slow): a step has 3 samples, but the plan's local batch is 2"
+    assert "local batch is" not in first.log.partition("PlanError")[0]
+    assert second.log.count(text) >= 1 and "DistributedBatchSampler(dataset, plan)" in second.log
+    assert second.result["raised"][0] == "PlanError" and text in second.result["raised"][1]
+    assert first.result["raised"][0] == "RankError" and text in first.result["raised"][1]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from qsync_fx import ClusterPlan, OptionError, Plan, RankError
-from qsync_fx.distributed import DistributedBatchSampler, average_by_batch, compress
+from qsync_fx import ClusterPlan, OptionError, Plan, PlanError, RankError
+from qsync_fx.distributed import DistributedBatchSampler, average_by_batch, compress, guard
 from tests.support.processes import ranks
 
 BATCHES = {"fast": 5, "slow": 2}
@@ -62,6 +62,26 @@ def sampled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             loss_of(model, x).backward()
             optimizer.step()
     return {"steps": steps, "weights": values(model), "batches": sampler.batches}
+
+
+def watched(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps under a guard; the batches of the second rank are not the plan's."""
+    sizes = [[5, 5, 3], [3, 3, 1]][rank]
+    raised = None
+    for strict in (False, True):
+        options = {"plan": PLAN, "inner_backend": "aot_eager", "strict": strict}
+        model = DistributedDataParallel(torch.compile(network(), backend="qsync", options=options))
+        average_by_batch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with guard(model):
+                for size in sizes:
+                    optimizer.zero_grad()
+                    loss_of(model, dataset()[:size][0]).backward()
+                    optimizer.step()
+        except (PlanError, RankError) as error:
+            raised = [type(error).__name__, error.what]
+    return {"raised": raised}
 
 
 def unplanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
