@@ -8,6 +8,7 @@ options compile to the same code.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -166,9 +167,12 @@ class Options:
             budget = memory_budget(self.plan.notes)
             do = 'remove the other option, or add "memory_budget": 1 to save all activations'
         elif budget is not None:
-            is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-            if not is_number or not 0 <= budget <= 1:
-                raise _wrong("memory_budget", budget, "use a number from 0 to 1, such as 0.5")
+            if isinstance(budget, bool) or not isinstance(budget, int | float):
+                budget = math.nan
+            if not 0 <= budget <= 1:
+                raise _wrong(
+                    "memory_budget", self.memory_budget, "use a number from 0 to 1, such as 0.5"
+                )
             budget = float(budget)
             object.__setattr__(self, "memory_budget", budget)
         object.__setattr__(self, "active_memory_budget", budget)

@@ -87,7 +87,7 @@ class SampleWeights:
                 return value
             count += 1
             # Scale gradients of this view only: other outputs may depend on `value`.
-            view = value.view_as(value)
+            view: Any = value.view_as(value)
             view.register_hook(lambda gradient: gradient * factor)
             return view
 

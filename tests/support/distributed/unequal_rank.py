@@ -69,7 +69,7 @@ def watched(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     sizes = [[5, 5, 3], [3, 3, 1]][rank]
     raised = None
     for strict in (False, True):
-        options = {"plan": PLAN, "inner_backend": "aot_eager", "strict": strict}
+        options: Any = {"plan": PLAN, "inner_backend": "aot_eager", "strict": strict}
         model = DistributedDataParallel(torch.compile(network(), backend="qsync", options=options))
         average_by_batch(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,7 +160,7 @@ def dictionaries(rank: int) -> nn.Module:
 
 def compiled(rank: int) -> nn.Module:
     average_by_batch(model := ddp(rank))
-    options = {"precision": "fp32", "inner_backend": "aot_eager"}
+    options: Any = {"precision": "fp32", "inner_backend": "aot_eager"}
     called: Any = torch.compile(model, backend="qsync", options=options)
     first, last = passes(rank)
     with model.no_sync():
