@@ -189,7 +189,7 @@ class CompilationSession:
     def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, kernels: str) -> Compiled:
         """Return the code of the inner compiler, called with the inputs of Dynamo's graph."""
         options, device = self.options, self.device
-        recompute, budget = options.activation_recompute, options.memory_budget
+        recompute, budget = options.activation_recompute, options.active_memory_budget
         parts = kernels, "fast_dropout" * fast_dropout, "activation_recompute" * recompute
         with contextlib.ExitStack() as settings:
             # Casts are explicit by now, in the backward pass too, so it must not be traced under
@@ -247,7 +247,7 @@ def inner_compiler(
     fast_dropout: bool = False,
     cudagraphs: bool = False,
     activation_recompute: bool = False,
-    memory_budget: float = 1.0,
+    memory_budget: float | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
     settings: dict[str, Any] = {}
@@ -276,14 +276,16 @@ def inner_compiler(
     return compiled
 
 
-def _aot_eager(device: torch.device, memory_budget: float) -> Any:
+def _aot_eager(device: torch.device, memory_budget: float | None) -> Any:
     """Return torch's backend of this name, with a memory budget and our decompositions."""
     partition: Any = internals.min_cut_rematerialization_partition
     widened = products_in_fp32.widened(device)
+    if memory_budget is not None and memory_budget < 1:
+        partition = WithinBudget(memory_budget)
     return internals.aot_autograd(
         fw_compiler=internals.boxed_nop,
         bw_compiler=internals.boxed_nop,
-        partition_fn=WithinBudget(memory_budget) if memory_budget < 1 else partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
         decompositions=products_in_fp32.decompositions({}) if widened else None,
     )

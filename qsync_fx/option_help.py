@@ -42,7 +42,7 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "saved for backward, and dropout masks are saved as bits; False by default",
         "memory_budget": "the share of the saved activations that stay saved, from 0, which "
         "recomputes all that may be, to 1, which recomputes none; operators that draw random "
-        "numbers are never recomputed; 1 by default",
+        "numbers are never recomputed; by default the budget of the plan, or else torch's own",
         "cache_quantized_weights": "True: a weight is quantized to int8 or fp8 once per step, when "
         "torch counts a write to it, and not in each pass; invalid if weights are written through "
         ".data or numpy, which torch does not count; False by default",

@@ -8,6 +8,7 @@ options compile to the same code.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,13 @@ from qsync_fx.devices.format_support import TARGETS, default_precision
 from qsync_fx.errors import OptionError, PrecisionError, nearest
 from qsync_fx.formats import FORMATS, Precision, precision
 from qsync_fx.option_help import DOCUMENTED as DOCUMENTED, RECIPE_HELP, RECIPES
-from qsync_fx.plan.cluster_plan import ClusterPlan, given_plan, part_of_this_process, read_plan
+from qsync_fx.plan.cluster_plan import (
+    ClusterPlan,
+    given_plan,
+    memory_budget,
+    part_of_this_process,
+    read_plan,
+)
 from qsync_fx.plan.plan import Plan
 from qsync_fx.rounding import ROUNDINGS, Rounding
 from qsync_fx.serialization.strict_json import kind, shown_value
@@ -63,7 +70,7 @@ class Options:
         cudagraphs: capture steps in CUDA graphs.
         activation_recompute: recompute inexpensive activations in backward instead of saving them.
         memory_budget: share of the saved activations that stay saved, from 0 (all are recomputed
-            that may be) to 1 (all are saved), which is the default.
+            that may be) to 1 (all are saved); None for the budget of the plan, or else torch's.
         cache_quantized_weights: quantize a weight once per step; requires that all writes go
             through torch.
         cached_plan: use the plan of a cached profile if neither `precision` nor `plan` is given.
@@ -88,13 +95,15 @@ class Options:
     fast_dropout: bool | None = None
     cudagraphs: bool = False
     activation_recompute: bool = False
-    memory_budget: float = 1.0
+    memory_budget: float | None = None
     cache_quantized_weights: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
     target: str | None = None
     passes: tuple[Any, ...] = ()
+    # `memory_budget`, or else the budget of the plan, if any: equal options have equal budgets.
+    active_memory_budget: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("precision", "plan", "passes"):
@@ -153,18 +162,32 @@ class Options:
 
     def _check_memory_budget(self) -> None:
         budget: object = self.memory_budget
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-            raise _wrong("memory_budget", budget, "use a number from 0 to 1, such as 0.5")
-        object.__setattr__(self, "memory_budget", float(budget))
-        if budget == 1:
+        do = "remove one of them"
+        if budget is None and self.plan is not None:
+            budget = memory_budget(self.plan.notes)
+            do = 'remove the other option, or add "memory_budget": 1 to save all activations'
+        elif budget is not None:
+            if isinstance(budget, bool) or not isinstance(budget, int | float):
+                budget = math.nan
+            if not 0 <= budget <= 1:
+                raise _wrong(
+                    "memory_budget", self.memory_budget, "use a number from 0 to 1, such as 0.5"
+                )
+            budget = float(budget)
+            object.__setattr__(self, "memory_budget", budget)
+        object.__setattr__(self, "active_memory_budget", budget)
+        if budget in (None, 1):
             return
+        subject = '"memory_budget"'
+        if self.memory_budget is None:
+            subject = f"the memory budget {budget} of the plan"
         for name, value in (("inner_backend", "eager"), ("activation_recompute", True)):
             if getattr(self, name) == value:
                 raise OptionError(
-                    f'"memory_budget" cannot be combined with "{name}": {value!r}, which selects '
+                    f'{subject} cannot be combined with "{name}": {value!r}, which selects '
                     "the saved tensors itself",
                     where=f'options "memory_budget" and "{name}"',
-                    do="remove one of them",
+                    do=do,
                 )
 
     @property
@@ -179,7 +202,7 @@ class Options:
         changed = (
             (item.name, getattr(self, item.name))
             for item in fields(self)
-            if item.compare and item.name not in excluded
+            if item.init and item.compare and item.name not in excluded
             if getattr(self, item.name) != item.default
         )
         return ", ".join(f"{name}={_in_words(value)}" for name, value in changed)

@@ -40,7 +40,9 @@ PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.m
 OPTIONS = ("options", "options-performance")
 """Pages with a section for each option."""
 MOST_LINES = 300
-NEEDS = {"integrations": ("accelerate", "lightning", "transformers")}
+NEEDS = dict.fromkeys(
+    ("integrations", "howto-batches"), ("accelerate", "lightning", "transformers")
+)
 FILES_TO_TOUCH = {
     "howto-format": 1,
     "howto-operator": 2,

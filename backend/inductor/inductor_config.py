@@ -122,7 +122,7 @@ def inductor(
     device: torch.device,
     cudagraphs: bool = False,
     activation_recompute: bool = False,
-    memory_budget: float = 1.0,
+    memory_budget: float | None = None,
 ) -> dict[str, Any]:
     """Return the settings of `torch._inductor.config` for a device and for options.
 
@@ -131,7 +131,7 @@ def inductor(
     """
     theirs = internals.inductor_config
     settings: dict[str, Any] = {}
-    if memory_budget < 1:
+    if memory_budget is not None and memory_budget < 1:
         partitioner = WithinBudget(memory_budget, theirs.custom_partitioner_fn)
         settings["custom_partitioner_fn"] = partitioner
     repeats = recompute_policy.Repeatable() if activation_recompute else None

@@ -1,7 +1,7 @@
 """Gradient compression for DistributedDataParallel and FSDP2.
 
 Invariant: no rank sends gradients before all ranks agree; an error of one rank raises on every
-rank. This is the only file that reads private attributes of torch's FSDP.
+rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Final, overload
 
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from qsync_fx.communication import ddp_hook
@@ -33,12 +32,14 @@ from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
 from qsync_fx.distributed import agreement
 from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
+from qsync_fx.distributed.fsdp_units import fsdp_units, unit_rows
 from qsync_fx.distributed.gradient_groups import (
     agreed_transport,
     checked_transport,
     gradient_groups,
 )
 from qsync_fx.distributed.node_topology import nodes_of_ranks
+from qsync_fx.distributed.sample_weighted_mean import GradientHook, has_hook
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.plan.cluster_plan import (
@@ -197,7 +198,7 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
         text = f"compress requires a DistributedDataParallel or FSDP model, not {kind}"
         do = "wrap the model first with DistributedDataParallel(model) or fully_shard(model)"
         raise OptionError(text, do=do)
-    if getattr(parallel, "_comm_hooks", None):
+    if has_hook(parallel):
         text = (
             "the model already has a communication hook, and DistributedDataParallel supports one"
         )
@@ -239,59 +240,6 @@ def of_units(chosen: Way) -> Codec:
     else:
         return chosen
     raise OptionError(text, where="compress", do=do)
-
-
-def unit_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of values in each trained unit's padded shard, by unit name."""
-    result: dict[str, int] = {}
-    for name, module in _units(model).items():
-        where, groups = name or "the model", _groups(module)
-        if len(groups) > 1:
-            text = "FSDP shards the module over several meshes, which compression does not support"
-            raise OptionError(text, where=where, do="shard the module over one mesh")
-        reductions = {type(group._reduce_scatter_comm).__name__ for group in groups}
-        if reductions - {"DefaultReduceScatter"}:
-            text = "the model already has a custom reduce-scatter, and FSDP supports one"
-            raise OptionError(text, where=where, do="shard a new model, and call compress once")
-        parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
-        if trained := [p for p in parameters if p.requires_grad]:
-            result[name] = sum(_row(where, p) for p in trained)
-    for name, p in unwrapped(model).named_parameters():
-        if p.requires_grad and not isinstance(p, DTensor):
-            text = "FSDP does not shard the parameter, so its gradients are not averaged"
-            raise OptionError(text, where=name, do="call fully_shard(model) on the root module")
-    return result
-
-
-def _units(model: nn.Module) -> dict[str, Any]:
-    """Return the FSDP units by name; modules that are sharded together form one unit."""
-    result: dict[int, tuple[str, Any]] = {}
-    for name, module in unwrapped(model).named_modules():
-        if isinstance(module, FSDPModule):
-            result.setdefault(id(module._get_fsdp_state()), (name, module))
-    return dict(result.values())
-
-
-def _groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    # Versions of torch differ: one group, or a list.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _row(where: str, parameter: Any) -> int:
-    mesh, placement = parameter.device_mesh, parameter.placements[0]
-    world = distributed.get_world_size()
-    if mesh.ndim != 1 or mesh.size() != world or not isinstance(placement, Shard):
-        text = f"the parameter has {parameter.placements} over {mesh}, not one shard on each rank"
-        raise OptionError(text, where=where, do="shard over a one-dimensional mesh of all ranks")
-    compressible(where, parameter)
-    shape: list[int] = list(parameter.shape)
-    if placement.dim == 0:
-        return -(-shape[0] // world) * math.prod(shape[1:])
-    return math.prod(shape) // world
 
 
 @overload
@@ -378,6 +326,9 @@ def compress(
         chosen = request.way
         if fsdp:
             units, rows = of_units(chosen), unit_rows(model)
+            for name, p in unwrapped(model).named_parameters():
+                if p.requires_grad:
+                    compressible(name, p)
             device = next(p.device for p in model.parameters() if p.requires_grad)
             coding: Iterable[Codec] = [units]
         else:
@@ -426,7 +377,7 @@ def compress(
             request.inside,
         )
         _agree(compression)
-        modules = _units(model)
+        modules = fsdp_units(model)
         for unit in compression.units:
             modules[unit.name].set_custom_reduce_scatter(Scatter(compression, unit))
         return compression
@@ -438,11 +389,11 @@ def compress(
         )
         _agree(duo)
         duo.follow()
-        parallel.register_comm_hook(None, duo.hook)
+        GradientHook.of(parallel).hook = duo.hook
         return duo
     result = DdpCompressor(*common, scaler, nodes, collectives)
     _agree(result)
-    result.attach(lambda: parallel.register_comm_hook(None, result.hook))
+    result.attach(lambda: setattr(GradientHook.of(parallel), "hook", result.hook))
     return result
 
 

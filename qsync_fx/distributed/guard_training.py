@@ -7,6 +7,7 @@ its reason, unless the process is killed before. The guard changes no tensor or 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,14 @@ from qsync_fx.distributed import agreement
 from qsync_fx.distributed.agreement import COMPILING, Meeting, check_replicas
 from qsync_fx.distributed.memory_use import PeakCheck
 from qsync_fx.distributed.replan import Replanner, Replanning, ReplanReport
-from qsync_fx.distributed.sample_weighted_mean import averages_by_batch
-from qsync_fx.errors import OptionError
+from qsync_fx.distributed.sample_weighted_mean import averages_by_batch, samples_in
+from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.plan import ClusterPlan
+from qsync_fx.plan.cluster_plan import local_batch
 from qsync_fx.plan.plan import DEVICE_CLASS
 from qsync_fx.plan_switching import options_of, when_called
+
+_LOG = logging.getLogger("qsync_fx.distributed")
 
 
 def guard(
@@ -43,6 +47,8 @@ def guard(
     """Return a guard: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
 
     If a plan was made for a memory limit, a rank that exceeds the limit in a step logs a warning.
+    If a plan has local batches, a rank logs a warning if its first step, or the passes of a later
+    step, have another number of samples. With the option "strict" it raises `PlanError`.
     Without torch.distributed, or with a single rank, the guard is inactive. Raise `OptionError` if
     an argument is invalid.
 
@@ -69,6 +75,44 @@ def guard(
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
+class BatchCheck:
+    """Comparison of the samples of a rank's steps with the local batch of its plan.
+
+    `who` is the rank and its device class.
+    """
+
+    def __init__(self, model: nn.Module, who: str) -> None:
+        self._model, self._who = model, who
+        self._samples, self._checked, self._warned = 0, 0, False
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the samples of a training pass."""
+        if module.training and torch.is_grad_enabled():
+            self._samples += samples_in((args, kwargs))
+
+    def stepped(self) -> None:
+        """Compare a step. After the first, fewer samples are no fault: an epoch ends."""
+        samples, self._samples = self._samples, 0
+        for options in options_of(self._model):
+            planned = None if options.plan is None else local_batch(options.plan.notes)
+            if planned is None:
+                continue
+            if planned != self._checked:  # the first step of this plan
+                self._checked, self._warned = planned, False
+            elif samples <= planned:
+                continue
+            if samples in (0, planned) or self._warned:
+                continue
+            self._warned = True
+            text = f"{self._who}: a step has {samples} samples, but the plan's local batch is "
+            text += f"{planned}: its predicted time, memory and variance do not apply"
+            do = "use qsync_fx.distributed.DistributedBatchSampler(dataset, plan) in the DataLoader"
+            error = PlanError(text, where="local batches of the plan", do=do)
+            if options.strict:
+                raise error
+            _LOG.warning("%s", error)
+
+
 @dataclass(eq=False, repr=False)
 class Guard:
     """Context for one training, created by `guard`."""
@@ -85,6 +129,7 @@ class Guard:
         self._steps = self._within = 0
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._peaks: PeakCheck | None = None
+        self._batches: BatchCheck | None = None
         self._replanner: Replanner | None = None
 
     @property
@@ -114,7 +159,7 @@ class Guard:
                 handle = self._model.register_forward_pre_hook(compare, with_kwargs=True)
                 stack.callback(handle.remove)
             self._watch(meeting, stack)
-            if self._check_every or self._peaks is not None:
+            if self._check_every or self._peaks is not None or self._batches is not None:
                 before, after = map(agreement.uncompiled, (self._before_step, self._after_step))
                 stack.callback(register_optimizer_step_pre_hook(before).remove)
                 stack.callback(register_optimizer_step_post_hook(after).remove)
@@ -132,10 +177,12 @@ class Guard:
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         costs = [PredictedCost.noted(plan.notes) for plan in plans]
         limited = [cost for cost in costs if cost.memory is not None]
-        if not limited and self._replan is None:
-            return
         names = [plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes]
         who = " ".join([f"rank {meeting.rank}", *(f"({name})" for name in names[:1])])
+        if any(local_batch(plan.notes) is not None for plan in plans):
+            self._batches = self._checked_batches(who, stack)
+        if not limited and self._replan is None:
+            return
         self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
         self._peaks.follow([*limited, PredictedCost()][0])
         stack.callback(self._peaks.close)
@@ -145,6 +192,20 @@ class Guard:
                 self._model, self._replan, meeting, self._peaks, lambda: self._optimizers
             )
             stack.enter_context(self._replanner.pace)
+
+    def _checked_batches(self, who: str, stack: contextlib.ExitStack) -> BatchCheck | None:
+        if self._model._compiled_call_impl is not None:
+            text = f"{who}: the plan has local batches, but those of a model that is compiled in "
+            text += "place are not compared with it"
+            do = "use qsync_fx.distributed.DistributedBatchSampler(dataset, plan), or pass the "
+            do += "DistributedDataParallel to the guard"
+            _LOG.warning("%s", PlanError(text, where="local batches of the plan", do=do))
+            return None
+        result = BatchCheck(self._model, who)
+        hook = agreement.uncompiled(result.called)
+        handle = self._model.register_forward_pre_hook(hook, with_kwargs=True)
+        stack.callback(handle.remove)
+        return result
 
     def _first_call(self, meeting: Meeting) -> Any:
         called = False
@@ -177,6 +238,8 @@ class Guard:
             return
         self._within -= 1
         if self._within == 0:
+            if self._batches is not None:
+                self._batches.stepped()
             if self._peaks is not None:
                 self._peaks.stepped()
             if self._replanner is not None:

@@ -165,10 +165,11 @@ class ClusterPlan(HtmlView):
         codecs: gradient codec by parameter name, equal on all ranks; FP32 for other parameters.
             "qsgd4/qsgd8" is qsgd4 between nodes and qsgd8 inside them.
             `qsync_fx.distributed.compress` applies it.
-        batches: samples per step of each rank, by class; other classes keep their batch size. The
-            training script applies them, as it does `memory_budgets`.
-        memory_budgets: share of the activations that a rank may save for backward, in [0, 1], by
-            class: `torch._functorch.config.activation_memory_budget`; 1, the default, saves all.
+        batches: samples per step of each rank, by class; other classes keep their batch size.
+            `qsync_fx.distributed.DistributedBatchSampler` applies them.
+        memory_budgets: share of the saved activations that stay saved, in [0, 1], by class; other
+            classes keep torch's setting. A compilation with the plan applies them unless its option
+            "memory_budget" is set.
 
     Raises:
         PlanError: no class, a class named in `devices` or `ranks` that does not exist, or a

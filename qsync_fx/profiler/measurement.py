@@ -216,6 +216,7 @@ class ProfilingSession:
             run, planned = merged(samples.plans[label]), label == label_of(plan)
             runs.append(replace(run, peak_bytes=peaks[label], planned=planned))
         allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
+        budget = Options.parse(self._options).active_memory_budget
         return Profile(
             samples.machine,
             samples.model,
@@ -227,7 +228,7 @@ class ProfilingSession:
             fingerprint=visited.fingerprint,
             loss_memory=visited.loss,
             batch_size=sample_count(self.training.batch),
-            memory_budget=Options.parse(self._options).memory_budget,
+            memory_budget=1.0 if budget is None else budget,
         )
 
     def measure_sensitivity(

@@ -184,7 +184,7 @@ def test_invalid_settings_are_reported() -> None:
         guard(nn.Linear(1, 1), compiling=0)
     with pytest.raises(OptionError, match="check_every must be a number of steps, not -1"):
         guard(nn.Linear(1, 1), check_every=-1)
-    with pytest.raises(OptionError, match="requires a DistributedDataParallel, not Linear"):
+    with pytest.raises(OptionError, match="requires a DistributedDataParallel or FSDP model"):
         average_by_batch(nn.Linear(1, 1))
     assert issubclass(StoreLost, Exception)
 

@@ -1,0 +1,48 @@
+"""Gradients of ranks with unequal batches: the mean over all samples, whatever reduces them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.support.distributed import unequal_rank
+from tests.support.processes import ranks
+
+EXACT = ("plain", "once", "dictionaries", "compiled", "duo", "fsdp")
+CODED = ("hook", "codec", "codec of a weighted model", "fsdp with a codec")
+
+
+def test_gradients_are_the_mean_over_the_samples_of_all_passes(tmp_path: Path) -> None:
+    model = unequal_rank.network()
+    parts = [data for rank in range(2) for data in unequal_rank.passes(rank)]
+    unequal_rank.loss_of(model, torch.cat(parts)).backward()
+    exact = torch.tensor(unequal_rank.gradients(model))
+    model.zero_grad()
+    sum(unequal_rank.loss_of(model, data) / 4 for data in parts).backward()
+    unweighted = torch.tensor(unequal_rank.gradients(model))
+    first, second = ranks.results(
+        "weighted", 2, tmp_path, script="unequal_rank.py", ways=[*EXACT, *CODED]
+    )
+    assert first == second
+    for name in (*EXACT, *CODED):
+        error = torch.linalg.vector_norm(torch.tensor(first[name]) - exact) / exact.norm()
+        limit = 2e-6 if name in EXACT else 0.02
+        assert error < limit, name
+    assert (unweighted - exact).norm() / exact.norm() > 0.1
+
+
+def test_uses_in_which_weights_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    first, second = ranks.results("refused", 2, tmp_path, script="unequal_rank.py")
+    texts = {
+        "second hook": "already has a communication hook",
+        "twice": "already averaged over samples",
+        "evaluation": "counted no samples of this rank",
+        "no samples": "finds no samples in the arguments",
+        "several meshes": "not one shard on each rank",
+        "outputs": "finds no tensor with a gradient in SimpleNamespace",
+    }
+    for messages in (first, second):
+        assert messages.keys() == texts.keys()
+        for name, text in texts.items():
+            assert text in messages[name]
