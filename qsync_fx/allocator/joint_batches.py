@@ -8,7 +8,7 @@ step combines the classes: on the lower bounds it bounds all joint plans, on pla
 batches, which `PlanEvaluator` evaluates.
 
 Programs are solved only where the bound needs them. A step with fewer samples is assumed to be no
-slower and to need no more memory, so a bound also holds for larger batches and shorter steps.
+slower and to need no more memory, so a bound is valid for larger batches and shorter steps, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from qsync_fx.allocator.feasibility import unfit
 from qsync_fx.allocator.milp.search import MilpSearch
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem
-from qsync_fx.errors import OptionError
+from qsync_fx.errors import OptionError, PlanError
 
 Array = NDArray[np.float64]
 
@@ -91,6 +91,9 @@ class JointBatches:
         else:
             bound = search.least_seconds()
         best = search.best
+        if best is None and not search.tried:
+            do = "allow smaller batches, more seconds, more memory or more variance"
+            raise PlanError("no plan was found with batches in the requested range", do=do)
         if best is None:
             raise unfit(problem, search.tried)
         notes = []
@@ -110,9 +113,11 @@ class JointBatches:
             batches=best.batches,
         )
 
-    def balanced(self, problem: Problem) -> PlanResult:
-        """Return the narrowest plan with batches in proportion to speed."""
-        return DynamicBatches(self.resized, Problem.uniform).allocate(problem)
+    def balanced_seconds(self, problem: Problem) -> float:
+        """Return the seconds of a step in the narrowest formats, with batches by speed."""
+        answer = DynamicBatches(self.resized, Problem.uniform).allocate(problem)
+        samples, planned = problem.cluster.samples, answer.problem.cluster.samples
+        return answer.evaluation.seconds * (samples or 1) / (planned or 1)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class _Joint:
 class _Level:
     """Solution for a class, a batch and a limit of the seconds.
 
-    Variances are per sample: that of a device's gradient times its batch. `plan` is None if no plan
-    was found, and `bound` is infinite if there is none.
+    Variances are per sample: the variance of a device's gradient, times its batch. `plan` is None
+    if no plan was found, and `bound` is infinite if there is none.
     """
 
     batch: int
@@ -196,7 +201,7 @@ class _Search:
         The search also ends when it is known whether the least variance is at most `until`.
         """
         limits = {size: self._limit(seconds, size) for size in self._sizes}
-        starts = [self._before] if until is None else []
+        starts: list[Mapping[str, int]] = [self._before] if until is None else []
         starts += [] if self.best is None else [self.best.batches]
         for batches in starts:
             limit = self._limit(seconds, self._total(batches))
@@ -280,7 +285,7 @@ class _Search:
     def _evaluate_levels(self, batches: Mapping[str, int], seconds: float) -> float:
         """Return the variance of the best plans of solved levels; infinite without plans in time.
 
-        The plan of a class is that of a level with at least as many samples.
+        The plan of a class is taken from a level with at least as many samples.
         """
         levels: dict[str, _Level] = {}
         for name, batch in batches.items():
@@ -330,7 +335,7 @@ class _Search:
     def _costs(self, name: str, samples: int, seconds: float, bounds: bool) -> Array:
         """Return the variance that a class adds to the mean gradient, by batch.
 
-        It is a lower bound, or that of a solved plan, and infinite where there is none.
+        It is a lower bound, or the variance of a solved plan; infinite without a plan.
         """
         allowed = self._range(name, samples)
         batches = np.arange(len(allowed))
@@ -397,16 +402,16 @@ class _Search:
         search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
         search.solve(_ROUNDS)
         state = search.state
-        bound = state.lower_bound if state.is_approximate else state.program_bound
+        proved = state.lower_bound if state.is_approximate else state.program_bound
         if state.incumbent is None:
-            proved = not (state.is_approximate or state.notes) or bound == math.inf
-            bound = math.inf if proved else self._least[name]
+            infeasible = proved == math.inf or not (state.is_approximate or state.notes)
+            bound = math.inf if infeasible else self._least[name]
             levels.append(_Level(batch, seconds, bound, math.inf, None))
             return
         plan = state.incumbent.plans[name]
         variance = part.variance(plan) * batch
-        least = max(self._least[name], (bound or 0.0) / problem.weight(name) * batch)
-        levels.append(_Level(batch, seconds, min(least, variance), variance, plan))
+        bound = max(self._least[name], (proved or 0.0) / problem.weight(name) * batch)
+        levels.append(_Level(batch, seconds, min(bound, variance), variance, plan))
 
     def _alone(self, name: str, batch: int, seconds: float) -> Problem:
         """Return the problem of one class in the cluster, whose other devices need no time."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from qsync_fx import OptionError, PlanError
+from qsync_fx import OptionError, PlanError, find_plan
 from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, full
 from qsync_fx.allocator.evaluator import evaluate_plan, resized
@@ -184,3 +184,36 @@ def test_batches_stay_within_the_request() -> None:
     assert wider.evaluation.variance <= joint.allocate(limited).evaluation.variance
     with pytest.raises(OptionError, match="no step has"):
         replace(joint, min_batch=65).allocate(limited)
+
+
+def test_find_plan_plans_batches() -> None:
+    problem = of_catalog("perceptron", 64, count=16)
+    profiles = {name: part.times for name, part in problem.classes.items()}
+    arguments = {
+        "sensitivity": problem.classes["t4"].sensitivity,
+        "progress": False,
+        "resized": lambda part, batch: resized(
+            part, symbolic("perceptron", part.graph.device), batch
+        ),
+    }
+    answer = find_plan(profiles, problem.cluster, batch="global", **arguments)
+    assert 16 * sum(answer.batches.values()) == 2048
+    joint = catalog("perceptron", 64)[1]
+    # By default no step is longer than with batches balanced in the narrowest formats.
+    assert answer.evaluation.seconds <= joint.balanced_seconds(problem) * (1 + 1e-6)
+    assert answer.fits
+    margin = find_plan(
+        profiles, problem.cluster, batch="global", margin=0.05, target=1.0, **arguments
+    )
+    assert dict(margin.batches) == {
+        name: item.batch for name, item in margin.problem.cluster.devices.items()
+    }
+    assert margin.evaluation == evaluate_plan(margin.problem, margin.plans)
+    for wrong, where in (
+        ({"batch": (4, 2.0)}, "batch"),
+        ({"batch": "global", "allocator": "paper"}, "allocator"),
+        ({"batch": "global", "resized": None}, "resized"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            find_plan(profiles, problem.cluster, **arguments | wrong)
+        assert caught.value.where == where
