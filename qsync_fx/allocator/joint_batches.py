@@ -1,11 +1,11 @@
 """Joint choice of the local batches and the formats of all device classes, with a certified gap.
 
-Classes depend on each other only through the samples of a step: a step of the cluster lasts as long
-as that of its slowest class, whose transfers do not depend on batches and formats. The problem is
-therefore decomposed. For a class, a batch and a limit of the seconds, a program (`MilpSearch`)
-returns the least variance of a sample with a lower bound. A dynamic program over the samples of a
-step combines the classes: on the lower bounds it bounds all joint plans, on plans it proposes
-batches, which `PlanEvaluator` evaluates.
+Classes depend on each other only through the samples of a step: the slowest class determines the
+seconds of a step, and its transfers do not depend on batches and formats. The problem is therefore
+decomposed. For a class, a batch and a limit of the seconds, a program (`MilpSearch`) returns the
+least variance of a sample with a lower bound. A dynamic program over the samples of a step combines
+the classes: from lower bounds it bounds all joint plans, from plans it proposes batches, which
+`PlanEvaluator` evaluates.
 
 Programs are solved only where the bound needs them. A step with fewer samples is assumed to be no
 slower and to need no more memory, so a bound is valid for larger batches and shorter steps, too.
@@ -54,7 +54,7 @@ class JointBatches:
 
     Attributes:
         resized: constructor of a device class with another batch.
-        samples: least and most samples of a step of the cluster; None for those of the problem.
+        samples: least and most samples of a step of the cluster; None for the problem's samples.
             With other samples the limit of the seconds changes in proportion, so that the
             throughput is no lower.
         min_batch: least samples per device, such as for the statistics of batch norms.
@@ -285,7 +285,7 @@ class _Search:
     def _evaluate_levels(self, batches: Mapping[str, int], seconds: float) -> float:
         """Return the variance of the best plans of solved levels; infinite without plans in time.
 
-        The plan of a class is taken from a level with at least as many samples.
+        Each class uses the plan of a level with at least as many samples.
         """
         levels: dict[str, _Level] = {}
         for name, batch in batches.items():
