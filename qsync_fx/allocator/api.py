@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Never
+from typing import TYPE_CHECKING, Any, Final, Literal, Never
 
 import torch
 from torch import nn
 
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
+from qsync_fx.allocator.joint_batches import JointBatches
 from qsync_fx.allocator.measure_and_replan import (
     MAX_REPLANS,
     TURNS,
@@ -26,13 +27,13 @@ from qsync_fx.allocator.measure_and_replan import (
     settled,
 )
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem import width
+from qsync_fx.allocator.problem import DeviceClass, width
 from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
 from qsync_fx.entry_points import listed_in_modules
-from qsync_fx.errors import OptionError, ProfileError, nearest
+from qsync_fx.errors import OptionError, ProfileError, nearest, shown
 from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, SUFFIX, CachedPlan, folder
 from qsync_fx.plan.cluster_plan import codes_inside
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -174,6 +175,9 @@ def find_plan(
     codecs: Sequence[str] = (),
     inside_codecs: Sequence[str] = (),
     margin: float | None = None,
+    batch: Literal["global"] | tuple[int, int] | None = None,
+    min_batch: int = 1,
+    resized: Callable[[DeviceClass, int], DeviceClass] | None = None,
     model: nn.Module | None = None,
     step: StepFunction | None = None,
     batches: Iterable[Any] = (),
@@ -216,6 +220,15 @@ def find_plan(
             not wait when a step is slower than predicted. Default: with several classes, the spread
             of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no
             plan leaves the margin.
+        batch: "global" to plan the batch of each class together with the formats, with the samples
+            of the cluster's batches in a step, or the least and most samples of a step. The
+            default `target` of "hybrid" is then the step of the narrowest formats with batches in
+            proportion to speed. `PlanResult.batches` has the result. The gap assumes that a step
+            with fewer samples is no slower and needs no more memory. Default: batches stay.
+        min_batch: least samples per device, such as for the statistics of batch norms.
+        resized: constructor of a device class with another batch, required with `batch`:
+            `lambda part, batch: evaluator.resized(part, graph, batch)` for the model graph with a
+            symbolic batch.
         model: the model, if a profiled device is this machine. The plan is then run, the profile
             corrected by the measurement and the plan computed again, until prediction and
             measurement agree. `PlanResult.trials` contains the measurements, `PlanResult.profiles`
@@ -247,12 +260,24 @@ def find_plan(
     )
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
+    if batch is not None:
+        _check_joint(batch, resized, allocator, model)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         with announced("solving for a plan", progress):
             problem, notes = build_problem(fleet, available, wishes)
+            limit, solver = wishes.seconds_limit, chosen
+            if batch is not None and resized is not None:
+                classes, samples = problem.classes, None if batch == "global" else batch
+                joint = JointBatches(
+                    lambda name, size: resized(classes[name], size), samples, min_batch
+                )
+                solver = joint
+                if objective == "hybrid" and target is None:
+                    limit = joint.balanced_seconds
+                    problem = replace(problem, seconds=limit(problem))
             shares = margins(problem, available, wishes.margin)
-            answer = with_margin(problem, shares, wishes.seconds_limit, chosen)
+            answer = with_margin(problem, shares, limit, solver)
         if not answer.fits:
             raise unfit(problem, [answer.evaluation])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))
@@ -270,6 +295,29 @@ def find_plan(
     first, _ = first_batch(batches)
     at_hand = LocalModel(model, step, first, optimizer, options, repeats, progress)
     return settled(solve(available), available, solve, at_hand, max_replans)
+
+
+def _check_joint(
+    batch: Literal["global"] | tuple[int, int],
+    resized: Callable[[DeviceClass, int], DeviceClass] | None,
+    allocator: str | Allocator,
+    model: nn.Module | None,
+) -> None:
+    """Raise `OptionError` for arguments that contradict a request to plan batches."""
+    pair = isinstance(batch, tuple) and len(batch) == 2
+    if batch != "global" and not (pair and all(type(item) is int for item in batch)):
+        do = 'give "global", or the least and most samples of a step'
+        raise OptionError(f"{shown(str(batch))} is no range of samples", where="batch", do=do)
+    if resized is None:
+        message = "a profile covers one batch size, and other batch sizes require the model"
+        do = "give resized, or use qsync plan MODULE:CALLABLE --batch global"
+        raise OptionError(message, where="resized", do=do)
+    if allocator != "milp":
+        do = 'leave the allocator out: batches are planned around "milp"'
+        raise OptionError("this allocator does not plan batches", where="allocator", do=do)
+    if model is not None:
+        message = "a plan with other batches cannot be run with the measured batch"
+        raise OptionError(message, where="model", do="plan without it")
 
 
 def cache_plan(profile: Profile) -> pathlib.Path:

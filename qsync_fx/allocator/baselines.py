@@ -79,9 +79,10 @@ _ROUNDS: Final = 8
 class DynamicBatches:
     """Dynamic batch sizing (QSync, Section VII; Chen et al., SoCC 2020).
 
-    All devices train in full precision. Each class gets a batch in proportion to its speed, so that
-    the global batch and the learning rate stay the same. If memory limits the batches, the global
-    batch shrinks, and the learning rate with it (linear scaling rule, Goyal et al.).
+    All devices train in full precision, or in the plans that `formats` returns for a problem. Each
+    class gets a batch in proportion to its speed, so that the global batch and the learning rate
+    stay the same. If memory limits the batches, the global batch shrinks, and the learning rate
+    with it (linear scaling rule, Goyal et al.).
 
     The mean over ranks must weight gradients by samples. DDP weights ranks equally, so each rank
     multiplies its loss by the weight in the result's notes. The result's problem contains the new
@@ -89,6 +90,7 @@ class DynamicBatches:
     """
 
     resized: Resized
+    formats: Callable[[Problem], Plans] = full
 
     @property
     def name(self) -> str:
@@ -97,21 +99,23 @@ class DynamicBatches:
     def allocate(self, problem: Problem) -> PlanResult:
         """Return full-precision plans; raise `PlanError` if the batch of a class is unknown."""
         began = time.perf_counter()
-        before = _batches(problem)
-        sized = _Sized(problem, self.resized)
+        before = local_batches(problem)
+        sized = SizedProblems(problem, self.resized, self.formats)
         after = _within_memory(sized, before)
         result = sized.problem(after)
-        answer = _best(result, [full(result)], self.name)
+        answer = _best(result, [self.formats(result)], self.name)
         notes = (*answer.notes, *_notes(problem, before, after))
         took = time.perf_counter() - began
-        return replace(answer, took=took, notes=notes)
+        return replace(answer, took=took, notes=notes, batches=after)
 
 
-class _Sized:
+class SizedProblems:
     """Problem with variable batches; each class and batch is built and evaluated once."""
 
-    def __init__(self, problem: Problem, resized: Resized) -> None:
-        self.asked, self._resized = problem, resized
+    def __init__(
+        self, problem: Problem, resized: Resized, formats: Callable[[Problem], Plans] = full
+    ) -> None:
+        self.asked, self._resized, self._formats = problem, resized, formats
         self._known: dict[tuple[str, int], DeviceClass] = {}
         self._figures: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -131,12 +135,12 @@ class _Sized:
         return self._known[key]
 
     def figures(self, name: str, batch: int) -> tuple[float, float]:
-        """Return seconds of a full-precision step without communication, and peak bytes."""
+        """Return seconds of a step without communication, and peak bytes."""
         key = name, batch
         if key not in self._figures:
             # The time and memory of one class do not depend on the batches of the others.
-            now = self.problem({**_batches(self.asked), name: batch})
-            evaluator = PlanEvaluator(now, full(now))
+            now = self.problem({**local_batches(self.asked), name: batch})
+            evaluator = PlanEvaluator(now, self._formats(now))
             self._figures[key] = evaluator.computing(name), float(evaluator.peak(name) or 0)
         return self._figures[key]
 
@@ -145,7 +149,8 @@ class _Sized:
         return limit is None or not beyond(self.figures(name, batch)[1], limit)
 
 
-def _batches(problem: Problem) -> dict[str, int]:
+def local_batches(problem: Problem) -> dict[str, int]:
+    """Return the samples per device of each class; raise `PlanError` if a batch is unknown."""
     result = {}
     for name, device in problem.cluster.devices.items():
         if device.batch is None:
@@ -156,7 +161,7 @@ def _batches(problem: Problem) -> dict[str, int]:
     return result
 
 
-def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
+def _within_memory(sized: SizedProblems, before: Mapping[str, int]) -> dict[str, int]:
     """Return batches in proportion to speed; the other classes absorb samples that do not fit."""
     counts = {name: device.count for name, device in sized.asked.cluster.devices.items()}
     left = sum(counts[name] * batch for name, batch in before.items())
@@ -174,7 +179,7 @@ def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
 
 
 def _by_speed(
-    sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int], samples: int
+    sized: SizedProblems, start: Mapping[str, int], counts: Mapping[str, int], samples: int
 ) -> dict[str, int]:
     """Return batches in proportion to speed by fixed-point iteration."""
     now, visited = dict(start), []
@@ -189,7 +194,7 @@ def _by_speed(
     return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
 
 
-def _slowest(sized: _Sized, batches: Mapping[str, int]) -> float:
+def _slowest(sized: SizedProblems, batches: Mapping[str, int]) -> float:
     return max(sized.figures(name, batch)[0] for name, batch in batches.items())
 
 
@@ -212,7 +217,7 @@ def _off(batches: Mapping[str, int], counts: Mapping[str, int], samples: int) ->
     return abs(sum(counts[name] * batch for name, batch in batches.items()) - samples)
 
 
-def _most(sized: _Sized, name: str, batch: int) -> int:
+def _most(sized: SizedProblems, name: str, batch: int) -> int:
     """Return the largest batch below `batch` that fits into memory; 1 if none does."""
     low, high = 1, batch
     while high - low > 1:

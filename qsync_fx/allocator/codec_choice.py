@@ -170,12 +170,15 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
 
 
 def _of_gradient(problem: Problem, paths: Sequence[str], codec: str) -> float:
-    """Return the variance of coding the gradient of a rank once, as the mean over ranks."""
+    """Return the variance of coding the gradient of a rank once, as the mean over ranks.
+
+    Ranks send gradients in proportion to their samples, so their mean square is weighted.
+    """
     if codec == PLAIN.name:
         return 0.0
-    cluster, mean = problem.cluster, 0.0
+    mean = 0.0
     for name, part in problem.classes.items():
-        share = cluster.devices[name].count / cluster.ranks
+        share = problem.weight(name) * problem.cluster.ranks
         mean += share * sum(_known(part.sensitivity.gradients, path, codec) for path in paths)
     return mean
 

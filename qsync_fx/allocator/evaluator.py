@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import sympy
+
 from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.errors import ProfileError, shown
@@ -397,7 +399,8 @@ def evaluate_plan(problem: Problem, plans: Plans, codecs: Codecs | None = None) 
 def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     """Return a device class with another batch.
 
-    Measured times are scaled, see `Scaled`; times of the catalog are computed again.
+    Measured times are scaled, see `Scaled`; times of the catalog are computed again. The
+    sensitivity is scaled by `Sensitivity.at_batch`.
 
     `symbolic` is the model graph with the batch per device as its only symbolic size.
     """
@@ -425,7 +428,21 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
         )
         sizes = (-(-size * now // live) for size in (training.loss.held, training.loss.most))
         training = replace(training, loss=LossMemory(*sizes) if live else None)
-    return replace(part, graph=graph, times=times, anchors=(), training=training)
+    sensitivity = part.sensitivity.at_batch(_batch_of(part.graph, symbolic), batch)
+    return replace(
+        part, graph=graph, times=times, sensitivity=sensitivity, anchors=(), training=training
+    )
+
+
+def _batch_of(graph: ModelGraph, symbolic: ModelGraph) -> float:
+    """Return the batch of a graph, from the first tensor that is proportional to it."""
+    for value, sized in zip(symbolic.values, graph.values, strict=True):
+        if isinstance(value.numel, sympy.Expr):
+            for symbol in value.numel.free_symbols:
+                if (value.numel / symbol).is_number:
+                    return float(sized.numel / (value.numel / symbol))
+    message = "no tensor of the model has a number of elements proportional to its batch"
+    raise ProfileError(message, do="compare with batches that need no other trace")
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,24 @@ def with_margin(
             answer = chosen.allocate(replace(careful, seconds=target(careful)))
         except PlanError:
             return chosen.allocate(problem)
-        result = evaluate_plan(problem, answer.plans, answer.evaluation.codecs)
-        if not result.exceeds(problem):
+        devices = {
+            name: replace(device, slowdown=problem.cluster.devices[name].slowdown)
+            for name, device in answer.problem.cluster.devices.items()
+        }
+        cluster = replace(answer.problem.cluster, devices=devices)
+        real = replace(answer.problem, cluster=cluster, seconds=problem.seconds)
+        if answer.batches and problem.seconds is not None:
+            # A step with other samples has another limit, of the same throughput.
+            share = (real.cluster.samples or 1) / (problem.cluster.samples or 1)
+            real = replace(real, seconds=problem.seconds * share)
+        result = evaluate_plan(real, answer.plans, answer.evaluation.codecs)
+        if not result.exceeds(real):
             notes = [
                 PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share})
                 for name, share in shares.items()
             ]
             notes += answer.notes
-            return replace(answer, problem=problem, evaluation=result, notes=tuple(notes))
+            return replace(answer, problem=real, evaluation=result, notes=tuple(notes))
     return chosen.allocate(problem)
 
 

@@ -71,6 +71,7 @@ class PlanNoteKind(StrEnum):
     STOPPED = "the time limit of the solver was reached"
     UNFIT = "the plan exceeds a limit"
     BATCH = "the batch size is proportional to the speed"
+    PLANNED_BATCH = "the batch size is planned"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a higher limit may allow a better plan"
@@ -150,6 +151,7 @@ class PlanResult(HtmlView):
         iterations: iterations of the solver; empty for allocators that only call the evaluator.
         trials: measured runs of each round, over all local classes.
         ran: round in which this plan was run, from 1; None if it was not.
+        batches: samples per step of each device, by class, if the allocator chose them.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -162,6 +164,7 @@ class PlanResult(HtmlView):
     notes: tuple[PlanNote, ...] = field(default=(), repr=False)
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
+    batches: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     profiles: Mapping[str, Profile] = field(
         default_factory=lambda: MappingProxyType({}), repr=False, compare=False
     )
@@ -221,16 +224,18 @@ class PlanResult(HtmlView):
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Return the value of the option "plan": a cluster plan for several classes or codecs."""
+        """Return the value of the option "plan": a cluster plan for several classes, for codecs or
+        for chosen batches.
+        """
         plans, cluster = self.to_plans(), self.problem.cluster
-        if len(plans) == 1 and not self.codecs:
+        if len(plans) == 1 and not self.codecs and not self.batches:
             return next(iter(plans.values()))
         notes: dict[str, str] = {}
         if self.codecs:
             notes = {TRANSPORT: cluster.transport}
             if cluster.nodes < cluster.ranks:
                 notes |= between_nodes(cluster.ranks_per_node)
-        return ClusterPlan(plans, notes=notes, codecs=self.codecs)
+        return ClusterPlan(plans, notes=notes, codecs=self.codecs, batches=self.batches)
 
     def save(self, path: Path) -> None:
         """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""

@@ -174,8 +174,16 @@ class Problem:
         return self.classes[subject.removeprefix("memory ")].memory
 
     def weight(self, name: str) -> float:
-        """Return the weight of a class's per-device variance in the mean gradient's."""
-        return self.cluster.devices[name].count / self.cluster.ranks**2
+        """Return the weight of a class's per-device variance in the mean gradient's.
+
+        The mean is over samples, so a device with `b` of the `B` samples of a step has the share
+        `b / B` of the mean, and its class the weight `count * (b / B)**2`. If the batch of a class
+        is unknown, all devices count as equal.
+        """
+        device, samples = self.cluster.devices[name], self.cluster.samples
+        if device.batch is None or samples is None:
+            return device.count / self.cluster.ranks**2
+        return device.count * (device.batch / samples) ** 2
 
     def omega(self, name: str, operator: str, requested: str) -> float:
         """Return the variance that an operator adds on each device of a class."""

@@ -173,7 +173,10 @@ def _sensitivity(
     available: Mapping[str, DeviceInputs],
     value: Sensitivity | Mapping[str, Sensitivity] | None,
 ) -> Sensitivity:
-    """Return the given sensitivity of a class, else that in its or another class's profile."""
+    """Return the given sensitivity of a class, else that in its or another class's profile.
+
+    A sensitivity from another profile is scaled to the batch of the class's profile.
+    """
     if isinstance(value, Sensitivity):
         return value
     if value is not None:
@@ -185,7 +188,9 @@ def _sensitivity(
     for profile in (available[name], *available.values()):
         result = getattr(profile, "sensitivity", None)
         if isinstance(result, Sensitivity):
-            return result
+            before = getattr(profile, "batch_size", None)
+            after = getattr(available[name], "batch_size", None)
+            return result.at_batch(before, after) if before and after else result
     message = "no profile contains how much an operator in a narrow format disturbs gradients"
     do = "measure with sensitivity, or give one: sensitivity=qsync_fx.sensitivity(...)"
     raise ProfileError(message, where="sensitivity", do=do)

@@ -18,7 +18,7 @@ from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.progress import progress
 
 if TYPE_CHECKING:
-    from qsync_fx.allocator.problem import DeviceClass, Problem
+    from qsync_fx.allocator.problem import DeviceClass
     from qsync_fx.cli.model_args import Trained
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
     from qsync_fx.predictor.model import ModelGraph
@@ -193,7 +193,7 @@ def sensitivities(available: PlanInputs, method: str) -> Sensitivity | dict[str,
     return result.get("", result)
 
 
-def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
+def resizer(available: PlanInputs) -> Callable[[DeviceClass, int], DeviceClass]:
     """Return a function that changes the batch size of a class of devices."""
     from qsync_fx.allocator.evaluator import resized
 
@@ -209,8 +209,7 @@ def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], Dev
     def symbolic(device: str, formats: tuple[str, ...]) -> ModelGraph:
         return _of_any_batch(trained, device, formats)
 
-    def other(name: str, batch: int) -> DeviceClass:
-        part = problem.classes[name]
+    def other(part: DeviceClass, batch: int) -> DeviceClass:
         return resized(part, symbolic(part.graph.device, part.graph.formats), batch)
 
     return other
@@ -307,6 +306,31 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
         "options": model_args.measured(arguments),
         "max_replans": MAX_REPLANS if limit is None else limit,
     }
+
+
+def batch_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
+    """Return the arguments of `find_plan` that plan batches, or else that run the plan here."""
+    if arguments.batch is None:
+        if arguments.min_batch is not None:
+            do = "add --batch global"
+            raise OptionError("batches are not planned", where="--min-batch", do=do)
+        return run_arguments(arguments, available)
+    if arguments.max_replans:
+        message = "a plan with other batches cannot be run with the measured batch"
+        raise OptionError(message, where="--max-replans", do="remove it, or --batch")
+    return {
+        "batch": arguments.batch,
+        "min_batch": arguments.min_batch or 1,
+        "resized": resizer(available),
+    }
+
+
+def global_batch(text: str) -> str | tuple[int, int]:
+    """Return "global", or the range of samples of a step, such as "1024-2048"."""
+    if text == "global":
+        return text
+    least, _, most = text.partition("-")
+    return int(least), int(most)
 
 
 def request(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:

@@ -136,13 +136,19 @@ class FleetPlan(ClusterPlan):
             notes |= LinkProbe.of(answer.problem.cluster).notes()
             if (size := survey.links.size) > 1:
                 notes |= between_nodes(size, survey.links.in_a_row)
-        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
+        plan = ClusterPlan(
+            answer.to_plans(),
+            ranks=survey.ranks,
+            notes=notes,
+            codecs=answer.codecs,
+            batches=answer.batches,
+        )
         return cls(plan, survey, answer)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ClusterPlan):
             return NotImplemented
-        names = ("classes", "devices", "ranks", "codecs")
+        names = ("classes", "devices", "ranks", "codecs", "batches", "memory_budgets")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     __hash__ = ClusterPlan.__hash__

@@ -15,6 +15,7 @@ bound of the last program: if the estimate is approximate, other plans can be be
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,8 @@ class SearchState:
         memory_estimates: learned live bytes, by open class with a memory limit.
         memory_bounds: lower bounds on live bytes, by open class with a memory limit.
         incumbent: best plans that meet all limits; None if none were found.
-        lower_bound: proved lower bound of the objective over all plans; None if unknown.
+        lower_bound: proved lower bound of the objective over all plans, infinite if none meets the
+            limits; None if unknown.
         program_bound: bound of the last program in `iterations`.
         smallest_peak_bytes: smallest evaluated peak memory, by class.
         iterations: solved programs with the evaluations of their plans.
@@ -122,7 +124,7 @@ class MilpSearch:
         """Search as described above, with at most `max_iterations` in each loop."""
         if self.state.is_approximate:
             self.compute_lower_bound()
-        if self.is_within_gap():
+        if self.is_within_gap() or self.state.lower_bound == math.inf:
             return
         if self.state.memory_bounds:
             self.correct_memory_limits(max_iterations)
@@ -221,6 +223,8 @@ class MilpSearch:
         self.state.memory_bounds = memory
         limits = self.state.limits
         solution = self._solve_program(self.evaluator.plans, costs, memory, limits)
+        if solution.infeasible:
+            self.state.lower_bound = math.inf
         if solution.plans is not None:
             self.state.lower_bound = solution.bound
             self.evaluate(self.problem.completed(solution.plans), solution.codecs)

@@ -44,6 +44,7 @@ examples:
   qsync plan --profile cpu.json --set 'encoder.*=fp32'            effect of another format
   qsync plan bert:small -o plan.json                              measure, plan, run the plan
   qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
+  qsync plan bert:small --cluster cluster.toml --batch global     batches and formats together
   qsync plan --profile cpu.json --pareto                          time against variance"""
 
 
@@ -95,6 +96,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --codecs NAMES            comma-separated codecs for gradient buckets besides fp32, such as
                                   qsgd8,qsgd4
         --inside-codecs NAMES     comma-separated codecs inside nodes besides fp32, such as qsgd8
+        --batch SAMPLES           plan the batch of each device, too: global for the samples of the
+                                  cluster file in a step, or their range, such as 1024-2048
+        --min-batch N             least samples per device for --batch
         """,
         {
             "budget": plan_inputs.limit,
@@ -103,6 +107,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
             "max_replans": int,
             "codecs": model_args.names,
             "inside_codecs": model_args.names,
+            "batch": plan_inputs.global_batch,
+            "min_batch": int,
         },
         allocator="milp",
     )
@@ -146,7 +152,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
         **plan_inputs.request(arguments, inputs),
-        **plan_inputs.run_arguments(arguments, inputs),
+        **plan_inputs.batch_arguments(arguments, inputs),
     )
     _report(arguments, inputs, answer, changes)
 
@@ -209,7 +215,8 @@ def _compare(inputs: PlanInputs, problem: Problem) -> list[AllocatorComparison]:
 
     more: list[Allocator] = []
     try:
-        more.append(DynamicBatches(plan_inputs.resizer(inputs, problem)))
+        resized = plan_inputs.resizer(inputs)
+        more.append(DynamicBatches(lambda name, batch: resized(problem.classes[name], batch)))
     except QSyncError as error:
         output.note(f"the comparison omits dynamic batches: {error.what}")
     allocators = side_by_side(problem, more)
@@ -264,6 +271,7 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "ran": answer.ran,
         "exceeds": answer.evaluation.exceeds(answer.problem),
         "codecs": dict(answer.codecs),
+        "batches": dict(answer.batches),
         "coding": answer.evaluation.coding,
         "classes": classes,
     }

@@ -117,6 +117,27 @@ class Sensitivity:
         message = f"the sensitivity in {shown(precision)} was not computed"
         raise ProfileError(message, where=name, do=nearest(precision, by))
 
+    def at_batch(self, before: float, after: float) -> Sensitivity:
+        """Return the sensitivity with `after` instead of `before` samples per step of a device.
+
+        The gradient of a device is a mean over its samples, so `variance`, `trace` and `noise`
+        scale with `before / after`. For rounding this is an assumption: errors of activations and
+        of their gradients are independent between samples, but all samples share the rounding error
+        of a weight, which does not average out. The error of a gradient codec is proportional to
+        the mean square of the gradient, `|G|^2 + tr(Sigma) / batch`; without a noise scale,
+        `gradients` do not change.
+        """
+        share, coded = before / after, 1.0
+        if self.noise_scale is not None:
+            coded = (1 + self.noise_scale / after) / (1 + self.noise_scale / before)
+        return replace(
+            self,
+            variance=_times(self.variance, share),
+            trace=[_times(values, share) for values in self.trace],
+            gradients=_times(self.gradients, coded),
+            noise=None if self.noise is None else self.noise * share,
+        )
+
     def to_json(self) -> str:
         """Return the sensitivity as JSON text."""
         return SENSITIVITY.encode(self.finite())
@@ -138,6 +159,10 @@ class Sensitivity:
 
     def __str__(self) -> str:
         return plain(sensitivity_table(self))
+
+
+def _times(values: Values, factor: float) -> dict[str, dict[str, float]]:
+    return {op: {name: v * factor for name, v in by.items()} for op, by in values.items()}
 
 
 def _finite(values: Values) -> dict[str, dict[str, float]]:
