@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -16,11 +17,12 @@ from qsync_fx.allocator.evaluator import evaluate_plan, resized
 from qsync_fx.allocator.joint_batches import GAP, JointBatches
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.plan.cluster_plan import ClusterPlan
+from qsync_fx.predictor.cost_mapper.times import Seconds
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from tests.support.planning.allocation_problems import PlainTimes
 from tests.support.planning.catalog_fleets import of_catalog, symbolic
 from tests.support.planning.drawn_graphs import device
-from tests.support.planning.predicted_models import DrawnTimes, Seconds
+from tests.support.planning.predicted_models import DrawnTimes
 from tests.support.tiers import ALL, chosen
 
 MEASURED = 3
@@ -89,7 +91,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
-    seed=st.integers(0, 10**6),
+    seed=st.integers(0, 10**5).map(lambda number: 14 * number + 2 * (number % 2)),
     tight=st.floats(0.0, 0.15),
     slowdown=st.sampled_from([1.0, 1.7]),
     least=st.sampled_from(["variance", "seconds"]),
@@ -97,7 +99,8 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
 def test_joint_plan_is_that_of_brute_force(
     seed: int, tight: float, slowdown: float, least: str
 ) -> None:
-    problem, joint = drawn(seed - seed % 2, slowdown)
+    # Seeds of two graphs of three layers, as each graph is traced.
+    problem, joint = drawn(seed, slowdown)
     evaluations = every_joint_plan(problem, joint)
     if least == "variance":
         seconds = sorted(evaluation.seconds for evaluation in evaluations)
@@ -188,8 +191,8 @@ def test_batches_stay_within_the_request() -> None:
 
 def test_find_plan_plans_batches() -> None:
     problem = of_catalog("perceptron", 64, count=16)
-    profiles = {name: part.times for name, part in problem.classes.items()}
-    arguments = {
+    profiles: Any = {name: part.times for name, part in problem.classes.items()}
+    arguments: dict[str, Any] = {
         "sensitivity": problem.classes["t4"].sensitivity,
         "progress": False,
         "resized": lambda part, batch: resized(
