@@ -241,7 +241,7 @@ def add(
     )
     if not required:
         model.nargs, model.required = "?", False
-    parser.set_defaults(mode=None)
+    parser.set_defaults(mode=None, inspection=inspection)
     if inspection:
         mode = reference.add_mutually_exclusive_group()
         modes = {
@@ -279,7 +279,9 @@ def flag(option: str) -> str:
 
 def given(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options and the recipe that a command line sets, by name."""
-    values = {name: getattr(arguments, name, None) for name in _arguments(inspection=True)}
+    # Of `qsync plan`, --target is the limit of the step time.
+    names = _arguments(getattr(arguments, "inspection", False))
+    values = {name: getattr(arguments, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -465,3 +465,20 @@ def test_a_model_on_devices_of_the_catalog(
     assert compared["dynamic-batches"]["seconds"] < compared["uniform-fp32"]["seconds"]
     assert compared["milp"]["variance"] <= compared["paper"]["variance"] * 1.0001
     assert compared["milp"]["fits"] and compared["paper"]["fits"]
+
+
+def test_batches_are_planned_within_a_step_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed(tmp_path, monkeypatch, nets_to_plan=MODEL)
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    fleet = ["plan", "nets_to_plan:small", "--cluster", "fleet.toml", "--target", "fp16", "--json"]
+    results = []
+    for batches in ([], ["--batch", "global", "--min-batch", "32", "--output", "joint.json"]):
+        assert main([*fleet, *batches]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    equal, joint = results
+    assert joint["batches"]["t4"] < joint["batches"]["v100"]
+    assert sum(joint["batches"].values()) == 512 and min(joint["batches"].values()) >= 32
+    assert joint["variance"] <= equal["variance"]
+    assert ClusterPlan.load(tmp_path / "joint.json").batches == joint["batches"]
