@@ -1,8 +1,8 @@
 """Sensitivities of the simulated fleets' models, each trained on real data before.
 A model of plans/fleet_models.py is trained with AdamW on small samples, and its sensitivity is then
-measured by "second_order" on samples of the fleet's size, in the formats of a T4. The sensitivities
-are written to --folder; plans/fleets.py does not read them yet. Columns: "loss" is the mean of the
-first and "trained loss" of the last tenth of the steps; "variance fp16" and "variance int8" are
+measured by "second_order" on samples of the fleet's size, in the formats of a T4 and of an L4. The
+sensitivities are written to --folder, from which joint_fleets.py reads them. Columns: "loss" is the
+mean of the first and "trained loss" of the last tenth of the steps; "variance fp16", and so on, are
 variances of the uniform plans, "noise" is the exact gradient's variance between batches; "seconds"
 is the duration of training and measurement.
 """
@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, selected
 
-NARROW = ("fp16", "int8")
+TARGETS = {"t4": ("fp16", "int8"), "l4": ("tf32", "bf16", "int8")}
+"""Formats of the devices for which a sensitivity is measured."""
+FOLDER = "runs/sensitivities"
 BATCH = 32
 SAMPLES, STEPS = 2, 4
 """Samples of a step of the measurement, and its number of steps."""
@@ -49,16 +51,16 @@ def trained(case: Case, steps: int, seed: int = 0) -> tuple[nn.Module, list[floa
     return model, losses
 
 
-def measured(model: nn.Module, case: Case, steps: int) -> qsync_fx.Sensitivity:
-    """Return the sensitivity of a model in the formats of a T4."""
+def measured(model: nn.Module, case: Case, steps: int, target: str = "t4") -> qsync_fx.Sensitivity:
+    """Return the sensitivity of a model in the formats of a device in `TARGETS`."""
     return qsync_fx.sensitivity(
         model,
         lambda model, batch: model(**batch),
         [case.inputs(SAMPLES, seed) for seed in range(steps)],
-        precisions=NARROW,
+        precisions=TARGETS[target],
         steps=steps,
         fraction=1.0,
-        options={"target": "t4"},
+        options={"target": target},
     )
 
 
@@ -67,7 +69,7 @@ def main() -> None:
         __doc__,
         only={"help": "models whose names begin so", "default": None},
         steps={"type": int, "default": 200, "help": f"steps of {BATCH} samples"},
-        folder={"type": folder, "default": "runs/sensitivities", "help": "where they are written"},
+        folder={"type": folder, "default": FOLDER, "help": "where they are written"},
     )
     rows: list[Row] = []
     for name, case in selected(options, by_size(options.quick, QUICK, CASES)).items():
@@ -80,20 +82,22 @@ def row(name: str, case: Case, options: Any) -> Row:
     steps = by_size(options.quick, 2, options.steps)
     began = time.perf_counter()
     model, losses = trained(case, steps)
-    sensitivity = measured(model, case, by_size(options.quick, 1, STEPS))
-    sensitivity.save(Path(options.folder) / f"{name}.json")
+    variance, noise = {}, None
+    for target, formats in TARGETS.items():
+        sensitivity = measured(model, case, by_size(options.quick, 1, STEPS), target)
+        sensitivity.save(Path(options.folder) / f"{name}.{target}.json")
+        noise = sensitivity.noise
+        for fmt in formats:
+            values = sensitivity.variance.values()
+            variance[f"variance {fmt}, {target}"] = sum(by.get(fmt, 0.0) for by in values)
     part = max(steps // 10, 1)
-    variance = {
-        f"variance {fmt}": sum(values.get(fmt, 0.0) for values in sensitivity.variance.values())
-        for fmt in NARROW
-    }
     return {
         "model": name,
         "training": f"{steps} steps of {BATCH} samples of size {case.small}",
         "loss": statistics.fmean(losses[:part]),
         "trained loss": statistics.fmean(losses[-part:]),
         **variance,
-        "noise": sensitivity.noise,
+        "noise": noise,
         "samples": SAMPLES,
         "seconds": time.perf_counter() - began,
     }

@@ -45,6 +45,7 @@ MORE_OF_A_KIND = {
     "gradient_codecs": "cpu_kernels",
     "hierarchical_links": "compressed_links",
     "huge_pages": "step_time",
+    "joint_fleets": "fleets",
     "loopback": "compressed_links",
     "memory_accuracy": "replay_accuracy",
     "monitoring": "step_time",

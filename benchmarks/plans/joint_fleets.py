@@ -1,0 +1,244 @@
+"""Joint plans of batches and formats for simulated fleets, against plans that change one of them.
+Times and memory are predicted from the catalog; sensitivities are measured by "second_order" on
+trained models (trained_sensitivity.py writes them to --folder). Plans, with 16 GPUs of each kind:
+"uniform" has the widest narrow format that fits on the inference GPUs, "qsync" is the exact plan
+within the step time of "uniform" at equal batches, "dynamic-batches" has the widest formats and
+batches in proportion to speed, "joint at its time" is the joint plan of least variance within the
+step time of "qsync", and "joint at its variance" the fastest within the variance of "qsync".
+Training GPUs keep their widest format, TF32 from Ampere on. "free" plans let all GPUs choose:
+"free uniform" has 16 bits on all, "free joint" is the fastest joint plan within its variance.
+Columns: "variance" of the mean gradient by rounding, "batches" per device, "narrow" operators on
+the inference GPUs, "gap" to the lower bound, "found_in" in seconds. Rows "gains": "speed" is the
+throughput of "joint at its variance" relative to the best of "uniform", "qsync" and
+"dynamic-batches" with at most the variance of "qsync"; "variance" that of "joint at its time"
+relative to "qsync"; "free speed" that of "free joint" relative to "free uniform".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import qsync_fx
+from qsync_fx import Sensitivity
+from qsync_fx.allocator import PlanResult, Problem
+from qsync_fx.allocator.api import get_allocator
+from qsync_fx.allocator.baselines import DynamicBatches, Uniform
+from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.joint_batches import JointBatches
+from qsync_fx.allocator.plan_result import Allocator
+from qsync_fx.allocator.problem import DeviceClass
+from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
+from qsync_fx.devices import get
+from qsync_fx.errors import PlanError
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
+from qsync_fx.profiler.model_graph_builder import build_model_graph
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.plans.fleet_models import CASES, QUICK, Case
+from benchmarks.plans.fleets import TRACED, CatalogProfile
+from benchmarks.plans.trained_sensitivity import FOLDER, SAMPLES, TARGETS, measured, trained
+from benchmarks.support.harness import Row, arguments, by_size, finish, folder, selected, write_json
+
+COUNT: Final = 16
+AMPERE: Final = (8, 0)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Training and inference GPUs, 16 each; `memory` limits an inference GPU."""
+
+    training: str
+    inference: str
+    memory: str = "100%"
+
+
+FLEETS: Final = {
+    "V100 + T4": Fleet("v100", "t4"),
+    "V100 + T4, 30% of memory": Fleet("v100", "t4", "30%"),
+    "A100 + L4": Fleet("a100", "l4"),
+    "H100 + A10": Fleet("h100", "a10"),
+    "RTX 3090 + RTX 2080 Ti": Fleet("rtx-3090", "rtx-2080-ti"),
+}
+
+
+def formats(device: str) -> tuple[str, ...]:
+    """Return the formats of a GPU, widest first."""
+    capability = get(device).capability or AMPERE
+    if capability >= AMPERE:
+        return ("tf32", "bf16", "int8")
+    return ("fp32", "fp16", "int8") if capability >= (7, 5) else ("fp32", "fp16")
+
+
+def kind(device: str) -> str:
+    """Return the device whose formats the sensitivity was measured in."""
+    return next(target for target, narrow in TARGETS.items() if formats(device)[1] in narrow)
+
+
+class Models:
+    """Graphs and sensitivities of a model; each device is traced once, with a symbolic batch."""
+
+    def __init__(self, case: Case, sensitivities: Mapping[str, Sensitivity]) -> None:
+        self.case, self._sensitivities = case, sensitivities
+        self._graphs: dict[str, ModelGraph] = {}
+
+    def graph(self, device: str) -> ModelGraph:
+        if device not in self._graphs:
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            inputs = self.case.inputs(TRACED)
+            for tensor in inputs.values():
+                torch._dynamo.mark_dynamic(tensor, 0)
+            model = self.case.build().train()
+            explanation = qsync_fx.explain(model, **inputs, options={"target": device})
+            self._graphs[device] = build_model_graph(explanation, formats(device))
+        return self._graphs[device]
+
+    def resized(self, part: DeviceClass, batch: int) -> DeviceClass:
+        return resized(part, self.graph(part.graph.device), batch)
+
+    def problem(self, fleet: Fleet, free: bool) -> Problem:
+        """Return the problem of a fleet at equal batches, without a limit of the seconds."""
+        names = (fleet.training, fleet.inference)
+        node = Cluster.load("cluster-a").devices["t4"].node
+        devices = {
+            name: ClusterDevice(COUNT, device=name, batch=self.case.batch, node=node)
+            for name in names
+        }
+        cluster = replace(Cluster.load("cluster-a"), devices=devices)
+        profiles: dict[str, Any] = {}
+        for name in names:
+            (symbol,) = self.graph(name).symbols
+            graph = self.graph(name).at(**{symbol: self.case.batch})
+            sensitivity = self._sensitivities[kind(name)].at_batch(SAMPLES, self.case.batch)
+            profiles[name] = CatalogProfile(graph, name, sensitivity, formats(name))
+        wishes = PlanRequest(
+            memory={fleet.training: "100%", fleet.inference: fleet.memory}, target=float("inf")
+        )
+        problem, _ = build_problem(cluster, profiles, wishes)
+        if free:
+            return problem
+        training = problem.classes[fleet.training]
+        widest = replace(training, formats=formats(fleet.training)[:1])
+        return replace(problem, classes={**problem.classes, fleet.training: widest})
+
+
+def throughput(answer: PlanResult) -> float:
+    samples = answer.problem.cluster.samples
+    assert samples is not None
+    return samples / answer.evaluation.seconds
+
+
+class Comparison:
+    """Plans of a fleet, as rows."""
+
+    def __init__(self, models: Models, model: str, fleet: str) -> None:
+        self.models, self.fleet = models, FLEETS[fleet]
+        self.named: dict[str, Any] = {"model": model, "fleet": fleet}
+        self.rows: list[Row] = []
+
+    def solve(self, name: str, allocator: Allocator, problem: Problem) -> PlanResult | None:
+        try:
+            answer = allocator.allocate(problem)
+        except PlanError as error:
+            self.rows.append({**self.named, "plan": name, "why not": error.what})
+            return None
+        over = answer.evaluation.exceeds(answer.problem)
+        devices = answer.problem.cluster.devices
+        narrow = formats(self.fleet.inference)[1:]
+        plan = answer.plans[self.fleet.inference]
+        self.rows.append(
+            self.named
+            | {
+                "plan": name,
+                "samples_per_second": throughput(answer),
+                "variance": answer.evaluation.variance,
+                "batches": "/".join(str(device.batch) for device in devices.values()),
+                "narrow": sum(fmt in narrow for fmt in plan.values()),
+                "operators": len(plan),
+                "gap": answer.gap,
+                "found_in": answer.took,
+                "why not": ", ".join(f"{limit} +{by:.3g}" for limit, by in over.items()) or None,
+            }
+        )
+        print(self.rows[-1], flush=True)
+        return None if over else answer
+
+    def compare(self) -> list[Row]:
+        problem = self.models.problem(self.fleet, free=False)
+        free = self.models.problem(self.fleet, free=True)
+
+        def joint(problem: Problem) -> JointBatches:
+            return JointBatches(lambda name, n: self.models.resized(problem.classes[name], n))
+
+        gains: dict[str, Any] = self.named | {"plan": "gains"}
+        uniform = None
+        for fmt in formats(self.fleet.inference)[1:]:
+            if uniform is None:
+                uniform = self.solve("uniform", Uniform(fmt), problem)
+        if uniform is not None:
+            timed = replace(problem, seconds=uniform.evaluation.seconds)
+            qsync = self.solve("qsync", get_allocator("milp"), timed)
+            dynamic = self.solve(
+                "dynamic-batches",
+                DynamicBatches(lambda name, n: self.models.resized(problem.classes[name], n)),
+                problem,
+            )
+            same_time = self.solve("joint at its time", joint(problem), timed)
+            if qsync is not None:
+                limit = qsync.evaluation.variance
+                fastest = replace(problem, least="seconds", variance=limit)
+                faster = self.solve("joint at its variance", joint(problem), fastest)
+                single = [item for item in (uniform, qsync, dynamic) if item is not None]
+                best = max(throughput(p) for p in single if p.evaluation.variance <= limit)
+                if faster is not None:
+                    gains["speed"] = throughput(faster) / best
+                if same_time is not None and limit:
+                    gains["variance"] = same_time.evaluation.variance / limit
+        sixteen = formats(self.fleet.inference)[1]
+        everywhere = self.solve("free uniform", Uniform(sixteen), free)
+        if everywhere is not None:
+            fastest = replace(free, least="seconds", variance=everywhere.evaluation.variance)
+            answer = self.solve("free joint", joint(free), fastest)
+            if answer is not None:
+                gains["free speed"] = throughput(answer) / throughput(everywhere)
+        return [*self.rows, gains]
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        only={"help": "models whose names begin so", "default": None},
+        folder={"type": folder, "default": FOLDER, "help": "sensitivities of trained models"},
+    )
+    rows: list[Row] = []
+    cases = selected(options, by_size(options.quick, {"bert": QUICK["bert"]}, CASES))
+    for name, case in cases.items():
+        if options.quick:
+            model, _ = trained(case, 2)
+            sensitivities = {target: measured(model, case, 1, target) for target in TARGETS}
+        else:
+            files = {target: Path(options.folder) / f"{name}.{target}.json" for target in TARGETS}
+            if missing := [path for path in files.values() if not path.exists()]:
+                raise SystemExit(f"{missing[0]} is missing: run trained_sensitivity.py first")
+            sensitivities = {target: Sensitivity.load(path) for target, path in files.items()}
+        models = Models(case, sensitivities)
+        for fleet in by_size(options.quick, ["V100 + T4"], [*FLEETS]):
+            began = time.perf_counter()
+            rows += Comparison(models, name, fleet).compare()
+            print(f"{name}: {fleet} in {time.perf_counter() - began:.0f} s", flush=True)
+            if options.json:
+                write_json(options.json, rows, quick=options.quick)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()
