@@ -34,15 +34,16 @@ ELSEWHERE = {
 MORE_OF_A_KIND = {
     "allocator": "fleets",
     "aqgb_fig3": "compressed_links",
-    "attention": "cpu_kernels",
-    "bf16_pays": "cpu_kernels",
+    "attention": "quantize",
+    "bf16_pays": "quantize",
     "casts": "step_time",
     "compile_time": "step_time",
     "convergence": "table2",
+    "cpu_kernels": "quantize",
     "ddp_accuracy": "replay_accuracy",
     "dropout": "step_time",
     "fig6": "fleets",
-    "gradient_codecs": "cpu_kernels",
+    "gradient_codecs": "quantize",
     "hierarchical_links": "compressed_links",
     "huge_pages": "step_time",
     "joint_fleets": "fleets",
@@ -51,7 +52,6 @@ MORE_OF_A_KIND = {
     "monitoring": "step_time",
     "native_bf16": "step_time",
     "profile_cost": "replay_accuracy",
-    "quantize": "cpu_kernels",
     "saved_memory": "step_time",
     "sensitivity": "replay_accuracy",
     "slow_links": "compressed_links",
@@ -60,6 +60,7 @@ MORE_OF_A_KIND = {
     "table4": "table2",
     "table6": "table2",
     "trained_sensitivity": "fleets",
+    "zero_point": "replay_accuracy",
 }
 """Benchmarks, and of each the one that runs in the tier all for both: plans of models, ranks over
 links, graphs, steps, kernels, replays, and tables of trainings.

@@ -25,8 +25,8 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all.
-pytestmark = [tiers.ALL, pytest.mark.timeout(3600)]
+# Whichever test is first compiles for all, which takes minutes.
+pytestmark = [tiers.EVERY, pytest.mark.timeout(3600)]
 
 
 def products() -> list[KernelConfig]:
@@ -68,9 +68,9 @@ def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
     return (("operation", c.operation),)
 
 
-PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product)[:2], products())
+PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product), products())
 CONVOLUTIONS = tiers.chosen(
-    [], cutlass_cpu.covering(convolutions(), facts_of_a_convolution)[:1], convolutions()
+    [], cutlass_cpu.covering(convolutions(), facts_of_a_convolution), convolutions()
 )
 
 
