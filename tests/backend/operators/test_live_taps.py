@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qsync_fx
 from qsync_fx.backend.operators.conv_gradients import Geometry, least_sizes, unsafe_dimensions
+from qsync_fx.backend.operators.products_in_fp32 import IN_FP32
 from tests.support import tiers
 
 
@@ -97,6 +98,10 @@ def test_dead_taps_have_no_gradient(case: tuple[list[int], list[int], Geometry],
     assert (found[:, :, ~alive(size, kernel, geometry)] == 0).all()
 
 
+_BY_TORCH = torch.ops.aten.convolution_backward.default
+BACKWARD = _BY_TORCH, IN_FP32[_BY_TORCH]
+
+
 class Spoilt(TorchDispatchMode):
     """Puts infinities where oneDNN's kernels write nothing; counts these taps, and weight
     gradients.
@@ -108,7 +113,7 @@ class Spoilt(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.convolution_backward.default or found[1] is None:
+        if func not in BACKWARD or found[1] is None:
             return found
         _, x, weight, _, *geometry, _ = args
         self.calls += 1
