@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.convert import convolution_format
 from qsync_fx.backend.operators.registration import define
-from qsync_fx.formats import FORMATS
+from qsync_fx.devices import cpu_features
 from qsync_fx.torch_internals import OpOverload, tree_map_only
 
 aten = torch.ops.aten
@@ -44,11 +44,7 @@ PRODUCTS: Final[tuple[OpOverload, ...]] = (
 
 def widened(device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the 16-bit types that oneDNN does not multiply; none on a GPU."""
-    if device.type != "cpu":
-        return ()
-    formats = [row for row in FORMATS.values() if row.plain and row.bits == 16]
-    queries = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{row.name}_supported") for row in formats]
-    return tuple(row.dtype for row, query in zip(formats, queries, strict=True) if not query())
+    return cpu_features.multiplied_in_fp32() if device.type == "cpu" else ()
 
 
 def called(operator: OpOverload, operand: Tensor) -> OpOverload:

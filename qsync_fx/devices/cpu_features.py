@@ -18,7 +18,7 @@ import torch
 
 from qsync_fx import _C, environment
 from qsync_fx.errors import OptionError
-from qsync_fx.formats import precision
+from qsync_fx.formats import FORMATS, precision
 from qsync_fx.torch_internals import _disable_current_modes, _int_mm
 
 _FEATURES = {
@@ -95,6 +95,17 @@ def native_bf16_unit() -> bool:
         return True
     narrowed = environment.text("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return bool({"bf16", "amx"}.intersection(features)) and narrowed.upper() not in _WITHOUT
+
+
+@functools.cache
+def multiplied_in_fp32() -> tuple[torch.dtype, ...]:
+    """Return the 16-bit types that oneDNN does not multiply on this CPU, without AVX-512.
+
+    `qsync_fx.backend.operators.products_in_fp32` multiplies them in FP32.
+    """
+    formats = [row for row in FORMATS.values() if row.plain and row.bits == 16]
+    queries = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{row.name}_supported") for row in formats]
+    return tuple(row.dtype for row, query in zip(formats, queries, strict=True) if not query())
 
 
 @functools.cache

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from qsync_fx.devices.cpu_features import multiplied_in_fp32
 from qsync_fx.errors import ProfileError
+from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import (
@@ -220,9 +222,9 @@ class Orders:
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
         saved, written, expected = set[Buffer](), list[Task](), list[Task]()
         parts = (
-            *_by_graph(states.graph, forward.tasks),
+            *_by_graph(states.graph, _with_copies(forward, forward.tasks)),
             backward.incoming,
-            *_by_graph(states.graph, backward.tasks),
+            *_by_graph(states.graph, _with_copies(forward, backward.tasks)),
         )
         for part in reversed(parts):
             written = [*part, *written]
@@ -243,6 +245,28 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
             index = graph.operators[graph.places[task.operator]].graph
         result.setdefault(index, []).append(task)
     return list(result.values())
+
+
+def _with_copies(forward: Forward, tasks: list[Task]) -> list[Task]:
+    """Return the tasks with the FP32 copies that products make on a CPU without AVX-512."""
+    dtypes = multiplied_in_fp32() if forward.graph.device == "cpu" else ()
+    if not dtypes:
+        return tasks
+    narrow = {name for name, row in FORMATS.items() if row.plain and row.dtype in dtypes}
+    products = {item.id for item in forward.graph.operators if forward.multiplies(item)}
+    result = []
+    for task in tasks:
+        if task.library and task.reads and task.operator in products:
+            read, written = (
+                sum(buffer.bytes for buffer in buffers if buffer.format in narrow)
+                for buffers in (task.reads, task.writes)
+            )
+            # The copies of the operands are freed before the rounded result is allocated.
+            copies = max(2 * read + written, 2 * written)
+            result.append(replace(task, workspace=task.workspace + copies))
+        else:
+            result.append(task)
+    return result
 
 
 def _with_loss(tasks: list[Task], loss: LossMemory | None, gradients: Set[Buffer]) -> list[Task]:
