@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
+from qsync_fx.backend.operators.products_in_fp32 import IN_FP32
 from tests.support import tiers
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -42,8 +43,8 @@ def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool]
 
     graph = make_fx(run, decomposition_table=for_inductor(CPU))(*arguments[:3])
     asked = []
-    for target in (torch.ops.qsync.depthwise_gradients.default, BACKWARD):
-        calls = graph.graph.find_nodes(op="call_function", target=target)
+    for targets in ((torch.ops.qsync.depthwise_gradients.default,), (BACKWARD, IN_FP32[BACKWARD])):
+        calls = [node for node in graph.graph.nodes if node.target in targets]
         assert len(calls) <= 1
         asked.append([bool(wanted) for call in calls for wanted in call.args[-1]])
     return asked[0], asked[1], graph(*arguments[:3])
