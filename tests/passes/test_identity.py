@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.backend.compile import rewrite
+from qsync_fx.devices.cpu_features import native_integer_unit
 from qsync_fx.options import Options
 from tests.support import tiers
 from tests.support.models.small_models import Counting, Perceptron, build, compiled
@@ -80,6 +81,9 @@ def operators_of(graph: fx.Graph, *names: str) -> set[str]:
     return {node.meta["custom"]["qsync"] for node in nodes}
 
 
+INTEGERS = "gemm" if native_integer_unit() else "integer_products"
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
-@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "gemm")])
+@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", INTEGERS)])
 def test_forward_and_backward_nodes_carry_the_id(precision: str, product: str) -> None:
     forward, backward = aten_graphs(build(Perceptron), torch.randn(4, 16), precision)
     linears = {"layers.0/linear", "layers.3/linear", "head/linear"}
@@ -100,7 +104,7 @@ def test_forward_and_backward_nodes_carry_the_id(precision: str, product: str) -
     assert operators_of(backward, "threshold_backward") == {"layers.1/relu"}
 
 
-@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "gemm")])
+@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", INTEGERS)])
 def test_recomputed_nodes_carry_the_id(precision: str, product: str) -> None:
     _, backward = aten_graphs(build(Checkpointed), torch.randn(4, 16), precision)
     recomputed = operators_of(backward, product)
