@@ -10,8 +10,8 @@ Training GPUs keep their widest format, TF32 from Ampere on. "free" plans let al
 Columns: "variance" of the mean gradient by rounding, "batches" per device, "narrow" operators on
 the inference GPUs, "gap" to the lower bound, "found_in" in seconds. Rows "gains": "speed" is the
 throughput of "joint at its variance" relative to the best of "uniform", "qsync" and
-"dynamic-batches" with at most the variance of "qsync"; "variance" that of "joint at its time"
-relative to "qsync"; "free speed" that of "free joint" relative to "free uniform".
+"dynamic-batches" with at most the variance of "qsync"; "variance" is the variance of "joint at its
+time" relative to "qsync", "free speed" the throughput of "free joint" relative to "free uniform".
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ from torch import nn
 import qsync_fx
 from qsync_fx import _C
 from qsync_fx.devices import support
+from qsync_fx.devices.cpu_features import cpu_multiplies_integers
 from qsync_fx.formats import FORMATS
 
 print(_C.isa())
@@ -111,7 +112,8 @@ for fmt in ("int8", "int8_grad"):
         found = y, *torch.autograd.grad(y.sum(), (x, weight))
     for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
         torch.testing.assert_close(one, torch.full_like(one, exact))
-    print(fmt, bool({"qsync::gemm", "qsync::integer_products"} & {*calls}), support(torch.device("cpu"), FORMATS[fmt]).how)
+    as_integers = bool({"qsync::gemm", "qsync::integer_products"} & {*calls})
+    print(fmt, as_integers == cpu_multiplies_integers(), support(torch.device("cpu"), FORMATS[fmt]).how)
 
 torch.manual_seed(0)
 images = torch.randn(16, 3, 9, 9)
@@ -156,7 +158,7 @@ def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
         [sys.executable, "-c", WITHOUT_UNITS], env=env, capture_output=True, text=True, timeout=250
     )
     assert ran.returncode == 0, ran.stderr
-    layers = ["int8 False simulated", "int8_grad False simulated"]
+    layers = ["int8 True simulated", "int8_grad True simulated"]
     assert ran.stdout.splitlines() == [path, *layers, "fp32 exact", "int8 near", "int8_grad near"]
 
 
