@@ -189,11 +189,17 @@ class _Search:
     # Objectives
 
     def evaluate_single_choices(self) -> None:
-        """Evaluate uniform plans, and uniform plans with batches in proportion to speed."""
+        """Evaluate uniform plans, also with batches in proportion to speed, and the exact plan of
+        the given batches.
+        """
         for plans in (Problem.uniform, full):
             self._evaluate(self._before, plans(self.problem))
             answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
             self._evaluate(answer.batches, answer.plans)
+        equal = MilpSearch(self.problem, _INNER_GAP, self._settings.seconds)
+        equal.solve(_ROUNDS)
+        if equal.state.incumbent is not None:
+            self._evaluate(self._before, equal.state.incumbent.plans)
 
     def least_variance(self, seconds: float | None, until: float | None = None) -> float:
         """Search for the least variance with a step of at most `seconds`; return a lower bound.

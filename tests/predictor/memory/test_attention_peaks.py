@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.devices.cpu_features import native_bf16_unit
+from qsync_fx.devices.cpu_features import multiplied_in_fp32, native_bf16_unit
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory.attention_memory import is_fused
 from qsync_fx.predictor.model import ModelGraph
@@ -97,7 +97,8 @@ def test_fused_attention_peak_equals_the_prediction() -> None:
 def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
     torch.manual_seed(0)
     real, found = real_and_foreseen(Attending(0.1), rows(), Plan(fmt))
-    assert abs(found - real) <= OFF * real
+    off = 2 * OFF if multiplied_in_fp32() else OFF
+    assert abs(found - real) <= off * real
 
 
 @ALL
