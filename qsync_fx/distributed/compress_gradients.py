@@ -32,14 +32,18 @@ from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import Scatter, ShardedCompression
 from qsync_fx.distributed import agreement
 from qsync_fx.distributed.agreement import Meeting, parallel_in, patience, several_ranks
-from qsync_fx.distributed.fsdp_units import fsdp_units, unit_rows
 from qsync_fx.distributed.gradient_groups import (
     agreed_transport,
     checked_transport,
     gradient_groups,
 )
 from qsync_fx.distributed.node_topology import nodes_of_ranks
-from qsync_fx.distributed.sample_weighted_mean import GradientHook, has_hook
+from qsync_fx.distributed.sample_weighted_mean import (
+    GradientHook,
+    fsdp_units,
+    has_hook,
+    unit_rows,
+)
 from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.plan.cluster_plan import (
