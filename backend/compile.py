@@ -279,7 +279,7 @@ def inner_compiler(
 def _aot_eager(device: torch.device, memory_budget: float | None) -> Any:
     """Return torch's backend of this name, with a memory budget and our decompositions."""
     partition: Any = internals.min_cut_rematerialization_partition
-    widened = products_in_fp32.widened(device)
+    table = products_in_fp32.decompositions({}) if products_in_fp32.widened(device) else None
     if memory_budget is not None and memory_budget < 1:
         partition = WithinBudget(memory_budget)
     return internals.aot_autograd(
@@ -287,7 +287,7 @@ def _aot_eager(device: torch.device, memory_budget: float | None) -> Any:
         bw_compiler=internals.boxed_nop,
         partition_fn=partition,
         keep_inference_input_mutations=True,
-        decompositions=products_in_fp32.decompositions({}) if widened else None,
+        decompositions=table,
     )
 
 

@@ -31,7 +31,7 @@ from qsync_fx.allocator.baselines import (
 )
 from qsync_fx.allocator.evaluator import TOLERANCE, Evaluation, beyond, evaluate_plan
 from qsync_fx.allocator.feasibility import unfit
-from qsync_fx.allocator.milp.search import MilpSearch
+from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem
 from qsync_fx.errors import OptionError, PlanError
@@ -196,10 +196,9 @@ class _Search:
             self._evaluate(self._before, plans(self.problem))
             answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
             self._evaluate(answer.batches, answer.plans)
-        equal = MilpSearch(self.problem, _INNER_GAP, self._settings.seconds)
-        equal.solve(_ROUNDS)
-        if equal.state.incumbent is not None:
-            self._evaluate(self._before, equal.state.incumbent.plans)
+        equal = self._exact(self.problem)
+        if equal.incumbent is not None:
+            self._evaluate(self._before, equal.incumbent.plans)
 
     def least_variance(self, seconds: float | None, until: float | None = None) -> float:
         """Search for the least variance with a step of at most `seconds`; return a lower bound.
@@ -405,9 +404,7 @@ class _Search:
             bound = part.variance(part.fixed_plan) * batch if fits else math.inf
             levels.append(_Level(batch, seconds, bound, bound, plan))
             return
-        search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
-        search.solve(_ROUNDS)
-        state = search.state
+        state = self._exact(problem)
         proved = state.lower_bound if state.is_approximate else state.program_bound
         if state.incumbent is None:
             infeasible = proved == math.inf or not (state.is_approximate or state.notes)
@@ -418,6 +415,12 @@ class _Search:
         variance = part.variance(plan) * batch
         bound = max(self._least[name], (proved or 0.0) / problem.weight(name) * batch)
         levels.append(_Level(batch, seconds, min(bound, variance), variance, plan))
+
+    def _exact(self, problem: Problem) -> SearchState:
+        """Return the exact program's state after its search in the remaining time."""
+        search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
+        search.solve(_ROUNDS)
+        return search.state
 
     def _alone(self, name: str, batch: int, seconds: float) -> Problem:
         """Return the problem of one class in the cluster, whose other devices need no time."""
