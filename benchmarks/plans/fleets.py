@@ -74,19 +74,22 @@ class CatalogProfile:
         return DeviceTimes(get(self.device), self.graph)
 
 
+def symbolic(
+    model: torch.nn.Module, case: Case, device: str, formats: tuple[str, ...]
+) -> ModelGraph:
+    """Return the graph of a model on a device, with a symbolic batch size."""
+    torch._dynamo.reset()
+    inputs = case.inputs(TRACED)
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return build_model_graph(qsync_fx.explain(model, **inputs, options={"target": device}), formats)
+
+
 def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
     """Return the graph of each device with a symbolic batch size, and the sensitivity on a T4."""
     torch.manual_seed(0)
     model, inputs = case.build().train(), case.inputs(TRACED)
-    graphs = {}
-    for device, formats in FORMATS.items():
-        torch._dynamo.reset()
-        marked = {name: tensor.clone() for name, tensor in inputs.items()}
-        for tensor in marked.values():
-            torch._dynamo.mark_dynamic(tensor, 0)
-        graphs[device] = build_model_graph(
-            qsync_fx.explain(model, **marked, options={"target": device}), formats
-        )
+    graphs = {device: symbolic(model, case, device, FORMATS[device]) for device in FORMATS}
     torch._dynamo.reset()
     narrow = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
     sensitivity = qsync_fx.sensitivity(
@@ -118,7 +121,7 @@ def problem(
         name: replace(device, count=count, batch=batch) for name, device in cluster.devices.items()
     }
     settings: dict[str, Any] = {
-        name: CatalogProfile(_at(graph, batch), name, sensitivity, FORMATS[name])
+        name: CatalogProfile(at_batch(graph, batch), name, sensitivity, FORMATS[name])
         for name, graph in graphs.items()
     }
     wishes = PlanRequest(
@@ -150,7 +153,7 @@ def narrow(planning: Problem) -> PlanResult:
     return next((answer for answer in results if answer.fits), results[-1])
 
 
-def _at(graph: ModelGraph, batch: int) -> ModelGraph:
+def at_batch(graph: ModelGraph, batch: int) -> ModelGraph:
     (symbol,) = graph.symbols
     return graph.at(**{symbol: batch})
 

@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import torch
 
-import qsync_fx
 from qsync_fx import Sensitivity
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.api import get_allocator
@@ -39,12 +38,11 @@ from qsync_fx.devices import get
 from qsync_fx.errors import PlanError
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
-from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
-from benchmarks.plans.fleets import TRACED, CatalogProfile
+from benchmarks.plans.fleets import CatalogProfile, at_batch, symbolic
 from benchmarks.plans.trained_sensitivity import FOLDER, SAMPLES, TARGETS, measured, trained
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, selected, write_json
 
@@ -93,13 +91,8 @@ class Models:
     def graph(self, device: str) -> ModelGraph:
         if device not in self._graphs:
             torch.manual_seed(0)
-            torch._dynamo.reset()
-            inputs = self.case.inputs(TRACED)
-            for tensor in inputs.values():
-                torch._dynamo.mark_dynamic(tensor, 0)
             model = self.case.build().train()
-            explanation = qsync_fx.explain(model, **inputs, options={"target": device})
-            self._graphs[device] = build_model_graph(explanation, formats(device))
+            self._graphs[device] = symbolic(model, self.case, device, formats(device))
         return self._graphs[device]
 
     def resized(self, part: DeviceClass, batch: int) -> DeviceClass:
@@ -116,8 +109,7 @@ class Models:
         cluster = replace(Cluster.load("cluster-a"), devices=devices)
         profiles: dict[str, Any] = {}
         for name in names:
-            (symbol,) = self.graph(name).symbols
-            graph = self.graph(name).at(**{symbol: self.case.batch})
+            graph = at_batch(self.graph(name), self.case.batch)
             sensitivity = self._sensitivities[kind(name)].at_batch(SAMPLES, self.case.batch)
             profiles[name] = CatalogProfile(graph, name, sensitivity, formats(name))
         wishes = PlanRequest(
