@@ -25,8 +25,8 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# Whichever test is first compiles for all, which takes minutes.
-pytestmark = [tiers.EVERY, pytest.mark.timeout(3600)]
+# Whichever test is first compiles for all.
+pytestmark = [tiers.ALL, pytest.mark.timeout(3600)]
 
 
 def products() -> list[KernelConfig]:
