@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
         "--memory",
         type=_positive,
         metavar="MB",
-        help="limit of rank 1's peak memory; default: 80%% of its peak memory in FP32",
+        help="limit of rank 1's peak memory; default: the mean of its peaks in FP32 and BF16",
     )
     parser.add_argument(
         "--plan",

@@ -36,7 +36,7 @@ class Job:
         epochs, batches: number of epochs, and images per step of each rank.
         small: whether to use a smaller network.
         rounds: runs of each plan in the profile.
-        memory: limit of the inference rank's peak memory in bytes; None for a share of FP32's peak.
+        memory: limit of the inference rank's peak memory in bytes; None for the default.
         plan_path: file of a plan to use without measuring; None to solve for a plan.
         inner_backend: backend that compiles the rewritten graphs.
         seed, output, rendezvous: random seed, output folder, and file of the process group's store.

@@ -5,6 +5,7 @@ Invariant: predictions use only the profiles that the ranks measure before the t
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -23,9 +24,6 @@ from qsync_fx.predictor.memory import TrainingMemory, peak_bytes
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import optimizer_memory
 
-SHARE = 0.8
-"""Default memory limit of the inference rank, as a fraction of the peak memory of a step in FP32.
-"""
 _SEEN = 4
 """Number of batches that the sensitivities are averaged over."""
 _REPLANS = 2
@@ -58,7 +56,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         pipe.send(Phase("measuring", steps))
         return step(model, batch)
 
-    memory = _share(job, images) if job.memory is None else job.memory
+    memory = _default_memory(job, images) if job.memory is None else job.memory
     plan = qsync_fx.distributed.measure_and_plan(
         model,
         counted,
@@ -94,13 +92,17 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
     return plan
 
 
-def _share(job: Job, images: data.Data) -> float:
-    """Return the default memory limit in bytes: `SHARE` of the inference rank's FP32 peak."""
+def _default_memory(job: Job, images: data.Data) -> float:
+    """Return the mean of the inference rank's peaks in FP32 and in its narrowest format, in bytes.
+
+    Some operators fit into this memory in FP32, but not all of them.
+    """
     model, optimizer = fresh(job, images)
     x, _ = next(batches(replace(job, rank=1), images, 0))
     graph = build_model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
     memory = TrainingMemory(optimizer_memory(optimizer), buckets=True)
-    return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), memory)
+    plans = [qsync_fx.Plan.uniform(name) for name in ("fp32", FORMATS[1][-1])]
+    return statistics.mean(peak_bytes(states(graph, plan), memory) for plan in plans)
 
 
 def _foreseen(judge: PlanEvaluator, timeline: Path) -> Prediction:

@@ -63,9 +63,9 @@ class Sensitivity:
             adds to it; empty if codecs were not measured.
         noise: variance of the exact gradient between batches, summed over all elements; None if it
             was not measured, as with a single batch.
-        noise_scale: gradient noise scale tr(Sigma) / |G|^2 in samples, with the covariance Sigma of
-            the gradients of single samples and their mean G: the batch size at which the noise of
-            the mean gradient equals its square norm (McCandlish et al., "An Empirical Model of
+        noise_scale: gradient noise scale in samples, the trace of the covariance of the gradients
+            of single samples divided by the square norm of their mean G: the batch size at which
+            the noise of the mean gradient equals the square norm (McCandlish et al., "An Empirical Model of
             Large-Batch Training", 2018, Eq. 2.9). None if it was not measured, or if the noise
             hides G in the measured steps.
     """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qsync_fx
-from qsync_fx import PassError, PlanError
+from qsync_fx import PassError, PlanError, torch_internals
 from tests.support.models.small_models import Perceptron, build
 
 
@@ -44,12 +44,10 @@ def test_without_a_plan_it_is_suppressed() -> None:
 def test_an_error_of_the_inner_compiler_reaches_the_user_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import torch._dynamo.backends.registry as registry
-
     def broken(module: torch.fx.GraphModule, inputs: object) -> None:
         raise ZeroDivisionError("the compiler fails")
 
-    monkeypatch.setitem(registry._COMPILER_FNS, "aot_eager", broken)
+    monkeypatch.setattr(torch_internals, "boxed_nop", broken)
     fast = torch.compile(
         build(Perceptron),
         backend="qsync",
