@@ -262,7 +262,7 @@ def test_the_wheel_compiles_cuda_kernels(
     assert memory == "4096"
 
 
-@tiers.ALL
+@tiers.EVERY
 def test_editable_install_finds_new_files(tree: Path, wheel: Path) -> None:
     # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After
     # `wheel`, whose build it shares.

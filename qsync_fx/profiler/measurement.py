@@ -101,7 +101,8 @@ def measure(
         profile: an earlier profile of the same model on this machine, or its path. Then only `plan`
             is measured, interleaved with the profile's first plan to determine the current speed of
             the machine, and the corrected profile is returned.
-        repeats: number of rounds per plan.
+        repeats: number of rounds per plan. Fewer than the default also shorten the measurement of
+            links.
         sensitivity: method of `qsync_fx.sensitivity`. It uses the first 50 batches, or fewer once
             the standard error is below 10%; a shorter list is repeated. None to omit it.
         path: file for the profile. Intermediate results are stored next to it, in files that end in
@@ -138,7 +139,7 @@ def measure(
         if all_reduce:
             if callable(all_reduce):
                 all_reduce()
-            measured = replace(measured, collectives=session.measure_links(measured))
+            measured = replace(measured, collectives=session.measure_links(measured, repeats))
     if path is not None:
         measured.save(path)
         session.discard_checkpoints()
@@ -247,8 +248,11 @@ class ProfilingSession:
         )
         return result
 
-    def measure_links(self, profile: Profile) -> list[Collective]:
-        """Return the times of all-reduces, alone and during steps; synchronizes all ranks."""
+    def measure_links(self, profile: Profile, repeats: int) -> list[Collective]:
+        """Return the times of all-reduces, alone and during steps; synchronizes all ranks.
+
+        Fewer `repeats` than the default shorten the measurement in proportion.
+        """
         with (
             announced("measuring all-reduces and joint steps of all ranks", self._progress),
             without_training(self._module, self._optimizer),
@@ -258,7 +262,8 @@ class ProfilingSession:
             def compile_plan(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
                 return compile_under(wrapped, {**self._options, "plan": plan}, passes)
 
-            return linked(profile, self._module, compile_plan, self.training)
+            share = min(1.0, repeats / REPEATS)
+            return linked(profile, self._module, compile_plan, self.training, share)
 
     def discard_checkpoints(self) -> None:
         for path in filter(None, (self._samples_path, self._sensitivity_path)):

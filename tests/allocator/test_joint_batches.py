@@ -86,7 +86,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
 
 
 @settings(
-    max_examples=chosen([3], [8], [20])[0],
+    max_examples=chosen([3], [4], [20])[0],
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

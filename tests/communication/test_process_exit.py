@@ -16,6 +16,7 @@ from tests.support.processes import ranks
 CODES = {"exception": [1, 1, 1], "interrupt": [-signal.SIGINT] * 3, "one fails": [0, 1, 1]}
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize(
     ("codec", "transport", "ending"),
     [

@@ -67,6 +67,7 @@ def test_both_transports_train_the_same_replicas(
         assert "seconds, collectives of gloo on cpu: encode" in collective[0][name]["printed"]
 
 
+@tiers.one_in(2)
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_size_bucket_and_chunk_gives_the_same_values(world: int, tmp_path: Path) -> None:
@@ -207,6 +208,7 @@ class _Done(distributed.Work):
         return True
 
 
+@tiers.one_in(3)
 @pytest.mark.parametrize("rank", range(3))
 def test_collectives_leave_nothing_on_the_host(rank: int) -> None:
     """Without a group on the CPU: only the end of a step uses it."""

@@ -44,6 +44,7 @@ def test_error_of_one_rank_is_reported_on_both(tmp_path: Path) -> None:
         assert "rank 1 has failed: ProfileError" in ours[fault][1]
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_killed_while_rank_0_solves_is_named(who: int, tmp_path: Path) -> None:
     ended = ranks.run("faults_rank.py", 2, tmp_path, seconds=280, name="killed", who=who)

@@ -25,7 +25,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
     [
         # Its trainer is built on Accelerate's, and its model has most to compile.
         pytest.param("hf_trainer.py", "transformers", True, marks=tiers.EVERY),
-        ("accelerate_loop.py", "accelerate", False),
+        # docs/integrations.md and docs/howto-batches.md train with it.
+        pytest.param("accelerate_loop.py", "accelerate", False, marks=tiers.EVERY),
         ("lightning_fit.py", "lightning", True),
     ],
 )

@@ -163,7 +163,7 @@ def gradients(model: nn.Module, call: Any, x: Tensor, labels: Tensor) -> tuple[T
     return loss.detach(), torch.cat([part.flatten() for part in parts if part is not None])
 
 
-@tiers.one_in(3)
+@tiers.one_in(6)
 @pytest.mark.parametrize(("attention", "split", "merge", "precision"), list(cases()))
 def test_a_transformer_trains_as_in_eager_mode(
     attention: str, split: str, merge: str, precision: str

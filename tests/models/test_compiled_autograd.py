@@ -93,6 +93,7 @@ def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor
     return gradients(model) | {"x": x.grad}
 
 
+@tiers.one_in(2)
 @tiers.ALL
 @pytest.mark.parametrize(
     ("make", "prepare"),

@@ -281,6 +281,7 @@ GROUPS = [
 ]
 
 
+@tiers.one_in(2)
 @tiers.ALL
 @pytest.mark.parametrize(
     ("precision", "names"), GROUPS, ids=lambda part: part if isinstance(part, str) else part[0]

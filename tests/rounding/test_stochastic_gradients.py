@@ -106,6 +106,7 @@ def under_inductor(make: type[nn.Module], fmt: str) -> Any:
     return pytest.param(make, fmt, "inductor", marks=marks)
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize(
     ("make", "fmt", "inner_backend"),
     [

@@ -65,8 +65,8 @@ class Sensitivity:
             was not measured, as with a single batch.
         noise_scale: gradient noise scale in samples, the trace of the covariance of the gradients
             of single samples divided by the square norm of their mean G: the batch size at which
-            the noise of the mean gradient equals the square norm (McCandlish et al., "An Empirical Model of
-            Large-Batch Training", 2018, Eq. 2.9). None if it was not measured, or if the noise
+            the noise of the mean gradient equals that norm (McCandlish et al., "An Empirical Model
+            of Large-Batch Training", 2018, Eq. 2.9). None if it was not measured, or if the noise
             hides G in the measured steps.
     """
 

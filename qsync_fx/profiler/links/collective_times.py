@@ -27,15 +27,18 @@ _LATE = 0.005
 """Seconds by which one rank arrives later than the others."""
 
 
-def collectives(device: torch.device = CPU) -> list[Collective]:
-    """Measure all-reduces of FP32 values on all ranks at once; none for a single rank."""
+def collectives(device: torch.device = CPU, many: int = MANY) -> list[Collective]:
+    """Measure all-reduces of FP32 values on all ranks at once; none for a single rank.
+
+    Short ones are repeated `many` times.
+    """
     if (count := ranks()) == 1:
         return []
     table = []
     for power in range(_SMALLEST, _LARGEST + 1, _STEP):
         seconds = all_reduce_seconds(2**power, device=device)
-        if seconds < SHORT:
-            seconds = all_reduce_seconds(2**power, MANY, device)
+        if seconds < SHORT and many > REPEATS:
+            seconds = all_reduce_seconds(2**power, many, device)
         table.append((2**power, seconds))
     backend = backend_of(device, carrying(device))
     assert backend is not None, "the all-reduces above ran on it"

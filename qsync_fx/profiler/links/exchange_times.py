@@ -89,6 +89,7 @@ def exchanges(
     groups: Mapping[RankGroup, Sequence[Sequence[int]]] = MappingProxyType({}),
     transports: Sequence[Transport] = TRANSPORTS,
     largest: int = _SIZES[-1],
+    many: int = MANY,
 ) -> list[Exchange]:
     """Measure exchanges with each transport, on all ranks at once.
 
@@ -100,13 +101,14 @@ def exchanges(
             all ranks.
         transports: transports to measure.
         largest: limit of the bytes that a rank sends.
+        many: number of repetitions of short exchanges.
     """
     by_kind = groups or {"all": [range(distributed.get_world_size())]}
     result: list[Exchange] = []
     for transport in transports:
         try:
             for kind, ranks in by_kind.items():
-                seconds = _table(transport, device, ranks, largest)
+                seconds = _table(transport, device, ranks, largest, many)
                 result.append(Exchange(transport, kind, len(ranks[0]), seconds))
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
@@ -116,7 +118,11 @@ def exchanges(
 
 
 def _table(
-    transport: Transport, device: torch.device, groups: Sequence[Sequence[int]], largest: int
+    transport: Transport,
+    device: torch.device,
+    groups: Sequence[Sequence[int]],
+    largest: int,
+    many: int,
 ) -> list[tuple[float, float]]:
     """Return the pairs of bytes, up to `largest`, and seconds of all groups at once."""
     group = None
@@ -129,8 +135,8 @@ def _table(
         table = []
         for size in (size for size in _SIZES if size <= largest):
             seconds = exchange_seconds(transport, size, REPEATS, device, group)
-            if seconds < SHORT:
-                seconds = exchange_seconds(transport, size, MANY, device, group)
+            if seconds < SHORT and many > REPEATS:
+                seconds = exchange_seconds(transport, size, many, device, group)
             table.append((size, seconds))
         return [(float(size), seconds) for size, seconds in rising(table)]
     finally:

@@ -48,9 +48,9 @@ class _Treatment(Enum):
     LEFT, COPIED, SENT, CODED = range(4)
 
 
-def planned_seconds(seconds: float) -> float:
+def planned_seconds(seconds: float, share: float = 1.0) -> float:
     """Return the seconds of the steps of `together` if one step takes `seconds`."""
-    row, rounds = _rounds(seconds)
+    row, rounds = _rounds(seconds, share)
     return len(_Treatment) * (_WARMUP_STEPS + row * rounds) * seconds
 
 
@@ -128,13 +128,18 @@ CompilePlan = Callable[[nn.Module, TrainingStep, Plan], Any]
 
 
 def together(
-    module: nn.Module, compiled: CompilePlan, training: TrainingStep, plan: Plan
+    module: nn.Module,
+    compiled: CompilePlan,
+    training: TrainingStep,
+    plan: Plan,
+    share: float = 1.0,
 ) -> JointSteps:
     """Measure steps of a model on all ranks, which call this together.
 
     Args:
         module: the same on all ranks; no parameters are sent.
         training: step of the model; with an optimizer, parameters change differently on each rank.
+        share: duration of the measurement, as a fraction of the default.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST_BUCKET_MIB, max(1, round(total / _BUCKETS / 2**20)))
@@ -150,7 +155,7 @@ def together(
         training = replace(training, zero=module.zero_grad)
         model = compiled(parallel, training, plan)
         warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
-        row, rounds = _rounds(*slowest([max(warm[-1])]))
+        row, rounds = _rounds(*slowest([max(warm[-1])]), share)
         result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
     typical = [faster_half(seconds) for seconds in zip(*result, strict=True)]
     unmeasured = [math.inf] * (len(_Treatment) - len(typical))
@@ -182,7 +187,8 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
         distributed.destroy_process_group(group)
 
 
-def _rounds(seconds: float) -> tuple[int, int]:
+def _rounds(seconds: float, share: float) -> tuple[int, int]:
     """Return the consecutive steps of a variant, and the rounds, by the seconds of a step."""
-    row = max(1, round(_ROW_S / seconds))
-    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_Treatment) * seconds))))
+    row = max(1, round(share * _ROW_S / seconds))
+    rounds = round(share * _SECONDS / (row * len(_Treatment) * seconds))
+    return row, min(_MOST, max(_LEAST, rounds))

@@ -28,7 +28,7 @@ from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.times import Schedule
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.cluster_step import simulate
-from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
+from qsync_fx.profiler.links.collective_times import MANY, buffers_seconds, collectives
 from qsync_fx.profiler.links.exchange_times import exchanges
 from qsync_fx.profiler.links.joint_steps import CODEC, CompilePlan, JointSteps, together
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
@@ -74,23 +74,28 @@ def linked(
     module: nn.Module,
     compiled: CompilePlan,
     training: TrainingStep,
+    share: float = 1.0,
 ) -> list[Collective]:
     """Measure all-reduces, exchanges of compressed gradients, and steps with and without them.
 
-    The result is [] for a single rank.
+    The result is [] for a single rank. `share` is the duration of the measurement, as a fraction
+    of the default.
 
     Sending reduces memory bandwidth, for which steps in narrow formats wait more than in wide ones.
     """
     device = next(module.parameters()).device
-    links = collectives(device)
+    many = round(MANY * share)
+    links = collectives(device, many)
     if not links:
         return []
-    alone = replace(links[0], buffers=buffers_seconds(module), exchanges=exchanges(device))
+    alone = replace(
+        links[0], buffers=buffers_seconds(module), exchanges=exchanges(device, many=many)
+    )
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
     try:
-        steps = [(plan, together(module, compiled, training, plan)) for plan in plans]
+        steps = [(plan, together(module, compiled, training, plan, share)) for plan in plans]
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - a step may fail in any way with a DDP model

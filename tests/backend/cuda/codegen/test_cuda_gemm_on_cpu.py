@@ -101,6 +101,7 @@ def test_results_are_equal_to_the_last_bit(
     cutlass_cpu.check(libraries[config], config)
 
 
+@tiers.one_in(2)
 @pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, one_of_each(), {"int8", "bf16"}))
 def test_kernels_on_cpu_equal_the_gpu_checks(
     libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
         )
 
 
+@tiers.one_in(3)
 @tiers.ALL
 @pytest.mark.parametrize(
     ("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")]
