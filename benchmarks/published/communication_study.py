@@ -8,7 +8,11 @@ relative errors of these predictions; "all" is the median error of `EXCHANGES`,
 fitted to all networks; "without" is the median error of using the 32-bit step time
 unchanged. 1bitSGD* has the bytes of its buckets, the seconds per byte of QSGD, and seconds per
 element that are the median of the other networks. Rows with "speed" are the printed samples per
-second of a codec, divided by those with 32 bits.
+second of a codec, divided by those with 32 bits; "scaling" divides them by those of one GPU, and
+"predicted scaling" is by the coefficients of the other networks. Rows with "price" are the dollars
+of a training on the cheapest of the study's EC2 instances, with the epochs of its Fig. 3. Rows with
+"parameters" predict the speed of 8 bits with NCCL on 8 GPUs for a network with AlexNet's
+computation and more parameters, as Fig. 16 does.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import csv
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -76,6 +80,10 @@ class Exchange:
     def seconds(self, elements: float, element_bytes: float, without: float) -> float:
         """Return the duration of a step with compression, given its duration `without`."""
         return without - self.travel * elements * (FULL - element_bytes) + self.coding * elements
+
+    def of(self, sample: CollectiveSample) -> float:
+        """Return the predicted duration of a measured step."""
+        return self.seconds(sample.elements, sample.element_bytes, sample.without)
 
     @classmethod
     def fit(cls, samples: Sequence[CollectiveSample]) -> Exchange:
@@ -174,25 +182,17 @@ def _codec(row: dict[str, str]) -> Qsgd | Reshaped:
 
 def errors(result: Iterable[Cell], exchange: Exchange) -> list[float]:
     """Return the relative errors of predicted step times."""
-    samples = [cell.sample for cell in result]
-    return [
-        abs(
-            exchange.seconds(sample.elements, sample.element_bytes, sample.without) / sample.seconds
-            - 1
-        )
-        for sample in samples
-    ]
+    return [abs(exchange.of(cell.sample) / cell.sample.seconds - 1) for cell in result]
 
 
-def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
-    """Return the error of each cell, predicted by coefficients fitted to the other networks."""
-    result: dict[Cell, float] = {}
+def left_out(every: Sequence[Cell]) -> dict[Cell, Exchange]:
+    """Return the coefficients for each cell, fitted to the other networks."""
+    result: dict[Cell, Exchange] = {}
     for place in {(cell.primitive, cell.gpus) for cell in every}:
         current = [cell for cell in every if (cell.primitive, cell.gpus) == place]
         for network in {cell.network for cell in current}:
             exchange = Exchange.fit([cell.sample for cell in current if cell.network != network])
-            same_network = [cell for cell in current if cell.network == network]
-            result |= dict(zip(same_network, errors(same_network, exchange), strict=True))
+            result |= dict.fromkeys((c for c in current if c.network == network), exchange)
     return result
 
 
@@ -219,22 +219,90 @@ def one_bit_left_out() -> dict[Cell, float]:
     return result
 
 
-def speeds() -> list[Row]:
-    """Return the printed speed of each codec relative to 32 bits."""
+def speeds(fitted: Mapping[Cell, Exchange]) -> list[Row]:
+    """Return the printed speed of each codec relative to 32 bits and to one GPU."""
     full = {_place(row): _seconds(row) for row in table() if row["codec"] == "none"}
-    return [
-        {
+    single = {
+        row["network"]: float(row["samples_per_second"]) for row in table() if row["gpus"] == "1"
+    }
+    predicted = {
+        (cell.network, cell.primitive, cell.gpus, cell.bits): exchange.of(cell.sample)
+        for cell, exchange in fitted.items()
+    }
+    made: list[Row] = []
+    for row in table():
+        gpus, bits, batch = int(row["gpus"]), int(row["bits"]), int(row["batch"])
+        if gpus == 1:
+            continue
+        named: Row = {
             "case": row["network"],
             "primitive": row["primitive"],
-            "gpus": int(row["gpus"]),
+            "gpus": gpus,
             "codec": row["codec"],
-            "bits": int(row["bits"]),
-            "speed": full[_place(row)] / _seconds(row),
-            "target": None,
+            "bits": bits,
         }
-        for row in table()
-        if row["codec"] != "none"
-    ]
+        if row["codec"] != "none":
+            named["speed"] = full[_place(row)] / _seconds(row)
+        named["scaling"] = float(row["samples_per_second"]) / single[row["network"]]
+        if row["codec"] == "qsgd":
+            seconds = predicted[row["network"], row["primitive"], gpus, bits]
+            named["predicted scaling"] = batch / seconds / single[row["network"]]
+        made.append(named | {"target": None})
+    return made
+
+
+PRICES: Final = {1: 0.9, 2: 7.2, 4: 7.2, 8: 7.2, 16: 14.4}
+"""Dollars per hour of the smallest EC2 instance with so many GPUs (Fig. 2)."""
+SAMPLES: Final = {"ResNet110": 50_000}
+IMAGENET: Final = 1_300_000
+EPOCHS: Final = {
+    "AlexNet": 112,
+    "BN-Inception": 300,
+    "ResNet50": 120,
+    "ResNet110": 160,
+    "ResNet152": 120,
+    "VGG19": 80,
+}
+"""Samples of the data sets and epochs of the trainings (Fig. 1 and 3)."""
+
+
+def prices() -> list[Row]:
+    """Return the price of each training on its cheapest instance, with 8 and with 32 bits."""
+    made: list[Row] = []
+    for network, epochs in EPOCHS.items():
+        for bits in (8, 32):
+            options = []
+            for row in table():
+                # A single GPU sends no gradients.
+                if row["network"] == network and (row["gpus"] == "1" or int(row["bits"]) == bits):
+                    hours = SAMPLES.get(network, IMAGENET) * epochs / 3600
+                    hours /= float(row["samples_per_second"])
+                    gpus = int(row["gpus"])
+                    options.append((hours * PRICES[gpus], hours, gpus, row["primitive"]))
+            price, hours, gpus, primitive = min(options)
+            named: Row = {"case": network, "primitive": primitive, "gpus": gpus, "bits": bits}
+            made.append(named | {"price": price, "hours": hours, "target": None})
+    return made
+
+
+def larger_models() -> list[Row]:
+    """Return the predicted speed of 8 bits relative to 32 for multiples of AlexNet's parameters."""
+    exchange = EXCHANGES["nccl", 8]
+    (cell,) = (
+        cell
+        for cell in cells()
+        if (cell.network, cell.primitive, cell.gpus, cell.bits) == ("AlexNet", "NCCL", 8, 8)
+    )
+    sample, made = cell.sample, list[Row]()
+    for factor in (1, 3, 10, 30, 100, 1000):
+        elements = factor * sample.elements
+        full = sample.without + exchange.travel * FULL * (elements - sample.elements)
+        seconds = exchange.seconds(elements, sample.element_bytes, full)
+        named: Row = {"case": "AlexNet, larger", "primitive": "NCCL", "gpus": 8, "bits": 8}
+        made.append(
+            named | {"parameters": elements, "predicted speed": full / seconds, "target": None}
+        )
+    return made
 
 
 def rows() -> list[Row]:
@@ -264,7 +332,7 @@ def rows() -> list[Row]:
             for cell in group
             for error in errors([cell], EXCHANGES[cell.primitive.lower(), cell.gpus])
         ]
-        predicted = [out[cell] for cell in group]
+        predicted = [error for cell in group for error in errors([cell], out[cell])]
         made.append(
             {
                 "case": name,
@@ -290,7 +358,7 @@ def rows() -> list[Row]:
             "target": None,
         }
     )
-    return made + speeds()
+    return made + speeds(out) + prices() + larger_models()
 
 
 def _unchanged(group: Iterable[Cell]) -> float:
