@@ -116,8 +116,9 @@ class Models:
             memory={fleet.training: "100%", fleet.inference: fleet.memory}, target=float("inf")
         )
         problem, _ = build_problem(cluster, profiles, wishes)
-        if free:
-            return problem
+        if free:  # The objective keeps the fastest class in its widest format.
+            parts = {n: replace(part, fixed_plan=None) for n, part in problem.classes.items()}
+            return replace(problem, classes=parts)
         training = problem.classes[fleet.training]
         widest = replace(training, formats=formats(fleet.training)[:1])
         return replace(problem, classes={**problem.classes, fleet.training: widest})

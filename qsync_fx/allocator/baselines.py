@@ -117,7 +117,7 @@ class SizedProblems:
     ) -> None:
         self.asked, self._resized, self._formats = problem, resized, formats
         self._known: dict[tuple[str, int], DeviceClass] = {}
-        self._figures: dict[tuple[str, int], tuple[float, float]] = {}
+        self._evaluators: dict[tuple[str, int], PlanEvaluator] = {}
 
     def problem(self, batches: Mapping[str, int]) -> Problem:
         cluster = self.asked.cluster
@@ -134,19 +134,23 @@ class SizedProblems:
             self._known[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
         return self._known[key]
 
-    def figures(self, name: str, batch: int) -> tuple[float, float]:
-        """Return seconds of a step without communication, and peak bytes."""
-        key = name, batch
-        if key not in self._figures:
-            # The time and memory of one class do not depend on the batches of the others.
-            now = self.problem({**local_batches(self.asked), name: batch})
-            evaluator = PlanEvaluator(now, self._formats(now))
-            self._figures[key] = evaluator.computing(name), float(evaluator.peak(name) or 0)
-        return self._figures[key]
+    def seconds(self, name: str, batch: int) -> float:
+        """Return the seconds of a step of a class without communication."""
+        return self._evaluator(name, batch).computing(name)
 
     def holds(self, name: str, batch: int) -> bool:
         limit = self.asked.classes[name].memory
-        return limit is None or not beyond(self.figures(name, batch)[1], limit)
+        if limit is None:
+            return True
+        return not beyond(float(self._evaluator(name, batch).peak(name) or 0), limit)
+
+    def _evaluator(self, name: str, batch: int) -> PlanEvaluator:
+        key = name, batch
+        if key not in self._evaluators:
+            # The time and memory of one class do not depend on the batches of the others.
+            now = self.problem({**local_batches(self.asked), name: batch})
+            self._evaluators[key] = PlanEvaluator(now, self._formats(now))
+        return self._evaluators[key]
 
 
 def local_batches(problem: Problem) -> dict[str, int]:
@@ -187,7 +191,7 @@ def _by_speed(
         if now in visited:
             break
         visited.append(now)
-        speed = {name: batch / sized.figures(name, batch)[0] for name, batch in now.items()}
+        speed = {name: batch / sized.seconds(name, batch) for name, batch in now.items()}
         full = sum(counts[name] * speed[name] for name in now)
         shares = {name: max(1.0, samples * speed[name] / full) for name in now}
         now = _whole(shares, counts, samples)
@@ -195,7 +199,7 @@ def _by_speed(
 
 
 def _slowest(sized: SizedProblems, batches: Mapping[str, int]) -> float:
-    return max(sized.figures(name, batch)[0] for name, batch in batches.items())
+    return max(sized.seconds(name, batch) for name, batch in batches.items())
 
 
 def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int) -> dict[str, int]:

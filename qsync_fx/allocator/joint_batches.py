@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -192,7 +193,8 @@ class _Search:
         """Evaluate uniform plans, also with batches in proportion to speed, and the exact plan of
         the given batches.
         """
-        for plans in (Problem.uniform, full):
+        names = dict.fromkeys(fmt for part in self.problem.classes.values() for fmt in part.formats)
+        for plans in (full, *(partial(_in_format, fmt=name) for name in names)):
             self._evaluate(self._before, plans(self.problem))
             answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
             self._evaluate(answer.batches, answer.plans)
@@ -244,11 +246,12 @@ class _Search:
         """
         budget, gap = self.problem.variance, self._settings.gap
         assert budget is not None
-        lower, share = 0.0, gap
+        lower, share, undecided = 0.0, gap, math.inf
         if self.best is None:
             self.least_variance(None, budget)
         while self.best is not None and not self.stopped:
-            upper = self.best.evaluation.seconds
+            # Limits that programs do not decide leave a gap, but shorter ones may still be refuted.
+            upper = min(self.best.evaluation.seconds, undecided)
             if upper - lower <= gap * upper * (1 + TOLERANCE):
                 break
             limit = upper * (1 - share)
@@ -258,7 +261,7 @@ class _Search:
             if beyond(bound, budget):
                 lower, share = limit, gap
             elif beyond(self.best.evaluation.seconds, limit):
-                break  # The bounds of the programs do not tell whether there is a plan.
+                undecided = limit
             share = min(2 * share, 0.5)
         return lower
 
@@ -404,7 +407,7 @@ class _Search:
             bound = part.variance(part.fixed_plan) * batch if fits else math.inf
             levels.append(_Level(batch, seconds, bound, bound, plan))
             return
-        state = self._exact(problem)
+        state = self._exact(problem, name)
         proved = state.lower_bound if state.is_approximate else state.program_bound
         if state.incumbent is None:
             infeasible = proved == math.inf or not (state.is_approximate or state.notes)
@@ -416,8 +419,19 @@ class _Search:
         bound = max(self._least[name], (proved or 0.0) / problem.weight(name) * batch)
         levels.append(_Level(batch, seconds, min(bound, variance), variance, plan))
 
-    def _exact(self, problem: Problem) -> SearchState:
-        """Return the exact program's state after its search in the remaining time."""
+    def _exact(self, problem: Problem, name: str | None = None) -> SearchState:
+        """Return the exact program's state after its search in the remaining time.
+
+        With a class `name`, its memory is first unlimited, for which programs are faster; the
+        result is exact if the plan fits.
+        """
+        if name is not None and problem.classes[name].memory is not None:
+            part = replace(problem.classes[name], memory=None)
+            state = self._exact(replace(problem, classes={**problem.classes, name: part}))
+            if state.incumbent is None:
+                return state
+            if self._memory_fits(evaluate_plan(problem, state.incumbent.plans)):
+                return state
         search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
         search.solve(_ROUNDS)
         return search.state
@@ -455,6 +469,17 @@ def _idle(part: DeviceClass) -> DeviceClass:
     variance = {op: dict.fromkeys(by, 0.0) for op, by in part.sensitivity.variance.items()}
     sensitivity = replace(part.sensitivity, variance=variance, trace=())
     return replace(part, sensitivity=sensitivity, memory=None, training=None)
+
+
+def _in_format(problem: Problem, fmt: str) -> Plans:
+    """Return the plans with a format in all classes that have it, and the widest in the others."""
+    return problem.completed(
+        {
+            name: part.uniform(fmt if fmt in part.formats else part.widest)
+            for name, part in problem.classes.items()
+            if part.fixed_plan is None
+        }
+    )
 
 
 def _least_variance(part: DeviceClass) -> float:
