@@ -327,7 +327,8 @@ class _Search:
     ) -> Iterator[tuple[str, int]]:
         """Yield levels to solve next: half-way between a class's batch and the level below it.
 
-        Classes whose least variance at the batch is known are left out.
+        A level of a longer limit counts as one below. Classes whose least variance at the batch is
+        known are left out.
         """
         for name, batch in batches.items():
             lower, upper = (
@@ -335,10 +336,11 @@ class _Search:
             )
             if upper * (1 - _INNER_GAP) <= lower:
                 continue
-            solved = [level.batch for level in self._levels[name] if level.seconds >= seconds]
-            below = max((b for b in solved if b <= batch), default=self._settings.min_batch - 1)
-            if below < batch:
-                yield name, (below + batch + 1) // 2
+            longer = {lv.batch for lv in self._levels[name] if lv.seconds >= seconds}
+            if any(lv.batch == batch and lv.seconds == seconds for lv in self._levels[name]):
+                continue
+            below = max((b for b in longer if b <= batch), default=self._settings.min_batch - 1)
+            yield name, (below + batch + 1) // 2
 
     def _costs(self, name: str, samples: int, seconds: float, bounds: bool) -> Array:
         """Return the variance that a class adds to the mean gradient, by batch.
