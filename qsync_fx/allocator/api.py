@@ -18,7 +18,7 @@ from torch import nn
 
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
-from qsync_fx.allocator.joint_batches import JointBatches
+from qsync_fx.allocator.joint_batches import BUDGETS, JointBatches
 from qsync_fx.allocator.measure_and_replan import (
     MAX_REPLANS,
     TURNS,
@@ -177,6 +177,7 @@ def find_plan(
     margin: float | None = None,
     batch: Literal["global"] | tuple[int, int] | None = None,
     min_batch: int = 1,
+    recompute: bool = False,
     resized: Callable[[DeviceClass, int], DeviceClass] | None = None,
     model: nn.Module | None = None,
     step: StepFunction | None = None,
@@ -226,6 +227,9 @@ def find_plan(
             proportion to speed. `PlanResult.batches` has the result. The gap assumes that a step
             with fewer samples is no slower and needs no more memory. Default: batches stay.
         min_batch: least samples per device, such as for the statistics of batch norms.
+        recompute: whether classes whose memory limits the plan may recompute activations, next to
+            formats and batches. `PlanResult.memory_budgets` has the result; compilation with the
+            plan applies it. Peak memory and recomputed operators are predicted, not measured.
         resized: constructor of a device class with another batch, required with `batch`:
             `lambda part, batch: evaluator.resized(part, graph, batch)` for the model graph with a
             symbolic batch.
@@ -261,16 +265,27 @@ def find_plan(
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
     if batch is not None:
-        _check_joint(batch, resized, allocator, model)
+        _check_batch(batch, resized)
+    if batch is not None or recompute:
+        _check_joint("batch" if batch is not None else "recompute", allocator, model)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         with announced("solving for a plan", progress):
             problem, notes = build_problem(fleet, available, wishes)
             limit, solver = wishes.seconds_limit, chosen
+            budgets = BUDGETS if recompute else ()
+            if batch is None and recompute:
+                classes = problem.classes
+                solver = JointBatches(
+                    lambda name, _: classes[name], budgets=budgets, given_batches=True
+                )
             if batch is not None and resized is not None:
                 classes, samples = problem.classes, None if batch == "global" else batch
                 joint = JointBatches(
-                    lambda name, size: resized(classes[name], size), samples, min_batch
+                    lambda name, size: resized(classes[name], size),
+                    samples,
+                    min_batch,
+                    budgets=budgets,
                 )
                 solver = joint
                 if objective == "hybrid" and target is None:
@@ -297,13 +312,11 @@ def find_plan(
     return settled(solve(available), available, solve, at_hand, max_replans)
 
 
-def _check_joint(
+def _check_batch(
     batch: Literal["global"] | tuple[int, int],
     resized: Callable[[DeviceClass, int], DeviceClass] | None,
-    allocator: str | Allocator,
-    model: nn.Module | None,
 ) -> None:
-    """Raise `OptionError` for arguments that contradict a request to plan batches."""
+    """Raise `OptionError` for an invalid range of samples, or if classes cannot be resized."""
     pair = isinstance(batch, tuple) and len(batch) == 2
     if batch != "global" and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
@@ -312,11 +325,16 @@ def _check_joint(
         message = "a profile covers one batch size, and other batch sizes require the model"
         do = "give resized, or use qsync plan MODULE:CALLABLE --batch global"
         raise OptionError(message, where="resized", do=do)
+
+
+def _check_joint(name: str, allocator: str | Allocator, model: nn.Module | None) -> None:
+    """Raise `OptionError` for arguments that contradict `name`, "batch" or "recompute"."""
     if allocator != "milp":
-        do = 'leave the allocator out: batches are planned around "milp"'
-        raise OptionError("this allocator does not plan batches", where="allocator", do=do)
+        message = f"this allocator does not support {name}"
+        do = f'leave the allocator out: {name} requires "milp"'
+        raise OptionError(message, where="allocator", do=do)
     if model is not None:
-        message = "a plan with other batches cannot be run with the measured batch"
+        message = f"a plan with {name} cannot be run with the measured step"
         raise OptionError(message, where="model", do="plan without it")
 
 

@@ -72,6 +72,7 @@ class PlanNoteKind(StrEnum):
     UNFIT = "the plan exceeds a limit"
     BATCH = "the batch size is proportional to the speed"
     PLANNED_BATCH = "the batch size is planned"
+    RECOMPUTES = "activations are recomputed, as memory limits the formats or the batch"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a higher limit may allow a better plan"
@@ -152,6 +153,7 @@ class PlanResult(HtmlView):
         trials: measured runs of each round, over all local classes.
         ran: round in which this plan was run, from 1; None if it was not.
         batches: samples per step of each device, by class, if the allocator chose them.
+        memory_budgets: share of the saved activations that stay saved, by class that recomputes.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -165,6 +167,7 @@ class PlanResult(HtmlView):
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
     batches: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    memory_budgets: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     profiles: Mapping[str, Profile] = field(
         default_factory=lambda: MappingProxyType({}), repr=False, compare=False
     )
@@ -224,18 +227,24 @@ class PlanResult(HtmlView):
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Return the value of the option "plan": a cluster plan for several classes, for codecs or
-        for chosen batches.
+        """Return the value of the option "plan": a cluster plan for several classes, for codecs,
+        for chosen batches or for recomputation.
         """
         plans, cluster = self.to_plans(), self.problem.cluster
-        if len(plans) == 1 and not self.codecs and not self.batches:
+        if len(plans) == 1 and not (self.codecs or self.batches or self.memory_budgets):
             return next(iter(plans.values()))
         notes: dict[str, str] = {}
         if self.codecs:
             notes = {TRANSPORT: cluster.transport}
             if cluster.nodes < cluster.ranks:
                 notes |= between_nodes(cluster.ranks_per_node)
-        return ClusterPlan(plans, notes=notes, codecs=self.codecs, batches=self.batches)
+        return ClusterPlan(
+            plans,
+            notes=notes,
+            codecs=self.codecs,
+            batches=self.batches,
+            memory_budgets=self.memory_budgets,
+        )
 
     def save(self, path: Path) -> None:
         """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""
