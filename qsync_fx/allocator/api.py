@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +35,7 @@ from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
 from qsync_fx.entry_points import listed_in_modules
-from qsync_fx.errors import OptionError, ProfileError, nearest, shown
+from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, SUFFIX, CachedPlan, folder
 from qsync_fx.plan.cluster_plan import codes_inside
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -198,7 +200,9 @@ def find_plan(
             several classes, the one that computes fastest in its widest format is fixed to that
             format, unless it lacks the memory. "fastest": least seconds per
             step with at most the variance `budget`. "recover": least variance on all classes with a
-            step of at most the time in mixed precision. Other names are those of
+            step of at most the time in mixed precision. "cost": least cost per sample with at most
+            the variance `budget`, by the prices of the cluster; classes may be left out of the
+            plan, and the notes contain the cost on each subset. Other names are those of
             `qsync_fx.allocator.objectives`.
         budget: variance, or a format whose uniform plan defines it; for "recover", the format of
             mixed precision. Default: the widest format of each class with at most 16 bits.
@@ -270,6 +274,13 @@ def find_plan(
         _check_joint("batch" if batch is not None else "recompute", allocator, model)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
+        if objective == "cost" and len(fleet.devices) > 1:
+            return _cheapest(fleet, available, wishes, solve_on)
+        return solve_on(fleet, available, wishes)
+
+    def solve_on(
+        fleet: Cluster, available: Mapping[str, DeviceInputs], wishes: PlanRequest, total: int = 0
+    ) -> PlanResult:
         with announced("solving for a plan", progress):
             problem, notes = build_problem(fleet, available, wishes)
             limit, solver = wishes.seconds_limit, chosen
@@ -281,6 +292,8 @@ def find_plan(
                 )
             if batch is not None and resized is not None:
                 classes, samples = problem.classes, None if batch == "global" else batch
+                if batch == "global" and total:
+                    samples = total, total
                 joint = JointBatches(
                     lambda name, size: resized(classes[name], size),
                     samples,
@@ -297,6 +310,9 @@ def find_plan(
             raise unfit(problem, [answer.evaluation])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))
 
+    if model is not None and objective == "cost" and len(fleet.devices) > 1:
+        message = "a plan for the least cost may leave devices out and is not run"
+        raise OptionError(message, where="model", do="plan without it")
     if model is None:
         for name, value in (("step", step), ("optimizer", optimizer), ("options", options)):
             if value is not None:
@@ -310,6 +326,53 @@ def find_plan(
     first, _ = first_batch(batches)
     at_hand = LocalModel(model, step, first, optimizer, options, repeats, progress)
     return settled(solve(available), available, solve, at_hand, max_replans)
+
+
+def _cheapest(
+    fleet: Cluster,
+    available: Mapping[str, DeviceInputs],
+    wishes: PlanRequest,
+    solve: Callable[[Cluster, Mapping[str, DeviceInputs], PlanRequest, int], PlanResult],
+) -> PlanResult:
+    """Return the plan at the least cost per sample of all subsets of the device classes.
+
+    All subsets have the variance limit of all classes. The bound of the result is the least cost
+    per sample in the bounds of all subsets, as seconds of a step at the price of the result.
+    """
+    budget = build_problem(fleet, available, wishes)[0].variance
+    results, errors = dict[tuple[str, ...], PlanResult](), list[PlanError]()
+    for count in range(len(fleet.devices), 0, -1):
+        for names in itertools.combinations(fleet.devices, count):
+            if (part := fleet.only(names)) is None:
+                continue  # the links between these ranks were not measured
+            memory = wishes.memory
+            if isinstance(memory, Mapping):
+                memory = {name: memory[name] for name in names if name in memory}
+            inputs = {name: available[name] for name in names}
+            limits = replace(wishes, budget=budget, memory=memory)
+            try:
+                results[names] = solve(part, inputs, limits, fleet.samples or 0)
+            except PlanError as error:
+                errors.append(error)
+    if not results:
+        raise errors[0]
+    notes = []
+    for names, result in results.items():
+        cluster = result.problem.cluster
+        numbers = {
+            "samples per unit of currency": result.samples_per_price or 0.0,
+            "samples a second": (cluster.samples or 0) / result.evaluation.seconds,
+        }
+        notes.append(PlanNote(PlanNoteKind.SUBSET, " and ".join(names), numbers=numbers))
+    best = max(results, key=lambda names: results[names].samples_per_price or 0.0)
+    answer = results[best]
+    unused = (name for name in fleet.devices if name not in best)
+    notes += [PlanNote(PlanNoteKind.NOT_USED, name) for name in unused]
+    rate, bound = answer.samples_per_price or 0.0, math.inf
+    for result in results.values():
+        cost = (result.bound or 0.0) / result.value / (result.samples_per_price or 1.0)
+        bound = min(bound, cost * rate * answer.value)
+    return replace(answer, bound=bound, notes=(*answer.notes, *notes))
 
 
 def _check_batch(

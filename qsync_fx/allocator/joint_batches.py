@@ -92,7 +92,7 @@ class JointBatches:
     def allocate(self, problem: Problem) -> PlanResult:
         """Return the best plan with its batches; raise `PlanError` if none meets the limits."""
         began = time.perf_counter()
-        if self.samples is not None and problem.least == "seconds":
+        if problem.least == "seconds" and len({*(self.samples or ())}) == 2:
             message = "the seconds of steps with different numbers of samples are not comparable"
             do = 'plan with batch="global", or minimize the variance, with the objective hybrid'
             raise OptionError(message, where="batch", do=do)

@@ -89,6 +89,8 @@ class PlanNoteKind(StrEnum):
     BY_HOST = "the prediction assumes that coded gradients are sent through host memory, over gloo"
     LEFT_OUT = "formats not used: their effect on the gradients is unknown"
     HAS_NOT = "formats not used: the device does not support them, or they were not measured"
+    SUBSET = "cost of training on these devices only"
+    NOT_USED = "the plan leaves these devices out, as the others train at a lower cost"
     UNSETTLED = "predicted and measured times still differ; measure longer, on an idle machine"
 
 
@@ -183,6 +185,14 @@ class PlanResult(HtmlView):
         if self.bound is None:
             return None
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
+
+    @property
+    def samples_per_price(self) -> float | None:
+        """Samples per unit of the prices' currency; None if a price or a batch is unknown."""
+        cluster = self.problem.cluster
+        if cluster.price_per_hour is None or cluster.samples is None:
+            return None
+        return 3600 * cluster.samples / (self.evaluation.seconds * cluster.price_per_hour)
 
     @property
     def fits(self) -> bool:
@@ -311,6 +321,9 @@ def _head(answer: PlanResult) -> Iterator[str]:
     if share := variance_share(answer):
         text += f", {share}"
     yield text
+    if rate := answer.samples_per_price:
+        price = _rounded(problem.cluster.price_per_hour or 0.0)
+        yield f"{_rounded(rate)} samples per unit of currency, at {price} an hour"
 
 
 def variance_share(answer: PlanResult) -> str:
@@ -359,6 +372,8 @@ def bound_line(answer: PlanResult) -> str:
         figure = f"step below {duration(answer.bound)}"
         if answer.problem.least == "variance":
             figure = f"variance below {answer.bound:.4g}"
+        if any(note.kind is PlanNoteKind.SUBSET for note in answer.notes):
+            figure = f"cost below {answer.bound / answer.value:.2%} of this one, on any devices"
         bound = f"no plan has a {figure}, gap {answer.gap:.2%}"
     return f"allocator {answer.allocator}, {answer.took:.2f} s: {bound}"
 

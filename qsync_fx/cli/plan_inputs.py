@@ -288,7 +288,8 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
 def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Return the arguments of `find_plan` that run the plan here.
 
-    Empty if --max-replans is 0, without a model, or by default if no profile is of this machine.
+    Empty if --max-replans is 0, without a model, or by default if no profile is of this machine or
+    the plan may leave devices out.
     """
     from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
@@ -297,7 +298,8 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
         profile.machine == here_for(profile.machine) for profile in available.profiles.values()
     )
     trained, limit = available.trained, arguments.max_replans
-    if trained is None or limit == 0 or (limit is None and not current):
+    chosen = current and arguments.objective != "cost"
+    if trained is None or limit == 0 or (limit is None and not chosen):
         return {}
     return {
         "model": trained.module,

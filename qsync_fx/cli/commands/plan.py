@@ -80,10 +80,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         group,
         """
-        --objective NAME          hybrid, fastest, recover or the name of a custom objective; by
-                                  default hybrid for several devices, else fastest
-        --budget VARIANCE         limit of the variance, for fastest and recover: a number, or the
-                                  format of a uniform plan
+        --objective NAME          hybrid, fastest, recover, cost or the name of a custom objective;
+                                  by default hybrid for several devices, else fastest
+        --budget VARIANCE         limit of the variance, for fastest, cost and recover: a number, or
+                                  the format of a uniform plan
         --target SECONDS          limit of the step time: a number, or the format of a uniform plan
         --margin SHARE            share by which devices are assumed slower than predicted; by
                                   default the uncertainty of the prediction
@@ -264,6 +264,7 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "variance": answer.evaluation.variance,
         "least": answer.problem.least,
         "bound": answer.bound,
+        "samples_per_price": answer.samples_per_price,
         "gap": answer.gap,
         "took": answer.took,
         "fits": answer.fits,

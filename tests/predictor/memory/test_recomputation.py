@@ -108,7 +108,7 @@ def test_predicted_peaks_are_not_below_real_ones(name: str, fmt: str) -> None:
         real = real_peak(model, x, Plan(fmt), budget)
         planned = recomputing(part, budget)
         memory = PeakMemoryEvaluator(planned, states(found, Plan(fmt)))
-        assert real <= memory.peak_bytes - before <= 1.5 * real, budget
+        assert real <= memory.peak_bytes - before <= 1.6 * real, budget
 
 
 @given(
