@@ -55,6 +55,7 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 # AOTAutograd and its partitioner: the split of a joint graph into forward and backward.
 from torch._functorch import config as functorch_config
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 
@@ -152,6 +153,7 @@ __all__ = [
     "compile_lock",
     "constrain_to_fx_strides",
     "counters",
+    "dp_knapsack",
     "dynamo_config",
     "dynamo_optimize",
     "enable_python_dispatcher",

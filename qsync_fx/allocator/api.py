@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +20,7 @@ from torch import nn
 
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
-from qsync_fx.allocator.joint_batches import JointBatches
+from qsync_fx.allocator.joint_batches import BUDGETS, JointBatches
 from qsync_fx.allocator.measure_and_replan import (
     MAX_REPLANS,
     TURNS,
@@ -33,7 +35,7 @@ from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
 from qsync_fx.entry_points import listed_in_modules
-from qsync_fx.errors import OptionError, ProfileError, nearest, shown
+from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.passes.cached_plan import CACHED_PLAN_FILE, SUFFIX, CachedPlan, folder
 from qsync_fx.plan.cluster_plan import codes_inside
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -177,6 +179,7 @@ def find_plan(
     margin: float | None = None,
     batch: Literal["global"] | tuple[int, int] | None = None,
     min_batch: int = 1,
+    recompute: bool = False,
     resized: Callable[[DeviceClass, int], DeviceClass] | None = None,
     model: nn.Module | None = None,
     step: StepFunction | None = None,
@@ -197,7 +200,9 @@ def find_plan(
             several classes, the one that computes fastest in its widest format is fixed to that
             format, unless it lacks the memory. "fastest": least seconds per
             step with at most the variance `budget`. "recover": least variance on all classes with a
-            step of at most the time in mixed precision. Other names are those of
+            step of at most the time in mixed precision. "cost": least cost per sample with at most
+            the variance `budget`, by the prices of the cluster; classes may be left out of the
+            plan, and the notes contain the cost on each subset. Other names are those of
             `qsync_fx.allocator.objectives`.
         budget: variance, or a format whose uniform plan defines it; for "recover", the format of
             mixed precision. Default: the widest format of each class with at most 16 bits.
@@ -226,6 +231,9 @@ def find_plan(
             proportion to speed. `PlanResult.batches` has the result. The gap assumes that a step
             with fewer samples is no slower and needs no more memory. Default: batches stay.
         min_batch: least samples per device, such as for the statistics of batch norms.
+        recompute: whether classes whose memory limits the plan may recompute activations, next to
+            formats and batches. `PlanResult.memory_budgets` has the result; compilation with the
+            plan applies it. Peak memory and recomputed operators are predicted, not measured.
         resized: constructor of a device class with another batch, required with `batch`:
             `lambda part, batch: evaluator.resized(part, graph, batch)` for the model graph with a
             symbolic batch.
@@ -261,16 +269,36 @@ def find_plan(
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
     if batch is not None:
-        _check_joint(batch, resized, allocator, model)
+        _check_batch(batch, resized)
+    if batch is not None or recompute:
+        _check_joint("batch" if batch is not None else "recompute", allocator, model)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
+        if objective == "cost" and len(fleet.devices) > 1:
+            return _cheapest(fleet, available, wishes, solve_on)
+        return solve_on(fleet, available, wishes)
+
+    def solve_on(
+        fleet: Cluster, available: Mapping[str, DeviceInputs], wishes: PlanRequest, total: int = 0
+    ) -> PlanResult:
         with announced("solving for a plan", progress):
             problem, notes = build_problem(fleet, available, wishes)
             limit, solver = wishes.seconds_limit, chosen
+            budgets = BUDGETS if recompute else ()
+            if batch is None and recompute:
+                classes = problem.classes
+                solver = JointBatches(
+                    lambda name, _: classes[name], budgets=budgets, given_batches=True
+                )
             if batch is not None and resized is not None:
                 classes, samples = problem.classes, None if batch == "global" else batch
+                if batch == "global" and total:
+                    samples = total, total
                 joint = JointBatches(
-                    lambda name, size: resized(classes[name], size), samples, min_batch
+                    lambda name, size: resized(classes[name], size),
+                    samples,
+                    min_batch,
+                    budgets=budgets,
                 )
                 solver = joint
                 if objective == "hybrid" and target is None:
@@ -282,6 +310,9 @@ def find_plan(
             raise unfit(problem, [answer.evaluation])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))
 
+    if model is not None and objective == "cost" and len(fleet.devices) > 1:
+        message = "a plan for the least cost may leave devices out and is not run"
+        raise OptionError(message, where="model", do="plan without it")
     if model is None:
         for name, value in (("step", step), ("optimizer", optimizer), ("options", options)):
             if value is not None:
@@ -297,13 +328,58 @@ def find_plan(
     return settled(solve(available), available, solve, at_hand, max_replans)
 
 
-def _check_joint(
+def _cheapest(
+    fleet: Cluster,
+    available: Mapping[str, DeviceInputs],
+    wishes: PlanRequest,
+    solve: Callable[[Cluster, Mapping[str, DeviceInputs], PlanRequest, int], PlanResult],
+) -> PlanResult:
+    """Return the plan at the least cost per sample of all subsets of the device classes.
+
+    All subsets have the variance limit of all classes. The bound of the result is the least cost
+    per sample in the bounds of all subsets, as seconds of a step at the price of the result.
+    """
+    budget = build_problem(fleet, available, wishes)[0].variance
+    results, errors = dict[tuple[str, ...], PlanResult](), list[PlanError]()
+    for count in range(len(fleet.devices), 0, -1):
+        for names in itertools.combinations(fleet.devices, count):
+            if (part := fleet.only(names)) is None:
+                continue  # the links between these ranks were not measured
+            memory = wishes.memory
+            if isinstance(memory, Mapping):
+                memory = {name: memory[name] for name in names if name in memory}
+            inputs = {name: available[name] for name in names}
+            limits = replace(wishes, budget=budget, memory=memory)
+            try:
+                results[names] = solve(part, inputs, limits, fleet.samples or 0)
+            except PlanError as error:
+                errors.append(error)
+    if not results:
+        raise errors[0]
+    notes = []
+    for names, result in results.items():
+        cluster = result.problem.cluster
+        numbers = {
+            "samples per unit of currency": result.samples_per_price or 0.0,
+            "samples a second": (cluster.samples or 0) / result.evaluation.seconds,
+        }
+        notes.append(PlanNote(PlanNoteKind.SUBSET, " and ".join(names), numbers=numbers))
+    best = max(results, key=lambda names: results[names].samples_per_price or 0.0)
+    answer = results[best]
+    unused = (name for name in fleet.devices if name not in best)
+    notes += [PlanNote(PlanNoteKind.NOT_USED, name) for name in unused]
+    rate, bound = answer.samples_per_price or 0.0, math.inf
+    for result in results.values():
+        cost = (result.bound or 0.0) / result.value / (result.samples_per_price or 1.0)
+        bound = min(bound, cost * rate * answer.value)
+    return replace(answer, bound=bound, notes=(*answer.notes, *notes))
+
+
+def _check_batch(
     batch: Literal["global"] | tuple[int, int],
     resized: Callable[[DeviceClass, int], DeviceClass] | None,
-    allocator: str | Allocator,
-    model: nn.Module | None,
 ) -> None:
-    """Raise `OptionError` for arguments that contradict a request to plan batches."""
+    """Raise `OptionError` for an invalid range of samples, or if classes cannot be resized."""
     pair = isinstance(batch, tuple) and len(batch) == 2
     if batch != "global" and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
@@ -312,11 +388,16 @@ def _check_joint(
         message = "a profile covers one batch size, and other batch sizes require the model"
         do = "give resized, or use qsync plan MODULE:CALLABLE --batch global"
         raise OptionError(message, where="resized", do=do)
+
+
+def _check_joint(name: str, allocator: str | Allocator, model: nn.Module | None) -> None:
+    """Raise `OptionError` for arguments that contradict `name`, "batch" or "recompute"."""
     if allocator != "milp":
-        do = 'leave the allocator out: batches are planned around "milp"'
-        raise OptionError("this allocator does not plan batches", where="allocator", do=do)
+        message = f"this allocator does not support {name}"
+        do = f'leave the allocator out: {name} requires "milp"'
+        raise OptionError(message, where="allocator", do=do)
     if model is not None:
-        message = "a plan with other batches cannot be run with the measured batch"
+        message = f"a plan with {name} cannot be run with the measured step"
         raise OptionError(message, where="model", do="plan without it")
 
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import sympy
 
 from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
-from qsync_fx.errors import ProfileError, shown
+from qsync_fx.errors import PlanError, ProfileError, shown
+from qsync_fx.formats import FORMATS
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, scheduled
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.cost_mapper.times import ANYBODY, Beside, Schedule, Seconds, Times
+from qsync_fx.predictor.memory.backward import Backward, recomputed
 from qsync_fx.predictor.memory.buffers import Task, whole
+from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.peak_memory import (
     LossMemory,
     Orders,
@@ -34,6 +37,9 @@ from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.timeline.timeline import Timeline
 
 T = TypeVar("T")
+
+_RECOMPUTATION_ERROR: Final = 0.1
+"""Share by which a peak with recomputation may be above its prediction."""
 
 
 class PeakMemoryEvaluator:
@@ -66,11 +72,13 @@ class PeakMemoryEvaluator:
     @cached_property
     def expected_bytes(self) -> int:
         """Peak memory in bytes in the expected order, corrected by measured plans."""
-        result = self.expected
+        result, training = self.expected, self._part.training
+        if training is not None and training.memory_budget < 1.0:
+            return result.peak.bytes + round(_RECOMPUTATION_ERROR * result.step_bytes)
         if not self._part.anchors:
             return result.peak.bytes
         return result.held_bytes + anchored_bytes(
-            self._states, self._part.anchors, self._part.training, result
+            self._states, self._part.anchors, training, result
         )
 
     @cached_property
@@ -434,6 +442,37 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     )
 
 
+def may_recompute(part: DeviceClass) -> bool:
+    """Return whether recomputation can be planned: known memory, and formats without scales."""
+    if part.fixed_plan is None:
+        plain = any(not FORMATS[fmt].scaled for fmt in part.formats)
+    else:
+        plain = all(not FORMATS[fmt].scaled for fmt in part.fixed_plan.values())
+    return plain and part.training is not None
+
+
+def recomputing(part: DeviceClass, budget: float) -> DeviceClass:
+    """Return a device class that recomputes activations within an activation memory budget.
+
+    Operators that are recomputed under a uniform plan of any of its formats run their forward pass
+    again in the backward pass. Scaled formats are left out, as quantized tensors change what the
+    partitioner saves. Raises `PlanError` unless `may_recompute`.
+    """
+    if budget == 1.0:
+        return part
+    if not may_recompute(part) or part.training is None:
+        do = "measure with the optimizer, and allow a format without scales, such as fp32"
+        raise PlanError("recomputation needs a known memory and a format without scales", do=do)
+    formats = tuple(fmt for fmt in part.formats if not FORMATS[fmt].scaled)
+    operators = set[str]()
+    for fmt in formats:
+        forward = Forward(states(part.graph, part.uniform(fmt)), part.training.fused_attention)
+        operators.update(recomputed(forward, Backward(forward).tasks, budget).operators())
+    times = RecomputingTimes(part.times, frozenset(operators))
+    training = replace(part.training, memory_budget=budget)
+    return replace(part, times=times, training=training, anchors=(), formats=formats)
+
+
 def _batch_of(graph: ModelGraph, symbolic: ModelGraph) -> float:
     """Return the batch of a graph, from the first tensor that is proportional to it."""
     for value, sized in zip(symbolic.values, graph.values, strict=True):
@@ -490,3 +529,41 @@ class Scaled:
         if before.flops:
             return float(after.flops) / float(before.flops)
         return float(after.bytes) / float(before.bytes) if before.bytes else 1.0
+
+
+@dataclass(frozen=True)
+class RecomputingTimes:
+    """Times of a step whose backward pass repeats the forward pass of some operators."""
+
+    times: Times = field(repr=False)
+    operators: Collection[str]
+
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
+        return self._repeated(operator, self.times.operator(operator, state, around))
+
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
+        return self._repeated(operator, self.times.least(operator, state, neighbours))
+
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
+        return self.times.told_apart(operator, state)
+
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
+        result = self.times.cast(operator, before, after, numel, differentiated)
+        return self._repeated(operator, result)
+
+    def outside(self) -> Seconds:
+        return self.times.outside()
+
+    def optimizer(self) -> float:
+        return self.times.optimizer()
+
+    def _repeated(self, operator: str, seconds: Seconds) -> Seconds:
+        if operator not in self.operators:
+            return seconds
+        return replace(seconds, backward=seconds.backward + seconds.forward)

@@ -1,4 +1,4 @@
-"""Joint choice of the local batches and the formats of all device classes, with a certified gap.
+"""Joint choice of batches, formats and recomputation of all device classes, with a certified gap.
 
 Classes depend on each other only through the samples of a step: the slowest class determines the
 seconds of a step, and its transfers do not depend on batches and formats. The problem is therefore
@@ -9,6 +9,9 @@ the classes: from lower bounds it bounds all joint plans, from plans it proposes
 
 Programs are solved only where the bound needs them. A step with fewer samples is assumed to be no
 slower and to need no more memory, so a bound is valid for larger batches and shorter steps, too.
+
+If memory limits a class, it may recompute activations within a memory budget. The search first runs
+without recomputation, so that its plan is never worse than the plan without.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -30,7 +34,14 @@ from qsync_fx.allocator.baselines import (
     full,
     local_batches,
 )
-from qsync_fx.allocator.evaluator import TOLERANCE, Evaluation, beyond, evaluate_plan
+from qsync_fx.allocator.evaluator import (
+    TOLERANCE,
+    Evaluation,
+    beyond,
+    evaluate_plan,
+    may_recompute,
+    recomputing,
+)
 from qsync_fx.allocator.feasibility import unfit
 from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
@@ -41,6 +52,8 @@ Array = NDArray[np.float64]
 
 GAP: Final = 0.01
 SECONDS: Final = 60.0
+BUDGETS: Final = (0.75, 0.5, 0.25)
+"""Activation memory budgets of a class that recomputes."""
 _INNER_GAP: Final = 1e-3
 _ROUNDS: Final = 4
 _SIZES: Final = 17
@@ -61,6 +74,8 @@ class JointBatches:
         min_batch: least samples per device, such as for the statistics of batch norms.
         gap: gap between plan and bound at which the search ends, relative to the objective.
         seconds: time limit of the search; the best plan so far is used after it.
+        budgets: activation memory budgets below 1 that a class with limited memory may have.
+        given_batches: whether the batches of the problem stay.
     """
 
     resized: Resized
@@ -68,6 +83,8 @@ class JointBatches:
     min_batch: int = 1
     gap: float = GAP
     seconds: float = SECONDS
+    budgets: tuple[float, ...] = ()
+    given_batches: bool = False
 
     @property
     def name(self) -> str:
@@ -76,7 +93,7 @@ class JointBatches:
     def allocate(self, problem: Problem) -> PlanResult:
         """Return the best plan with its batches; raise `PlanError` if none meets the limits."""
         began = time.perf_counter()
-        if self.samples is not None and problem.least == "seconds":
+        if problem.least == "seconds" and len({*(self.samples or ())}) == 2:
             message = "the seconds of steps with different numbers of samples are not comparable"
             do = 'plan with batch="global", or minimize the variance, with the objective hybrid'
             raise OptionError(message, where="batch", do=do)
@@ -84,25 +101,19 @@ class JointBatches:
             message = "batches and codecs of gradients cannot be planned together"
             do = "plan the batches first, then the codecs for these batches in the cluster file"
             raise OptionError(message, where="codecs", do=do)
-        before = local_batches(problem)
         search = _Search(problem, self)
         search.evaluate_single_choices()
-        if problem.least == "variance":
-            bound = search.least_variance(problem.seconds)
-        else:
-            bound = search.least_seconds()
+        bound = search.minimize()
+        if self.budgets and any(part.memory is not None for part in problem.classes.values()):
+            search.allow_recomputation()
+            bound = search.minimize()
         best = search.best
         if best is None and not search.tried:
             do = "allow smaller batches, more seconds, more memory or more variance"
             raise PlanError("no plan was found with batches in the requested range", do=do)
         if best is None:
             raise unfit(problem, search.tried)
-        notes = []
-        for name, batch in best.batches.items():
-            numbers = {"batch": batch, "before": before[name]}
-            notes.append(PlanNote(PlanNoteKind.PLANNED_BATCH, name, numbers=numbers))
-        if search.stopped:
-            notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
+        notes = search.notes(best)
         return PlanResult(
             best.problem,
             best.plans,
@@ -111,7 +122,8 @@ class JointBatches:
             bound=min(bound, best.evaluation.value(problem)),
             took=time.perf_counter() - began,
             notes=tuple(notes),
-            batches=best.batches,
+            batches={} if self.given_batches else best.batches,
+            memory_budgets=best.budgets,
         )
 
     def balanced_seconds(self, problem: Problem) -> float:
@@ -129,11 +141,12 @@ class _Joint:
     batches: Mapping[str, int]
     plans: Plans = field(repr=False)
     evaluation: Evaluation
+    budgets: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class _Level:
-    """Solution for a class, a batch and a limit of the seconds.
+    """Solution for a class, a batch, a limit of the seconds, and an activation memory budget.
 
     Variances are per sample: the variance of a device's gradient, times its batch. `plan` is None
     if no plan was found, and `bound` is infinite if there is none.
@@ -144,6 +157,7 @@ class _Level:
     bound: float
     variance: float
     plan: Asked | None = field(repr=False)
+    budget: float = 1.0
 
 
 class _Search:
@@ -156,11 +170,14 @@ class _Search:
         self.stopped = False
         self._end = time.monotonic() + settings.seconds
         self._sized = SizedProblems(problem, settings.resized)
-        self._before = local_batches(problem)
+        self._before = _given_batches(problem) if settings.given_batches else local_batches(problem)
+        self._budgets: tuple[float, ...] = ()
         self._counts = {name: item.count for name, item in problem.cluster.devices.items()}
         self._samples = self._total(self._before)
         self._sizes = self._global_batches()
         self._levels: dict[str, list[_Level]] = {name: [] for name in problem.classes}
+        self._solved: dict[tuple[str, int, float, float | None], _Level] = {}
+        self._parts: dict[tuple[str, int, float], DeviceClass] = {}
         self._variances: dict[tuple[tuple[str, int, int], ...], tuple[float, float]] = {}
         self._least = {
             name: _least_variance(part) * self._before[name]
@@ -189,6 +206,17 @@ class _Search:
 
     # Objectives
 
+    def minimize(self) -> float:
+        """Search for the best plan by the problem's objective; return a lower bound."""
+        if self.problem.least == "variance":
+            return self.least_variance(self.problem.seconds)
+        return self.least_seconds()
+
+    def allow_recomputation(self) -> None:
+        """Allow activation memory budgets below 1 from now on."""
+        self._budgets = self._settings.budgets
+        self._levels = {name: [] for name in self.problem.classes}
+
     def evaluate_single_choices(self) -> None:
         """Evaluate uniform plans, also with batches in proportion to speed, and the exact plan of
         the given batches.
@@ -196,8 +224,9 @@ class _Search:
         names = dict.fromkeys(fmt for part in self.problem.classes.values() for fmt in part.formats)
         for plans in (full, *(partial(_in_format, fmt=name) for name in names)):
             self._evaluate(self._before, plans(self.problem))
-            answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
-            self._evaluate(answer.batches, answer.plans)
+            if not self._settings.given_batches:
+                answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
+                self._evaluate(answer.batches, answer.plans)
         equal = self._exact(self.problem)
         if equal.incumbent is not None:
             self._evaluate(self._before, equal.incumbent.plans)
@@ -267,13 +296,51 @@ class _Search:
 
     # Plans
 
-    def _evaluate(self, batches: Mapping[str, int], plans: Plans) -> Evaluation | None:
+    def notes(self, best: _Joint) -> list[PlanNote]:
+        """Return the notes on batches, recomputation and the time limit of the search."""
+        notes = []
+        for name, batch in best.batches.items():
+            numbers: dict[str, float] = {"batch": batch, "before": self._before[name]}
+            if not self._settings.given_batches:
+                notes.append(PlanNote(PlanNoteKind.PLANNED_BATCH, name, numbers=numbers))
+        if best.budgets:
+            saving = evaluate_plan(self._problem(best.batches, {}), best.plans).classes
+        for name, budget in best.budgets.items():
+            now, before = best.evaluation.classes[name], saving[name]
+            numbers = {"budget": budget, "seconds more": now.computing - before.computing}
+            numbers["memory without it"] = before.peak_bytes or 0
+            notes.append(PlanNote(PlanNoteKind.RECOMPUTES, name, numbers=numbers))
+        if self.stopped:
+            numbers = {"seconds": self._settings.seconds}
+            notes.append(PlanNote(PlanNoteKind.STOPPED, numbers=numbers))
+        return notes
+
+    def _problem(self, batches: Mapping[str, int], budgets: Mapping[str, float]) -> Problem:
+        """Return the problem with batches, and activation memory budgets below 1 by class."""
+        problem = self.problem
+        if not self._settings.given_batches:
+            problem = self._sized.problem(batches)
+        parts = {name: self._part(name, batches[name], budgets[name]) for name in budgets}
+        return replace(problem, classes={**problem.classes, **parts})
+
+    def _part(self, name: str, batch: int, budget: float) -> DeviceClass:
+        key = name, batch, budget
+        if key not in self._parts:
+            self._parts[key] = recomputing(self._sized.part(name, batch), budget)
+        return self._parts[key]
+
+    def _evaluate(
+        self,
+        batches: Mapping[str, int],
+        plans: Plans,
+        budgets: Mapping[str, float] = MappingProxyType({}),
+    ) -> Evaluation | None:
         """Evaluate plans, and keep them if they are the best; return None for forbidden batches."""
         least, most = self._settings.samples or (self._samples, self._samples)
         samples = self._total(batches)
         if not least <= samples <= most or min(batches.values()) < self._settings.min_batch:
             return None
-        problem = self._sized.problem(batches)
+        problem = self._problem(batches, budgets)
         if problem.seconds is not None:
             problem = replace(problem, seconds=self._limit(problem.seconds, samples))
         plans = problem.completed(plans)
@@ -282,7 +349,7 @@ class _Search:
         if evaluation.exceeds(problem):
             return evaluation
         if self.best is None or self._order(evaluation) < self._order(self.best.evaluation):
-            self.best = _Joint(problem, dict(batches), plans, evaluation)
+            self.best = _Joint(problem, dict(batches), plans, evaluation, dict(budgets))
         return evaluation
 
     def _order(self, evaluation: Evaluation) -> tuple[float, float]:
@@ -308,7 +375,8 @@ class _Search:
         key = tuple((name, batches[name], id(level)) for name, level in levels.items())
         if key not in self._variances:
             plans = {name: level.plan or {} for name, level in levels.items()}
-            evaluation = self._evaluate(batches, plans)
+            budgets = {name: level.budget for name, level in levels.items() if level.budget < 1.0}
+            evaluation = self._evaluate(batches, plans, budgets)
             variance, took = math.inf, math.inf
             if evaluation is not None and self._memory_fits(evaluation):
                 variance, took = evaluation.variance, evaluation.seconds
@@ -339,7 +407,8 @@ class _Search:
             longer = {lv.batch for lv in self._levels[name] if lv.seconds >= seconds}
             if any(lv.batch == batch and lv.seconds == seconds for lv in self._levels[name]):
                 continue
-            below = max((b for b in longer if b <= batch), default=self._settings.min_batch - 1)
+            least = batch if self._settings.given_batches else self._settings.min_batch
+            below = max((b for b in longer if b <= batch), default=least - 1)
             yield name, (below + batch + 1) // 2
 
     def _costs(self, name: str, samples: int, seconds: float, bounds: bool) -> Array:
@@ -361,6 +430,8 @@ class _Search:
 
     def _range(self, name: str, samples: int) -> NDArray[np.bool_]:
         """Return which batches of a class are allowed in a step, from 0."""
+        if self._settings.given_batches:
+            return np.arange(self._before[name] + 1) == self._before[name]
         least, count = self._settings.min_batch, self._counts[name]
         most = (samples - least * (self.problem.cluster.ranks - count)) // count
         return np.arange(max(most, 0) + 1) >= least
@@ -401,46 +472,70 @@ class _Search:
         levels = self._levels[name]
         if any(level.batch == batch and level.seconds == seconds for level in levels):
             return
-        problem = self._alone(name, batch, seconds)
-        part = problem.classes[name]
+        # Programs without a limit of the memory are faster, and most plans fit.
+        level = unlimited = self._solve_budget(name, batch, seconds, None)
+        if unlimited.plan is not None and not self._fits(name, batch, unlimited.plan):
+            level = self._solve_budget(name, batch, seconds, 1.0)
+            bound = level.bound
+            for budget in self._budgets if may_recompute(self._sized.part(name, batch)) else ():
+                if level.variance * (1 - _INNER_GAP) <= unlimited.variance:
+                    bound = min(bound, unlimited.bound)
+                    break
+                other = self._solve_budget(name, batch, seconds, budget)
+                bound = min(bound, other.bound)
+                level = min(level, other, key=lambda item: item.variance)
+            level = replace(level, bound=max(bound, unlimited.bound))
+        levels.append(level)
+
+    def _fits(self, name: str, batch: int, plan: Asked) -> bool:
+        """Return whether a plan of a class fits into its memory without recomputation."""
+        if self._sized.part(name, batch).memory is None:
+            return True
+        problem = self._alone(name, batch, math.inf, 1.0)
+        return self._memory_fits(evaluate_plan(problem, problem.completed({name: plan})))
+
+    def _solve_budget(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
+        """Return the level of an activation memory budget; None: without a limit of the memory."""
+        key = name, batch, seconds, budget
+        if key not in self._solved:
+            self._solved[key] = self._solved_level(*key)
+        return self._solved[key]
+
+    def _solved_level(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
+        problem = self._alone(name, batch, seconds, budget)
+        part, spent = problem.classes[name], budget or 1.0
         if part.fixed_plan is not None:
             fits = not evaluate_plan(problem, problem.uniform()).exceeds(problem)
             plan = part.fixed_plan if fits else None
             bound = part.variance(part.fixed_plan) * batch if fits else math.inf
-            levels.append(_Level(batch, seconds, bound, bound, plan))
-            return
-        state = self._exact(problem, name)
+            return _Level(batch, seconds, bound, bound, plan, spent)
+        state = self._exact(problem)
         proved = state.lower_bound if state.is_approximate else state.program_bound
         if state.incumbent is None:
             infeasible = proved == math.inf or not (state.is_approximate or state.notes)
             bound = math.inf if infeasible else self._least[name]
-            levels.append(_Level(batch, seconds, bound, math.inf, None))
-            return
+            return _Level(batch, seconds, bound, math.inf, None, spent)
         plan = state.incumbent.plans[name]
         variance = part.variance(plan) * batch
         bound = max(self._least[name], (proved or 0.0) / problem.weight(name) * batch)
-        levels.append(_Level(batch, seconds, min(bound, variance), variance, plan))
+        return _Level(batch, seconds, min(bound, variance), variance, plan, spent)
 
-    def _exact(self, problem: Problem, name: str | None = None) -> SearchState:
-        """Return the exact program's state after its search in the remaining time.
-
-        With a class `name`, its memory is first unlimited, for which programs are faster; the
-        result is exact if the plan fits.
-        """
-        if name is not None and problem.classes[name].memory is not None:
-            part = replace(problem.classes[name], memory=None)
-            state = self._exact(replace(problem, classes={**problem.classes, name: part}))
-            if state.incumbent is None:
-                return state
-            if self._memory_fits(evaluate_plan(problem, state.incumbent.plans)):
-                return state
+    def _exact(self, problem: Problem) -> SearchState:
+        """Return the exact program's state after its search in the remaining time."""
         search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
         search.solve(_ROUNDS)
         return search.state
 
-    def _alone(self, name: str, batch: int, seconds: float) -> Problem:
-        """Return the problem of one class in the cluster, whose other devices need no time."""
+    def _alone(self, name: str, batch: int, seconds: float, budget: float | None) -> Problem:
+        """Return the problem of one class in the cluster, whose other devices need no time.
+
+        `budget` is its activation memory budget; None: without a limit of the memory.
+        """
         result = self._sized.problem({**self._before, name: batch})
+        part = self._part(name, batch, budget or 1.0)
+        if budget is None:
+            part = replace(part, memory=None, training=None)
+        result = replace(result, classes={**result.classes, name: part})
         classes = {
             other: part if other == name else _idle(part) for other, part in result.classes.items()
         }
@@ -492,3 +587,10 @@ def _least_variance(part: DeviceClass) -> float:
         min(part.omega(operator, fmt) for fmt in formats)
         for operator, formats in part.choices.items()
     )
+
+
+def _given_batches(problem: Problem) -> dict[str, int]:
+    """Return the samples per device of each class; 1 for all classes if any is unknown."""
+    devices = problem.cluster.devices
+    batches = {name: device.batch or 1 for name, device in devices.items()}
+    return batches if problem.cluster.samples is not None else dict.fromkeys(batches, 1)

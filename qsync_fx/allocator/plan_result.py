@@ -72,6 +72,7 @@ class PlanNoteKind(StrEnum):
     UNFIT = "the plan exceeds a limit"
     BATCH = "the batch size is proportional to the speed"
     PLANNED_BATCH = "the batch size is planned"
+    RECOMPUTES = "activations are recomputed, as memory limits the formats or the batch"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a higher limit may allow a better plan"
@@ -88,6 +89,8 @@ class PlanNoteKind(StrEnum):
     BY_HOST = "the prediction assumes that coded gradients are sent through host memory, over gloo"
     LEFT_OUT = "formats not used: their effect on the gradients is unknown"
     HAS_NOT = "formats not used: the device does not support them, or they were not measured"
+    SUBSET = "cost of training on these devices only"
+    NOT_USED = "the plan leaves these devices out, as the others train at a lower cost"
     UNSETTLED = "predicted and measured times still differ; measure longer, on an idle machine"
 
 
@@ -152,6 +155,7 @@ class PlanResult(HtmlView):
         trials: measured runs of each round, over all local classes.
         ran: round in which this plan was run, from 1; None if it was not.
         batches: samples per step of each device, by class, if the allocator chose them.
+        memory_budgets: share of the saved activations that stay saved, by class that recomputes.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -165,6 +169,7 @@ class PlanResult(HtmlView):
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
     batches: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    memory_budgets: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     profiles: Mapping[str, Profile] = field(
         default_factory=lambda: MappingProxyType({}), repr=False, compare=False
     )
@@ -180,6 +185,14 @@ class PlanResult(HtmlView):
         if self.bound is None:
             return None
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
+
+    @property
+    def samples_per_price(self) -> float | None:
+        """Samples per unit of the prices' currency; None if a price or a batch is unknown."""
+        cluster = self.problem.cluster
+        if cluster.price_per_hour is None or cluster.samples is None:
+            return None
+        return 3600 * cluster.samples / (self.evaluation.seconds * cluster.price_per_hour)
 
     @property
     def fits(self) -> bool:
@@ -224,18 +237,24 @@ class PlanResult(HtmlView):
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Return the value of the option "plan": a cluster plan for several classes, for codecs or
-        for chosen batches.
+        """Return the value of the option "plan": a cluster plan for several classes, for codecs,
+        for chosen batches or for recomputation.
         """
         plans, cluster = self.to_plans(), self.problem.cluster
-        if len(plans) == 1 and not self.codecs and not self.batches:
+        if len(plans) == 1 and not (self.codecs or self.batches or self.memory_budgets):
             return next(iter(plans.values()))
         notes: dict[str, str] = {}
         if self.codecs:
             notes = {TRANSPORT: cluster.transport}
             if cluster.nodes < cluster.ranks:
                 notes |= between_nodes(cluster.ranks_per_node)
-        return ClusterPlan(plans, notes=notes, codecs=self.codecs, batches=self.batches)
+        return ClusterPlan(
+            plans,
+            notes=notes,
+            codecs=self.codecs,
+            batches=self.batches,
+            memory_budgets=self.memory_budgets,
+        )
 
     def save(self, path: Path) -> None:
         """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""
@@ -302,6 +321,9 @@ def _head(answer: PlanResult) -> Iterator[str]:
     if share := variance_share(answer):
         text += f", {share}"
     yield text
+    if rate := answer.samples_per_price:
+        price = _rounded(problem.cluster.price_per_hour or 0.0)
+        yield f"{_rounded(rate)} samples per unit of currency, at {price} an hour"
 
 
 def variance_share(answer: PlanResult) -> str:
@@ -350,6 +372,8 @@ def bound_line(answer: PlanResult) -> str:
         figure = f"step below {duration(answer.bound)}"
         if answer.problem.least == "variance":
             figure = f"variance below {answer.bound:.4g}"
+        if any(note.kind is PlanNoteKind.SUBSET for note in answer.notes):
+            figure = f"cost below {answer.bound / answer.value:.2%} of this one, on any devices"
         bound = f"no plan has a {figure}, gap {answer.gap:.2%}"
     return f"allocator {answer.allocator}, {answer.took:.2f} s: {bound}"
 

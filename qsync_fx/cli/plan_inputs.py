@@ -78,7 +78,8 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
     if not profiles:
         result = replace(result, profiles={"": _measured(trained, arguments, inputs is None)})
     if inputs is None and any(profile.sensitivity is None for profile in result.profiles.values()):
-        _fits(result, arguments)
+        if arguments.batch is None and not arguments.recompute:
+            _fits(result, arguments)
         return replace(result, sensitivity=sensitivities(result, arguments.method))
     return result
 
@@ -287,7 +288,8 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
 def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Return the arguments of `find_plan` that run the plan here.
 
-    Empty if --max-replans is 0, without a model, or by default if no profile is of this machine.
+    Empty if --max-replans is 0, without a model, or by default if no profile is of this machine or
+    the plan may leave devices out.
     """
     from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
@@ -296,7 +298,8 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
         profile.machine == here_for(profile.machine) for profile in available.profiles.values()
     )
     trained, limit = available.trained, arguments.max_replans
-    if trained is None or limit == 0 or (limit is None and not current):
+    chosen = current and arguments.objective != "cost"
+    if trained is None or limit == 0 or (limit is None and not chosen):
         return {}
     return {
         "model": trained.module,
@@ -309,16 +312,22 @@ def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[
 
 
 def batch_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
-    """Return the arguments of `find_plan` that plan batches, or else that run the plan here."""
-    if arguments.batch is None:
-        if arguments.min_batch is not None:
-            do = "add --batch global"
-            raise OptionError("batches are not planned", where="--min-batch", do=do)
+    """Return the arguments of `find_plan` that plan batches and recomputation, or else that run
+    the plan here.
+    """
+    if arguments.batch is None and arguments.min_batch is not None:
+        do = "add --batch global"
+        raise OptionError("batches are not planned", where="--min-batch", do=do)
+    if arguments.batch is None and not arguments.recompute:
         return run_arguments(arguments, available)
     if arguments.max_replans:
-        message = "a plan with other batches cannot be run with the measured batch"
-        raise OptionError(message, where="--max-replans", do="remove it, or --batch")
+        name = "--recompute" if arguments.batch is None else "--batch"
+        message = f"a plan with {name} cannot be run with the measured step"
+        raise OptionError(message, where="--max-replans", do=f"remove it, or {name}")
+    if arguments.batch is None:
+        return {"recompute": True}
     return {
+        "recompute": arguments.recompute,
         "batch": arguments.batch,
         "min_batch": arguments.min_batch or 1,
         "resized": resizer(available),

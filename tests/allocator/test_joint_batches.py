@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from qsync_fx import OptionError, PlanError, find_plan
 from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, full
-from qsync_fx.allocator.evaluator import evaluate_plan, resized
-from qsync_fx.allocator.joint_batches import GAP, JointBatches
+from qsync_fx.allocator.evaluator import evaluate_plan, recomputing, resized
+from qsync_fx.allocator.joint_batches import BUDGETS, GAP, JointBatches
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+from qsync_fx.options import Options
 from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.predictor.cost_mapper.times import Seconds
+from qsync_fx.predictor.memory import TrainingMemory
 from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from tests.support.planning.allocation_problems import PlainTimes
 from tests.support.planning.catalog_fleets import of_catalog, symbolic
@@ -46,8 +49,10 @@ def with_batch(part: DeviceClass, seed: int, batch: int) -> DeviceClass:
     return replace(part, times=PerSample(seed, batch), sensitivity=sensitivity)
 
 
-def drawn(seed: int, slowdown: float) -> tuple[Problem, JointBatches]:
-    part = replace(device(seed, ("fp32", "int8")), training=None)
+def drawn(
+    seed: int, slowdown: float, training: TrainingMemory | None = None
+) -> tuple[Problem, JointBatches]:
+    part = replace(device(seed, ("fp32", "int8")), training=training)
     classes = {"a": with_batch(part, seed, MEASURED), "b": with_batch(part, seed + 1, MEASURED)}
     devices = {
         "a": ClusterDevice(count=2, batch=MEASURED),
@@ -61,15 +66,19 @@ def drawn(seed: int, slowdown: float) -> tuple[Problem, JointBatches]:
 
 
 def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
-    """Return the evaluations of all batches of one global batch, and of all plans with them."""
+    """Return the evaluations of all batches of one global batch and all memory budgets of class a,
+    and of all plans with them.
+    """
     result = []
-    for first in (1, 2, 3, 4):
+    for first, budget in itertools.product((1, 2, 3, 4), (1.0, *joint.budgets)):
         batches = {"a": first, "b": 3 * MEASURED - 2 * first}
         devices = {
             name: replace(item, batch=batches[name])
             for name, item in problem.cluster.devices.items()
         }
         classes = {name: joint.resized(name, batch) for name, batch in batches.items()}
+        limited = replace(classes["a"], memory=problem.classes["a"].memory)
+        classes["a"] = recomputing(limited, budget)
         cluster = replace(problem.cluster, devices=devices)
         sized = replace(problem, classes=classes, cluster=cluster)
         judge = PlanEvaluator(sized, sized.uniform())
@@ -120,6 +129,48 @@ def test_joint_plan_is_that_of_brute_force(
     assert best * (1 - 1e-6) <= answer.value <= best / (1 - GAP) * (1 + 1e-6)
     assert answer.gap is not None
     assert answer.gap <= GAP * (1 + 1e-6)
+
+
+@settings(
+    max_examples=chosen([3], [8], [20])[0],
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    seed=st.integers(0, 10**5).map(lambda number: 14 * number + 2 * (number % 2)),
+    tight=st.floats(0.0, 0.5),
+    share=st.floats(0.0, 1.0),
+)
+def test_joint_plan_with_recomputation_is_that_of_brute_force(
+    seed: int, tight: float, share: float
+) -> None:
+    problem, joint = drawn(seed, 1.7, TrainingMemory())
+    evaluations = every_joint_plan(problem, replace(joint, budgets=(0.5,)))
+    peaks = [evaluation.classes["a"].peak_bytes or 0 for evaluation in evaluations]
+    limit = min(peaks) + share * (max(peaks) - min(peaks))
+    seconds = sorted(
+        evaluation.seconds
+        for evaluation, peak in zip(evaluations, peaks, strict=True)
+        if peak <= limit
+    )
+    limited = replace(problem.classes["a"], memory=limit)
+    problem = replace(
+        problem,
+        classes={**problem.classes, "a": limited},
+        seconds=seconds[int(tight * (len(seconds) - 1))],
+    )
+    best = min(item.variance for item in evaluations if not item.exceeds(problem))
+    answer = replace(joint, budgets=(0.5,)).allocate(problem)
+    assert answer.fits
+    assert answer.evaluation == evaluate_plan(answer.problem, answer.plans)
+    assert answer.bound is not None
+    assert answer.bound <= best * (1 + 1e-6)
+    assert best * (1 - 1e-6) <= answer.value <= best / (1 - GAP) * (1 + 1e-6)
+    try:
+        alone = joint.allocate(problem)
+    except PlanError:
+        return
+    assert answer.value <= alone.value
 
 
 def test_no_joint_plan_in_time_is_an_error() -> None:
@@ -187,6 +238,39 @@ def test_batches_stay_within_the_request() -> None:
     assert wider.evaluation.variance <= joint.allocate(limited).evaluation.variance
     with pytest.raises(OptionError, match="no step has"):
         replace(joint, min_batch=65).allocate(limited)
+
+
+def test_recomputation_makes_room_for_wider_formats(tmp_path: Path) -> None:
+    problem = of_catalog("bert", 64, count=16)
+    part = problem.classes["t4"]
+    alone = evaluate_plan(problem, problem.uniform("fp16"))
+    limit = 0.9 * (alone.classes["t4"].peak_bytes or 0)
+    classes = {**problem.classes, "t4": replace(part, memory=limit)}
+    limited = replace(problem, classes=classes, seconds=1.1 * alone.seconds)
+    joint = JointBatches(lambda name, _: classes[name], given_batches=True)
+    with pytest.raises(PlanError):
+        joint.allocate(limited)
+    answer = replace(joint, budgets=BUDGETS).allocate(limited)
+    assert answer.fits and not answer.batches
+    assert answer.memory_budgets.keys() == {"t4"}
+    assert "t4: activations are recomputed, as memory limits" in str(answer)
+    answer.save(tmp_path / "plan.json")
+    options = Options.parse({"plan": tmp_path / "plan.json", "device_class": "t4"})
+    assert options.active_memory_budget == answer.memory_budgets["t4"]
+
+
+def test_one_device_needs_no_batch_to_recompute() -> None:
+    part = of_catalog("bert", 64).classes["t4"]
+    cluster = Cluster({"t4": ClusterDevice()}, Network(1e9, 0.0))
+    peak = evaluate_plan(Problem({"t4": part}, cluster), {"t4": part.uniform("fp16")}).classes
+    limit = 0.9 * (peak["t4"].peak_bytes or 0)
+    problem = Problem({"t4": replace(part, memory=limit)}, cluster, "seconds", variance=1e9)
+    answer = JointBatches(
+        lambda name, _: problem.classes[name], budgets=BUDGETS, given_batches=True
+    ).allocate(problem)
+    assert answer.fits
+    assert isinstance(plan := answer.as_plan(), ClusterPlan)
+    assert dict(plan.memory_budgets) == dict(answer.memory_budgets)
 
 
 def test_find_plan_plans_batches() -> None:

@@ -482,3 +482,37 @@ def test_batches_are_planned_within_a_step_time(
     assert sum(joint["batches"].values()) == 512 and min(joint["batches"].values()) >= 32
     assert joint["variance"] <= equal["variance"]
     assert ClusterPlan.load(tmp_path / "joint.json").batches == joint["batches"]
+
+
+def test_recomputation_is_planned_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed(tmp_path, monkeypatch, nets_to_plan=MODEL)
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    fleet = ["plan", "nets_to_plan:small", "--cluster", "fleet.toml", "--json"]
+    assert main([*fleet, "--recompute"]) == 0
+    free = json.loads(capsys.readouterr().out)
+    assert free["memory_budgets"] == {} and free["batches"] == {}
+    peak = free["classes"]["t4"]["peak_bytes"]
+    memory = f"t4={peak / 1e9:.9f} GB"
+    assert main([*fleet, "--batch", "global", "--recompute", "--memory", memory]) == 0
+    limited = json.loads(capsys.readouterr().out)
+    assert limited["classes"]["t4"]["peak_bytes"] <= peak
+    assert limited["memory_budgets"].keys() <= {"t4"}
+    assert main([*fleet, "--recompute", "--max-replans", "1"]) == 2
+    assert "a plan with --recompute cannot be run" in capsys.readouterr().err
+
+
+def test_expensive_devices_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed(tmp_path, monkeypatch, nets_to_plan=MODEL)
+    priced = FLEET.replace("batch = 256\n", "batch = 256\nprice_per_hour = 0.4\n")
+    (tmp_path / "fleet.toml").write_text(priced.replace("0.4", "400.0", 1))
+    arguments = ["nets_to_plan:small", "--cluster", "fleet.toml", "--objective", "cost"]
+    assert main(["plan", *arguments, "--json", "--output", "plan.json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plans"].keys() == {"t4"}
+    assert answer["samples_per_price"] > 0
+    kinds = {(note["kind"], note["device"]) for note in answer["notes"]}
+    assert {("not_used", "v100"), ("subset", "v100 and t4"), ("subset", "t4")} <= kinds

@@ -113,7 +113,8 @@ class SavedTensorsBound:
         if loss is not None and incoming:
             incoming += max(loss.held, loss.most - incoming)
         self._constant_bytes = before + min(errors) + incoming
-        if any(operator.repeated for operator in self.graph.operators):
+        recomputes = part.training is not None and part.training.memory_budget < 1.0
+        if recomputes or any(operator.repeated for operator in self.graph.operators):
             return
         for index, operator in enumerate(self.graph.operators):
             product = forward.multiplies(operator)

@@ -1,4 +1,4 @@
-"""Objectives of QSync and its baselines: "hybrid", "fastest" and "recover"."""
+"""Objectives of QSync and its baselines: "hybrid", "fastest" and "recover"; and "cost"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qsync_fx.allocator.evaluator import PlanEvaluator, beyond
 from qsync_fx.allocator.objectives.objective import Limit, Objective, seconds_in, uniform_in
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
 from qsync_fx.allocator.problem import Problem
-from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.errors import OptionError, PlanError, shown
 
 
 class Hybrid(Objective):
@@ -69,6 +69,26 @@ class Fastest(Objective):
         return None
 
 
+class Cost(Fastest):
+    """Least cost per sample within the variance `budget`; default: that of mixed precision.
+
+    `find_plan` compares the plans of all subsets of the device classes. On the same devices with
+    the same samples, the fastest plan costs least.
+    """
+
+    name: ClassVar[str] = "cost"
+    help: ClassVar[str] = "least cost per sample, within the variance of mixed precision"
+
+    def constrained(self, problem: Problem, budget: Limit, notes: list[PlanNote]) -> Problem:
+        for name, device in problem.cluster.devices.items():
+            if device.price_per_hour is None or device.batch is None:
+                lacking = "price_per_hour" if device.price_per_hour is None else "batch"
+                message = f"the cost per sample on {shown(name)} is unknown without {lacking}"
+                do = f"set it in the file of the cluster: {lacking} = ..."
+                raise PlanError(message, where=f"devices.{name}.{lacking}", do=do)
+        return super().constrained(problem, budget, notes)
+
+
 class Recover(Objective):
     """Least variance on all classes within the seconds of mixed precision, or `target` seconds."""
 
@@ -88,4 +108,4 @@ class Recover(Objective):
         return seconds_in(problem, budget if target is None else target)
 
 
-OBJECTIVES: Final = (Fastest(), Hybrid(), Recover())
+OBJECTIVES: Final = (Cost(), Fastest(), Hybrid(), Recover())

@@ -45,6 +45,7 @@ examples:
   qsync plan bert:small -o plan.json                              measure, plan, run the plan
   qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
   qsync plan bert:small --cluster cluster.toml --batch global     batches and formats together
+  qsync plan bert:small --cluster cluster.toml --batch global --recompute --memory t4=30%
   qsync plan --profile cpu.json --pareto                          time against variance"""
 
 
@@ -79,10 +80,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         group,
         """
-        --objective NAME          hybrid, fastest, recover or the name of a custom objective; by
-                                  default hybrid for several devices, else fastest
-        --budget VARIANCE         limit of the variance, for fastest and recover: a number, or the
-                                  format of a uniform plan
+        --objective NAME          hybrid, fastest, recover, cost or the name of a custom objective;
+                                  by default hybrid for several devices, else fastest
+        --budget VARIANCE         limit of the variance, for fastest, cost and recover: a number, or
+                                  the format of a uniform plan
         --target SECONDS          limit of the step time: a number, or the format of a uniform plan
         --margin SHARE            share by which devices are assumed slower than predicted; by
                                   default the uncertainty of the prediction
@@ -99,6 +100,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --batch SAMPLES           plan the batch of each device, too: global for the samples of the
                                   cluster file in a step, or their range, such as 1024-2048
         --min-batch N             least samples per device for --batch
+        --recompute               allow recomputation of activations on devices whose memory limits
+                                  the plan
         """,
         {
             "budget": plan_inputs.limit,
@@ -261,6 +264,7 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "variance": answer.evaluation.variance,
         "least": answer.problem.least,
         "bound": answer.bound,
+        "samples_per_price": answer.samples_per_price,
         "gap": answer.gap,
         "took": answer.took,
         "fits": answer.fits,
@@ -272,6 +276,7 @@ def _answer(answer: PlanResult) -> dict[str, Any]:
         "exceeds": answer.evaluation.exceeds(answer.problem),
         "codecs": dict(answer.codecs),
         "batches": dict(answer.batches),
+        "memory_budgets": dict(answer.memory_budgets),
         "coding": answer.evaluation.coding,
         "classes": classes,
     }

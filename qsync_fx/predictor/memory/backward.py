@@ -3,11 +3,19 @@
 It visits the operators of the forward pass once, in reverse order. The gradient of a value with
 several readers is a sum, computed at its reader. Tensors that activation checkpointing discards are
 recomputed before their first reader.
+
+`recomputed` models the option "memory_budget" by the rule of torch's partitioner, see
+`choose_saved_values_set` in torch/_functorch/partitioners.py. Below a budget of 1, elementwise
+results are recomputed from saved results of products. If these still exceed the budget, a knapsack
+selects products to recompute, so that the saved results have the most floating-point operations. A
+recomputed tensor is live from its first to its last reader in the backward pass. Long chains of
+recomputed operators therefore reduce peak memory less than they reduce the saved bytes, and may
+increase it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from qsync_fx.formats import FORMATS, FP32
@@ -20,11 +28,13 @@ from qsync_fx.predictor.memory.buffers import (
     convolves,
     has_expensive_gradient,
     pools,
+    value_bytes,
     whole,
 )
 from qsync_fx.predictor.memory.cuda_memory import convolution_workspace, on_gpu
 from qsync_fx.predictor.memory.forward import Forward, Sources
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
+from qsync_fx.torch_internals import dp_knapsack
 
 INDEX = 8
 """Bytes of an index."""
@@ -332,3 +342,203 @@ def computed_in(precision: Name) -> tuple[Name, Name]:
     if precision is None or not FORMATS[precision].scaled:
         return precision, precision
     return FORMATS[precision].gradient.name, FORMATS[precision].carrier.name
+
+
+def recomputed(forward: Forward, backward: Sequence[Task], budget: float) -> RecomputedTasks:
+    """Return the backward pass under an activation memory budget below 1."""
+    elementwise = RecomputedTasks(forward, backward)
+    read = {buffer for task in backward for buffer in task.reads}
+    read_later = {buffer for task in elementwise.tasks for buffer in task.reads}
+    kernels, unchanged = set[int](), set[int]()
+    for index in dict.fromkeys(operator.graph for operator in forward.graph.operators):
+        tasks = {
+            place: task
+            for place, task in enumerate(forward.tasks)
+            if elementwise.graphs.get(task.operator) == index
+        }
+        written = [buffer for task in tasks.values() for buffer in task.writes]
+        before = sum(buffer.bytes for buffer in written if buffer in read)
+        before -= _unread_bytes(forward, read, index)
+        after = sum(buffer.bytes for buffer in written if buffer in elementwise.saved)
+        after -= _unread_bytes(forward, read_later, index)
+        if before <= 0:
+            unchanged.add(index)  # torch's partitioner ignores the budget of such graphs
+        elif after >= budget * before:
+            kernels |= _knapsack(forward, tasks, before, budget)
+    return RecomputedTasks(forward, backward, kernels, unchanged)
+
+
+def _knapsack(forward: Forward, tasks: Mapping[int, Task], before: int, budget: float) -> set[int]:
+    """Return the kernels of a graph, products and quantizers, that torch's knapsack does not save.
+
+    Only products have floating-point operations. `before` are the saved bytes without a budget.
+    """
+    sizes: dict[int, int] = {}
+    for index, task in tasks.items():
+        if task.library and forward.multiplies(forward.graph.operator(task.operator)):
+            sizes[index] = sum(buffer.bytes for buffer in task.writes)
+    indices = sorted(sizes, key=lambda index: -sizes[index])
+    shares = [sizes[index] / before for index in indices]
+    work = [_forward_flops(forward, tasks[index]) for index in indices]
+    _, _, repeated = dp_knapsack(shares, work, budget)
+    return {indices[item] for item in repeated}
+
+
+def _forward_flops(forward: Forward, task: Task) -> float:
+    index = forward.graph.places[task.operator]
+    operator = forward.graph.operators[index]
+    if all(buffer.name != forward.graph.values[operator.result].name for buffer in task.writes):
+        return 1.0
+    return float(max(whole(operator.costs[forward.states.names[index]].forward.flops), 1))
+
+
+def _unread_bytes(forward: Forward, read: Set[Buffer], index: int) -> int:
+    """Return the bytes of a graph's inputs and parameters that its backward pass does not read.
+
+    The partitioner subtracts all inputs from the saved bytes, although some are not saved.
+    """
+    graph, names = forward.graph, {buffer.name for buffer in read if not buffer.bytes}
+    used, unread = set[int](), set[int]()
+    for place, operator in enumerate(graph.operators):
+        if operator.graph != index:
+            continue
+        for argument, item in enumerate(operator.reads):
+            root = forward.root(item.value)
+            if not forward.given(root):
+                continue
+            factor = forward.factors.get((place, argument), root)
+            is_factor = forward.multiplies(operator) and factor is None
+            (used if is_factor or graph.values[root].name in names else unread).add(root)
+    values = [graph.values[root] for root in unread - used]
+    return sum(value_bytes(value, value.own) for value in values)
+
+
+class RecomputedTasks:
+    """Tasks of a backward pass that recomputes tensors before their first reader.
+
+    It may recompute elementwise results, and the results of library `kernels`, by index of the task
+    in the forward pass. Graphs with the indices `unchanged` save the same tensors as without
+    recomputation.
+
+    Attributes:
+        graphs: index of the graph by operator id.
+        saved: saved tensors, in program order.
+        tasks: tasks of the backward pass, in program order.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        backward: Sequence[Task],
+        kernels: Set[int] = frozenset(),
+        unchanged: Set[int] = frozenset(),
+    ) -> None:
+        self._forward, self._kernels, self._unchanged = forward, kernels, unchanged
+        self.graphs = {operator.id: operator.graph for operator in forward.graph.operators}
+        self._forward_tasks = forward.tasks
+        self._makers: dict[Buffer, list[int]] = {}
+        for index, task in enumerate(self._forward_tasks):
+            for buffer in task.writes:
+                self._makers.setdefault(buffer, []).append(index)
+        self.saved = self._saved({buffer for task in backward for buffer in task.reads})
+        self._repeated_products: set[str] = set()
+        self.tasks: list[Task] = []
+        self._repeated: dict[Buffer, Buffer] = {}
+        for task in backward:
+            self._recompute(task.reads)
+            self.tasks.append(replace(task, reads=self._now(task.reads)))
+        self._read_instead_of_sources()
+
+    def operators(self) -> Iterator[str]:
+        """Yield the ids of the recomputed operators."""
+        graph, saved = self._forward.graph, {buffer.name for buffer in self.saved}
+        names = {value.name: index for index, value in enumerate(graph.values)}
+        pending = [names[buffer.name] for buffer in self._repeated if buffer.name in names]
+        visited = set(pending)
+        while pending:
+            maker = self._forward.made_by(pending.pop())
+            if maker is None:
+                continue
+            if self._forward.multiplies(maker) and maker.id not in self._repeated_products:
+                continue
+            yield maker.id
+            for read in maker.reads:
+                root = self._forward.root(read.value)
+                if root not in visited and graph.values[root].name not in saved:
+                    visited.add(root)
+                    pending.append(root)
+
+    def _saved(self, wanted: Set[Buffer]) -> dict[Buffer, None]:
+        """Return the buffers to save so that all `wanted` ones are saved or can be recomputed."""
+        fixed = self._fixed()
+        result = {buffer: None for buffer in self._makers if buffer in wanted & fixed}
+        sources: dict[Buffer, frozenset[Buffer]] = {}
+        for buffer, indices in self._makers.items():
+            needed = frozenset({buffer})
+            if buffer not in fixed:
+                tasks = [self._forward_tasks[index] for index in indices]
+                reads = (read for task in tasks for read in task.reads if read != buffer)
+                needed = frozenset[Buffer]().union(*(sources.get(read, ()) for read in reads))
+                if buffer in wanted:
+                    if sum(item.bytes for item in needed if item not in result) >= buffer.bytes > 0:
+                        needed = frozenset({buffer})
+                    result |= dict.fromkeys(needed)
+            sources[buffer] = needed
+        return result
+
+    def _fixed(self) -> set[Buffer]:
+        """Return the buffers that are not recomputed: random numbers, results of other products,
+        results of the model, and those that another graph reads.
+        """
+        result = set(self._forward.outputs)
+        origin: dict[Buffer, int] = {}
+        for place, task in enumerate(self._forward_tasks):
+            index = self.graphs.get(task.operator, -1)
+            result.update(read for read in task.reads if origin.get(read, index) != index)
+            origin |= dict.fromkeys(task.writes, index)
+            fixed = task.library and place not in self._kernels
+            if fixed or index in self._unchanged:
+                result.update(task.writes)
+        return result
+
+    def _recompute(self, reads: Set[Buffer]) -> None:
+        """Add tasks that recompute the buffers which are neither saved nor recomputed yet."""
+        pending, tasks = list(reads), dict[int, Task]()
+        while pending:
+            buffer = pending.pop()
+            if buffer in self.saved or buffer in self._repeated:
+                continue
+            for index in self._makers.get(buffer, ()):
+                if index not in tasks:
+                    tasks[index] = self._forward_tasks[index]
+                    pending += tasks[index].reads
+        for index, task in sorted(tasks.items()):
+            writes = {buffer: replace(buffer) for buffer in task.writes}
+            reads = self._now(task.reads)
+            self._repeated |= writes
+            self.tasks.append(
+                replace(task, backward=True, reads=reads, writes=tuple(writes.values()))
+            )
+            if index in self._kernels:
+                self._repeated_products.add(task.operator)
+
+    def _read_instead_of_sources(self) -> None:
+        """Let gradients read recomputed elementwise results, which exist, and not their sources.
+
+        The gradient of an elementwise result is computed before the gradients of its sources.
+        """
+        last: dict[Buffer, int] = {}
+        for index, task in enumerate(self.tasks):
+            last |= dict.fromkeys(task.reads, index)
+        recomputed = set(self._repeated.values())
+        for task in tuple(self.tasks):
+            sources = [buffer for buffer in task.reads if buffer.bytes]
+            for buffer in task.writes:
+                if buffer in recomputed and not task.library and sources:
+                    index = min(last[source] for source in sources)
+                    reader = self.tasks[index]
+                    if index > last.get(buffer, index):
+                        self.tasks[index] = replace(reader, reads=reader.reads | {buffer})
+
+    def _now(self, buffers: Set[Buffer]) -> frozenset[Buffer]:
+        return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)

@@ -14,7 +14,7 @@ from qsync_fx.devices.cpu_features import multiplied_in_fp32
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States
-from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.memory.backward import Backward, recomputed
 from qsync_fx.predictor.memory.buffers import (
     Buffer,
     Category,
@@ -95,13 +95,15 @@ class TrainingMemory:
     `buckets`: gradients are copied into communication buckets, as in DistributedDataParallel
     without gradient_as_bucket_view. The `loss` is outside of the model; None if unknown.
     `fused_attention`: torch's fused kernels accept all attention on a GPU. They refuse some masks;
-    then matrices of scores are in memory.
+    then matrices of scores are in memory. `memory_budget`: share of the saved activations that stay
+    saved, see the option "memory_budget"; others are recomputed.
     """
 
     optimizer: OptimizerMemory = SGD
     buckets: bool = False
     loss: LossMemory | None = None
     fused_attention: bool = True
+    memory_budget: float = 1.0
 
 
 _HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER, Category.CUDA})
@@ -218,13 +220,16 @@ class Orders:
         training = training or TrainingMemory()
         forward = Forward(states, training.fused_attention)
         backward = Backward(forward)
+        tasks = backward.tasks
+        if training.memory_budget < 1.0:
+            tasks = recomputed(forward, tasks, training.memory_budget).tasks
         # A compiler counts graph inputs as live throughout, such as incoming gradients.
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
         saved, written, expected = set[Buffer](), list[Task](), list[Task]()
         parts = (
             *_by_graph(states.graph, _with_copies(forward, forward.tasks)),
             backward.incoming,
-            *_by_graph(states.graph, _with_copies(forward, backward.tasks)),
+            *_by_graph(states.graph, _with_copies(forward, tasks)),
         )
         for part in reversed(parts):
             written = [*part, *written]

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args
 
@@ -91,6 +91,7 @@ class ClusterDevice:
         launch: seconds that the host needs to launch one entry of its schedule.
         copies: seconds per byte that DistributedDataParallel needs to copy gradients into a bucket,
             and again to copy them back; None for the value of the device's profile.
+        price_per_hour: price of one device for an hour, in any currency; None if unknown.
     """
 
     count: int = 1
@@ -104,6 +105,7 @@ class ClusterDevice:
     delay: float = 0.0
     launch: float = 0.0
     copies: float | None = None
+    price_per_hour: float | None = None
     node: Node = field(default_factory=Node)
 
 
@@ -347,6 +349,16 @@ class Cluster:
         batches = [item.batch * item.count for item in self.devices.values() if item.batch]
         return sum(batches) if len(batches) == len(self.devices) else None
 
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of all devices for an hour; None if the price of a class is unknown."""
+        prices = [
+            item.count * item.price_per_hour
+            for item in self.devices.values()
+            if item.price_per_hour
+        ]
+        return sum(prices) if len(prices) == len(self.devices) else None
+
     def bytes_of(self, name: str, memory: Memory) -> float | None:
         """Return an amount of memory of a device class in bytes; None if unknown or invalid.
 
@@ -457,9 +469,13 @@ class Cluster:
 
     def without(self, name: str) -> Cluster | None:
         """Return the cluster without a class; None if the other ranks fill no complete nodes."""
-        others = {other: device for other, device in self.devices.items() if other != name}
+        return self.only([other for other in self.devices if other != name])
+
+    def only(self, names: Collection[str]) -> Cluster | None:
+        """Return the cluster of some classes; None if their ranks fill no complete nodes."""
+        devices = {name: device for name, device in self.devices.items() if name in names}
         try:
-            return replace(self, devices=others)
+            return replace(self, devices=devices)
         except ProfileError:
             return None
 
