@@ -202,7 +202,7 @@ def find_plan(
             step with at most the variance `budget`. "recover": least variance on all classes with a
             step of at most the time in mixed precision. "cost": least cost per sample with at most
             the variance `budget`, by the prices of the cluster; classes may be left out of the
-            plan, and the notes contain the cost on each subset. Other names are those of
+            plan, and the notes contain the cost on each subset. Other names: see
             `qsync_fx.allocator.objectives`.
         budget: variance, or a format whose uniform plan defines it; for "recover", the format of
             mixed precision. Default: the widest format of each class with at most 16 bits.

@@ -38,7 +38,7 @@ from qsync_fx.timeline.timeline import Timeline
 
 T = TypeVar("T")
 
-_RECOMPUTATION_ERROR: Final = 0.1
+_RECOMPUTATION_ERROR: Final = 0.15
 """Share by which a peak with recomputation may be above its prediction."""
 
 
@@ -455,8 +455,8 @@ def recomputing(part: DeviceClass, budget: float) -> DeviceClass:
     """Return a device class that recomputes activations within an activation memory budget.
 
     Operators that are recomputed under a uniform plan of any of its formats run their forward pass
-    again in the backward pass. Scaled formats are left out, as quantized tensors change what the
-    partitioner saves. Raises `PlanError` unless `may_recompute`.
+    again in the backward pass. Scaled formats are left out: the tensors that the partitioner saves
+    next to quantized ones are not predicted. Raises `PlanError` unless `may_recompute`.
     """
     if budget == 1.0:
         return part

@@ -16,6 +16,7 @@ without recomputation, so that its plan is never worse than the plan without.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ from qsync_fx.allocator.evaluator import (
     recomputing,
 )
 from qsync_fx.allocator.feasibility import unfit
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem
@@ -98,9 +100,7 @@ class JointBatches:
             do = 'plan with batch="global", or minimize the variance, with the objective hybrid'
             raise OptionError(message, where="batch", do=do)
         if problem.coding is not None:
-            message = "batches and codecs of gradients cannot be planned together"
-            do = "plan the batches first, then the codecs for these batches in the cluster file"
-            raise OptionError(message, where="codecs", do=do)
+            return self._with_codecs(problem)
         search = _Search(problem, self)
         search.evaluate_single_choices()
         bound = search.minimize()
@@ -125,6 +125,49 @@ class JointBatches:
             batches={} if self.given_batches else best.batches,
             memory_budgets=best.budgets,
         )
+
+    def _with_codecs(self, problem: Problem) -> PlanResult:
+        """Return the best plan with codecs for the batches of joint plans without codecs.
+
+        One joint plan is for the network, the other for transfers that take no time, which bounds
+        all plans with codecs.
+        """
+        began, unable = time.perf_counter(), list[PlanError]()
+        share = replace(self, seconds=self.seconds / 4)
+        plain = replace(problem, coding=None)
+        instant = replace(plain, cluster=plain.cluster.without_transfers())
+        bounding = share.allocate(instant)
+        proposals, results = [bounding], list[PlanResult]()
+        try:
+            proposals.append(share.allocate(plain))
+            results.append(proposals[-1])
+        except PlanError as error:
+            unable.append(error)
+        for proposal in proposals:
+            devices = {
+                name: replace(device, batch=proposal.problem.cluster.devices[name].batch)
+                for name, device in problem.cluster.devices.items()
+            }
+            cluster = replace(problem.cluster, devices=devices)
+            classes, limit = proposal.problem.classes, proposal.problem.seconds
+            sized = replace(problem, classes=classes, cluster=cluster, seconds=limit)
+            try:
+                exact = MilpAllocator(gap=self.gap, seconds=share.seconds).allocate(sized)
+            except PlanError as error:
+                unable.append(error)
+                continue
+            result = replace(
+                exact,
+                batches=proposal.batches,
+                memory_budgets=proposal.memory_budgets,
+                notes=(*proposal.notes, *exact.notes),
+            )
+            results.append(result)
+        if not results:
+            raise unable[-1]
+        best = min(results, key=lambda result: result.value)
+        bound, took = min(bounding.bound or 0.0, best.value), time.perf_counter() - began
+        return replace(best, allocator=self.name, bound=bound, took=took)
 
     def balanced_seconds(self, problem: Problem) -> float:
         """Return the seconds of a step in the narrowest formats, with batches by speed."""
@@ -176,8 +219,8 @@ class _Search:
         self._samples = self._total(self._before)
         self._sizes = self._global_batches()
         self._levels: dict[str, list[_Level]] = {name: [] for name in problem.classes}
-        self._solved: dict[tuple[str, int, float, float | None], _Level] = {}
-        self._parts: dict[tuple[str, int, float], DeviceClass] = {}
+        self._level = functools.cache(self._solve_level)
+        self._part = functools.cache(self._recomputing)
         self._variances: dict[tuple[tuple[str, int, int], ...], tuple[float, float]] = {}
         self._least = {
             name: _least_variance(part) * self._before[name]
@@ -323,11 +366,8 @@ class _Search:
         parts = {name: self._part(name, batches[name], budgets[name]) for name in budgets}
         return replace(problem, classes={**problem.classes, **parts})
 
-    def _part(self, name: str, batch: int, budget: float) -> DeviceClass:
-        key = name, batch, budget
-        if key not in self._parts:
-            self._parts[key] = recomputing(self._sized.part(name, batch), budget)
-        return self._parts[key]
+    def _recomputing(self, name: str, batch: int, budget: float) -> DeviceClass:
+        return recomputing(self._sized.part(name, batch), budget)
 
     def _evaluate(
         self,
@@ -431,7 +471,7 @@ class _Search:
     def _range(self, name: str, samples: int) -> NDArray[np.bool_]:
         """Return which batches of a class are allowed in a step, from 0."""
         if self._settings.given_batches:
-            return np.arange(self._before[name] + 1) == self._before[name]
+            return np.equal(np.arange(self._before[name] + 1), self._before[name])
         least, count = self._settings.min_batch, self._counts[name]
         most = (samples - least * (self.problem.cluster.ranks - count)) // count
         return np.arange(max(most, 0) + 1) >= least
@@ -473,15 +513,15 @@ class _Search:
         if any(level.batch == batch and level.seconds == seconds for level in levels):
             return
         # Programs without a limit of the memory are faster, and most plans fit.
-        level = unlimited = self._solve_budget(name, batch, seconds, None)
+        level = unlimited = self._level(name, batch, seconds, None)
         if unlimited.plan is not None and not self._fits(name, batch, unlimited.plan):
-            level = self._solve_budget(name, batch, seconds, 1.0)
+            level = self._level(name, batch, seconds, 1.0)
             bound = level.bound
             for budget in self._budgets if may_recompute(self._sized.part(name, batch)) else ():
                 if level.variance * (1 - _INNER_GAP) <= unlimited.variance:
                     bound = min(bound, unlimited.bound)
                     break
-                other = self._solve_budget(name, batch, seconds, budget)
+                other = self._level(name, batch, seconds, budget)
                 bound = min(bound, other.bound)
                 level = min(level, other, key=lambda item: item.variance)
             level = replace(level, bound=max(bound, unlimited.bound))
@@ -494,14 +534,8 @@ class _Search:
         problem = self._alone(name, batch, math.inf, 1.0)
         return self._memory_fits(evaluate_plan(problem, problem.completed({name: plan})))
 
-    def _solve_budget(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
+    def _solve_level(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
         """Return the level of an activation memory budget; None: without a limit of the memory."""
-        key = name, batch, seconds, budget
-        if key not in self._solved:
-            self._solved[key] = self._solved_level(*key)
-        return self._solved[key]
-
-    def _solved_level(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
         problem = self._alone(name, batch, seconds, budget)
         part, spent = problem.classes[name], budget or 1.0
         if part.fixed_plan is not None:

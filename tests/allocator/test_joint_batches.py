@@ -304,3 +304,36 @@ def test_find_plan_plans_batches() -> None:
         with pytest.raises(OptionError) as caught:
             find_plan(profiles, problem.cluster, **arguments | wrong)
         assert caught.value.where == where
+
+
+def test_codecs_are_planned_with_batches() -> None:
+    problem = of_catalog("perceptron", 64, count=16, bandwidth=1e9)
+    profiles: Any = {name: part.times for name, part in problem.classes.items()}
+    parts = problem.classes["t4"].sensitivity
+    gradients = {p.path: {"qsgd8": 1e-9} for p in problem.classes["t4"].graph.parameters}
+    arguments: dict[str, Any] = {
+        "sensitivity": replace(parts, gradients=gradients),
+        "progress": False,
+        "objective": "fastest",
+        "budget": 1e9,
+        "resized": lambda part, batch: resized(
+            part, symbolic("perceptron", part.graph.device), batch
+        ),
+    }
+    results = {
+        (batch, codecs): find_plan(
+            profiles, problem.cluster, batch=batch, codecs=codecs, **arguments
+        )
+        for batch in (None, "global")
+        for codecs in ((), ("qsgd8",))
+    }
+    joint = results["global", ("qsgd8",)]
+    assert set(joint.codecs.values()) == {"qsgd8"}
+    assert 16 * sum(joint.batches.values()) == 2048
+    assert joint.evaluation == evaluate_plan(joint.problem, joint.plans, joint.evaluation.codecs)
+    for result in results.values():
+        assert joint.bound is not None and joint.bound <= result.evaluation.seconds
+        assert joint.evaluation.seconds <= result.evaluation.seconds * (1 + 1e-3)
+    plan = joint.as_plan()
+    assert isinstance(plan, ClusterPlan)
+    assert plan.codecs and plan.batches

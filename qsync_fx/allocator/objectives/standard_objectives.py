@@ -70,7 +70,7 @@ class Fastest(Objective):
 
 
 class Cost(Fastest):
-    """Least cost per sample within the variance `budget`; default: that of mixed precision.
+    """Least cost per sample within the variance `budget`, by default of mixed precision.
 
     `find_plan` compares the plans of all subsets of the device classes. On the same devices with
     the same samples, the fastest plan costs least.

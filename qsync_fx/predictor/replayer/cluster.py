@@ -479,6 +479,20 @@ class Cluster:
         except ProfileError:
             return None
 
+    def without_transfers(self) -> Cluster:
+        """Return the cluster with gradients that are sent in no time and without copies."""
+        devices = {
+            name: replace(
+                device,
+                bandwidth=None,
+                latency=None,
+                copies=0.0,
+                node=replace(device.node, bandwidth=_INSTANT, latency=0.0),
+            )
+            for name, device in self.devices.items()
+        }
+        return replace(self, devices=devices, network=Network(_INSTANT), compression=None)
+
     def check_names(self, names: Mapping[str, object], of: str) -> None:
         """Raise `ProfileError` unless `names` are exactly the device classes of the cluster."""
         if unknown := [name for name in names if name not in self.devices]:
@@ -489,6 +503,8 @@ class Cluster:
             raise ProfileError(message, where=of, do="give one for each class")
 
 
+_INSTANT: Final = 1e30
+"""Bandwidth in bytes per second of a link whose transfers take no time."""
 _CLUSTERS: Final = pathlib.Path(__file__).parent / "clusters"
 
 
