@@ -28,7 +28,12 @@ from qsync_fx.allocator.measure_and_replan import (
 )
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import DeviceClass, width
-from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
+from qsync_fx.allocator.problem_builder import (
+    PlanRequest,
+    build_problem,
+    class_at_batch,
+    with_measured_batches,
+)
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
@@ -191,7 +196,8 @@ def find_plan(
 
     Args:
         profile: profile of the device, or of each device class by name: a `Profile`, the path of
-            its file, or `DeviceTimes` of the catalog.
+            its file, or `DeviceTimes` of the catalog. A list of profiles that differ only in the
+            batch covers several batch sizes, as one of `measure(..., batch_sizes=...)` does.
         cluster: devices and links, or the path of their TOML file; not needed for one device.
         objective: "hybrid": least variance of the gradients with a step of at most `target`. With
             several classes, the one that computes fastest in its widest format is fixed to that
@@ -221,14 +227,15 @@ def find_plan(
             of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no
             plan leaves the margin.
         batch: "global" to plan the batch of each class together with the formats, with the samples
-            of the cluster's batches in a step, or the least and most samples of a step. The
+            of the cluster's batches in a step, or the least and most samples of a step. Profiles
+            must cover two batch sizes, and their batch is the default of a class. The
             default `target` of "hybrid" is then the step of the narrowest formats with batches in
             proportion to speed. `PlanResult.batches` has the result. The gap assumes that a step
             with fewer samples is no slower and needs no more memory. Default: batches stay.
         min_batch: least samples per device, such as for the statistics of batch norms.
-        resized: constructor of a device class with another batch, required with `batch`:
+        resized: constructor of a device class with another batch, for profiles of one batch size:
             `lambda part, batch: evaluator.resized(part, graph, batch)` for the model graph with a
-            symbolic batch.
+            symbolic batch. Its times are scaled instead of interpolated.
         model: the model, if a profiled device is this machine. The plan is then run, the profile
             corrected by the measurement and the plan computed again, until prediction and
             measurement agree. `PlanResult.trials` contains the measurements, `PlanResult.profiles`
@@ -261,17 +268,16 @@ def find_plan(
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
     if batch is not None:
-        _check_joint(batch, resized, allocator, model)
+        _check_joint(batch, allocator, model)
+        fleet = with_measured_batches(fleet, available)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         with announced("solving for a plan", progress):
             problem, notes = build_problem(fleet, available, wishes)
             limit, solver = wishes.seconds_limit, chosen
-            if batch is not None and resized is not None:
-                classes, samples = problem.classes, None if batch == "global" else batch
-                joint = JointBatches(
-                    lambda name, size: resized(classes[name], size), samples, min_batch
-                )
+            if batch is not None:
+                sized = class_at_batch(problem.classes, available, resized)
+                joint = JointBatches(sized, None if batch == "global" else batch, min_batch)
                 solver = joint
                 if objective == "hybrid" and target is None:
                     limit = joint.balanced_seconds
@@ -299,7 +305,6 @@ def find_plan(
 
 def _check_joint(
     batch: Literal["global"] | tuple[int, int],
-    resized: Callable[[DeviceClass, int], DeviceClass] | None,
     allocator: str | Allocator,
     model: nn.Module | None,
 ) -> None:
@@ -308,10 +313,6 @@ def _check_joint(
     if batch != "global" and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
         raise OptionError(f"{shown(str(batch))} is no range of samples", where="batch", do=do)
-    if resized is None:
-        message = "a profile covers one batch size, and other batch sizes require the model"
-        do = "give resized, or use qsync plan MODULE:CALLABLE --batch global"
-        raise OptionError(message, where="resized", do=do)
     if allocator != "milp":
         do = 'leave the allocator out: batches are planned around "milp"'
         raise OptionError("this allocator does not plan batches", where="allocator", do=do)
