@@ -268,7 +268,8 @@ def find_plan(
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
     if batch is not None:
-        _check_joint(batch, allocator, model)
+        check_joint(batch, codecs)
+        _check_around(allocator, model)
         fleet = with_measured_batches(fleet, available)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
@@ -303,16 +304,19 @@ def find_plan(
     return settled(solve(available), available, solve, at_hand, max_replans)
 
 
-def _check_joint(
-    batch: Literal["global"] | tuple[int, int],
-    allocator: str | Allocator,
-    model: nn.Module | None,
-) -> None:
-    """Raise `OptionError` for arguments that contradict a request to plan batches."""
+def check_joint(batch: Literal["global"] | tuple[int, int], codecs: Sequence[str]) -> None:
+    """Raise `OptionError` for an invalid range of samples, or codecs together with batches."""
     pair = isinstance(batch, tuple) and len(batch) == 2
     if batch != "global" and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
         raise OptionError(f"{shown(str(batch))} is no range of samples", where="batch", do=do)
+    if codecs:
+        message = "batches and codecs of gradients cannot be planned together"
+        do = "plan the batches first, then the codecs for these batches in the cluster file"
+        raise OptionError(message, where="codecs", do=do)
+
+
+def _check_around(allocator: str | Allocator, model: nn.Module | None) -> None:
     if allocator != "milp":
         do = 'leave the allocator out: batches are planned around "milp"'
         raise OptionError("this allocator does not plan batches", where="allocator", do=do)

@@ -61,7 +61,7 @@ class BatchInterpolation:
             common = [run.label for each in self._runs for run in each]
             runs = [run for run in nearest.runs if run.label not in common]
         else:
-            model = replace(model, digest=f"{model.digest} at batch {batch}")
+            model = replace(model, digest="")
             graph, loss = stored(self._graph(batch)), self._loss(batch)
         sensitivity = self._profile.sensitivity
         if sensitivity is not None and self._profile.batch_size is not None:
@@ -80,7 +80,7 @@ class BatchInterpolation:
         )
 
     def _run(self, index: int, nearest: int, batch: int) -> MeasuredRun:
-        """Return a run at a batch size, with the relative spread of that of the nearest size."""
+        """Return a run at a batch size, with the relative spread of the nearest size's run."""
         runs = self._runs[index]
         like, (lower, share) = runs[nearest], self._segment(batch)
         each = self._seconds[index]

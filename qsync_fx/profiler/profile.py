@@ -48,7 +48,8 @@ class Model:
     """Identity of the profiled model.
 
     Attributes:
-        digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
+        digest: of its operators, all shapes, the modules in eval mode, and the backend's options;
+            "" for a batch size between measured ones.
         parameters: number of parameter elements.
         options: non-default options of the backend.
         evaluated: number of modules in eval mode.
@@ -69,7 +70,8 @@ class Model:
         return ", ".join(filter(None, conditions))
 
     def check(self, current: Model) -> None:
-        if self.digest != current.digest:
+        same = self.digest == current.digest if self.digest else self == replace(current, digest="")
+        if not same:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
                 do="measure this model, with these input shapes, options and modes (train or eval)",
