@@ -558,11 +558,18 @@ def _loaded_base(
 def corrected(profile: Profile, result: Profile) -> Profile:
     """Return a profile with the user plans of a new measurement, which replace equal ones.
 
-    The run of the profile's first plan shows the speed of the machine, and scales the new runs.
+    The run of the profile's first plan shows the speed of the machine, and scales the new runs. If
+    the batch size of the profile was not measured, it shows the error of the interpolation, and
+    scales the profile instead.
     """
     first = profile.runs[0]
     same = (run for run in result.runs if not run.planned or run.states == first.states)
     pace = _pace(first, next(same, first))
+    if not profile.model.digest:
+        profile = replace(
+            profile, model=result.model, runs=[run.at_pace(1 / pace) for run in profile.runs]
+        )
+        pace = 1.0
     runs = [run.at_pace(pace) for run in result.runs if run.planned]
     replaced = [run.states for run in runs]
     saved = [run for run in profile.runs if not (run.planned and run.states in replaced)]
