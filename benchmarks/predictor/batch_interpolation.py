@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,18 +69,24 @@ def rows_of(name: str, sizes: Sizes, rounds: int) -> list[Row]:
         at_size, plans = profile.at_batch(item.batch_size), set(PRECISIONS)
         for run in (run for run in item.runs if run.label in plans):
             seconds = foreseen(at_size, Plan.uniform(run.label))
-            row: Row = {"case": name, "batch": item.batch_size, "way": run.label}
-            row |= {"passes_ms": 1e3 * run.passes, "predicted_ms": 1e3 * seconds}
+            row: dict[str, Any] = {
+                "case": name,
+                "batch": item.batch_size,
+                "way": run.label,
+                "passes_ms": 1e3 * run.passes,
+                "predicted_ms": 1e3 * seconds,
+            }
             error = 100 * (seconds / run.passes - 1)
             if item.batch_size in sizes.measured:
                 rows.append({**row, "fit_%": error})
                 continue
             scaled = from_nearest(profile, at_size, Plan.uniform(run.label))
             (peak,) = (like.peak_bytes for like in at_size.runs if like.label == run.label)
-            row |= {"kind": "within" if item.batch_size < max(sizes.measured) else "beyond"}
-            row |= {"error_%": error, "scaled_ms": 1e3 * scaled}
-            row |= {"scaled_error_%": 100 * (scaled / run.passes - 1)}
-            row |= {"peak_error_%": 100 * (peak / run.peak_bytes - 1) if run.peak_bytes else None}
+            row["kind"] = "within" if item.batch_size < max(sizes.measured) else "beyond"
+            row["error_%"] = error
+            row["scaled_ms"] = 1e3 * scaled
+            row["scaled_error_%"] = 100 * (scaled / run.passes - 1)
+            row["peak_error_%"] = 100 * (peak / run.peak_bytes - 1) if run.peak_bytes else None
             rows.append(row)
     return rows
 
