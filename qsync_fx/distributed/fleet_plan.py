@@ -6,7 +6,6 @@ other rank waits in a collective, so errors propagate at once.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import pathlib
@@ -19,6 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from qsync_fx.allocator.api import check_joint, find_plan
+from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import PlanRequest
@@ -107,7 +107,8 @@ class PlanSurvey:
         result = self._solved(profiles, Cluster(devices), wishes)
         if self.joint is not None:
             kind = PlanNoteKind.PLANNED_BATCH
-            notes = (*result.notes, *(note for note in self.joint.notes if note.kind is kind))
+            others = [note for note in result.notes if note.kind is not kind]
+            notes = (*others, *(note for note in self.joint.notes if note.kind is kind))
             result = replace(result, batches=self.joint.batches, notes=notes)
         if self.links.uneven:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
@@ -117,12 +118,23 @@ class PlanSurvey:
         self, profiles: Mapping[str, Profile], cluster: Cluster, wishes: Mapping[str, Any]
     ) -> PlanResult:
         """Return the plan; after a joint plan its step time is the target, if it is feasible."""
-        if self.joint is not None and wishes["objective"] == "hybrid" and wishes["target"] is None:
-            with contextlib.suppress(PlanError):
-                return find_plan(
-                    profiles, cluster, **{**wishes, "target": self.joint.problem.seconds}
-                )
-        return find_plan(profiles, cluster, **wishes)
+        joint, target = self.joint, wishes["target"]
+        if joint is None or wishes["objective"] != "hybrid" or target is not None:
+            return find_plan(profiles, cluster, **wishes)
+        try:
+            result = find_plan(profiles, cluster, **{**wishes, "target": joint.problem.seconds})
+        except PlanError:
+            result = find_plan(profiles, cluster, **wishes)
+        if result.problem.open == joint.problem.open:
+            return result
+        # With other batches, another class computes fastest and would be fixed.
+        classes = {
+            name: replace(part, fixed_plan=joint.problem.classes[name].fixed_plan)
+            for name, part in result.problem.classes.items()
+        }
+        problem = replace(result.problem, classes=classes)
+        evaluation = evaluate_plan(problem, joint.plans)
+        return replace(joint, problem=problem, evaluation=evaluation, bound=None)
 
 
 def _updated(collective: Collective, links: LinkTimes) -> Collective:
