@@ -24,6 +24,8 @@ INT8 is excluded: a CPU computes INT8 convolutions in BF16, so that it only adds
 """
 RUNS = ("uniform", "planned")
 """Interleaved trainings: inference rank uniformly in its narrowest format, and with the plan."""
+KNOBS = ("uniform bf16", "formats only", "batches only", "both: the plan")
+"""Plans that are compared by their predictions; "uniform" and "formats" have the given batches."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Job:
         small: whether to use a smaller network.
         rounds: runs of each plan in the profile.
         memory: limit of the inference rank's peak memory in bytes; None for the default.
+        joint: whether the plan also chooses the batches.
         plan_path: file of a plan to use without measuring; None to solve for a plan.
         inner_backend: backend that compiles the rewritten graphs.
         seed, output, rendezvous: random seed, output folder, and file of the process group's store.
@@ -51,6 +54,7 @@ class Job:
     small: bool
     rounds: int
     memory: float | None
+    joint: bool
     plan_path: Path | None
     inner_backend: str
     seed: int
@@ -103,6 +107,10 @@ class Prediction:
     variance: float
 
 
+Choice = tuple[Prediction, tuple[int, ...]]
+"""Prediction of a plan, and the images per step of each rank."""
+
+
 @dataclass(frozen=True)
 class PlanMessage:
     """Plan that the ranks found, with the prediction of each training by name.
@@ -110,11 +118,14 @@ class PlanMessage:
     Attributes:
         answer: report of the plan.
         memory: limit of the inference rank's peak memory in bytes.
+        knobs: prediction of each plan of `KNOBS`, with its batches; None without a plan that fits
+            into memory. Empty if only formats are planned.
     """
 
     answer: str
     memory: float
     foreseen: dict[str, Prediction]
+    knobs: dict[str, Choice | None]
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ class Ran:
     """Result of a training on a rank.
 
     Attributes:
+        batch: images per step.
         operators: number of adjustable operators compiled in each precision.
         graphs: number of compiled graphs, one per DDP bucket.
         unexplained: operators whose compiled precision differs from the explained one.
@@ -154,6 +166,7 @@ class Ran:
         correct: correct test images at the end, on the rank that evaluates.
     """
 
+    batch: int
     operators: dict[str, int]
     graphs: int
     unexplained: list[str]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
+from typing import Any
 
 from messages import RUNS, WARM_UP, WORLD, Job, PlanMessage, Ran, Result
 from rich import box
@@ -85,6 +86,23 @@ class Outcome:
             for result in ran
         )
 
+    @property
+    def knobs(self) -> dict[str, dict[str, Any] | None]:
+        """Predicted images per second, variance, memory and batches of each plan of `KNOBS`."""
+        if self.planned is None:
+            return {}
+        return {
+            name: None
+            if prediction is None
+            else {
+                "images per second": sum(prediction[1]) / prediction[0].seconds,
+                "variance": prediction[0].variance,
+                "peak": prediction[0].peak[-1],
+                "batches": prediction[1],
+            }
+            for name, prediction in self.planned.knobs.items()
+        }
+
     def to_json(self) -> dict[str, object]:
         """Return predictions and measurements as plain values."""
         memory, foreseen = None, {}
@@ -95,6 +113,7 @@ class Outcome:
             "batches": self.job.batches,
             "memory": memory,
             "foreseen": foreseen,
+            "knobs": self.knobs,
             "measured": {
                 run: {
                     "seconds": self.seconds(run),
@@ -113,7 +132,35 @@ def summary(outcome: Outcome, seconds: float) -> RenderableType:
     """Return the final report."""
     verdict = [Text.from_markup(line) for line in (*_wanted(outcome), "", *_verdict(outcome))]
     took = Text(f"The run took {seconds:.0f} s.")
-    return Group(_table(outcome), _notes(outcome), Text(), *_picture(outcome), *verdict, took)
+    compared = []
+    if outcome.planned is not None and outcome.knobs:
+        compared = [_compared(outcome, outcome.planned.memory)]
+    measured = (_table(outcome), _notes(outcome), Text(), *_picture(outcome))
+    return Group(*measured, *compared, *verdict, took)
+
+
+def _compared(outcome: Outcome, memory: float) -> RenderableType:
+    """Return the table of the predicted effect of formats and batches, alone and together."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("predicted", no_wrap=True)
+    for name in ("images a step", "images/s", "variance", "memory of rank 1"):
+        table.add_column(name, justify="right")
+    for name, values in outcome.knobs.items():
+        cells = ["", "", "", "more than allowed"]
+        if values is not None:
+            batches = " + ".join(map(str, values["batches"]))
+            used = _megabytes(values["peak"])
+            if values["peak"] > memory:
+                used += ", too much"
+            cells = [
+                batches,
+                f"{values['images per second']:.0f}",
+                f"{values['variance']:.2g}",
+                used,
+            ]
+        table.add_row(name, *cells)
+    text = "What the formats and the batches contribute, alone and together:"
+    return Group(Text(text), table)
 
 
 def _picture(outcome: Outcome) -> Iterator[Text]:
@@ -160,6 +207,7 @@ def _table(outcome: Outcome) -> Table:
                 f"{name}, predicted", lambda run, rank: text(getattr(predictions[run], label)[rank])
             )
 
+    row("images a step", lambda run, rank: str(outcome.ran(run)[rank].batch))
     row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
     row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
     if outcome.planned is not None:

@@ -5,24 +5,29 @@ Invariant: predictions use only the profiles that the ranks measure before the t
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import data
 import torch
-from messages import FORMATS, ROLES, RUNS, Job, Phase, PlanMessage, Prediction
+from messages import FORMATS, KNOBS, ROLES, RUNS, Choice, Job, Phase, PlanMessage, Prediction
 from training import Batch, batches, fresh, step_of
 
 import qsync_fx
-from qsync_fx.allocator.evaluator import PlanEvaluator
+from qsync_fx.allocator.baselines import DynamicBatches, SizedProblems
+from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
+from qsync_fx.allocator.plan_result import PlanResult
+from qsync_fx.allocator.problem_builder import class_at_batch
+from qsync_fx.distributed.fleet_plan import PlanSurvey
 from qsync_fx.plan.cluster_plan import read_plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import TrainingMemory, peak_bytes
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import optimizer_memory
+from qsync_fx.timeline.timeline import Timeline
 
 _SEEN = 4
 """Number of batches that the sensitivities are averaged over."""
@@ -48,7 +53,7 @@ def load_plan(job: Job) -> qsync_fx.ClusterPlan:
 def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan:
     """Measure, and return the plan for both ranks; rank 0 reports it to the launcher."""
     model, optimizer = fresh(job, images)
-    step, steps = step_of(job, images), 0
+    step, steps = step_of(images), 0
 
     def counted(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         nonlocal steps
@@ -57,6 +62,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         return step(model, batch)
 
     memory = _default_memory(job, images) if job.memory is None else job.memory
+    batch = job.batches[job.rank]
     plan = qsync_fx.distributed.measure_and_plan(
         model,
         counted,
@@ -68,28 +74,67 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         repeats=job.rounds,
         max_replans=_REPLANS,
         save=job.plan,
+        batch="global" if job.joint else None,
+        batch_sizes=(batch // 2, batch * 3 // 2) if job.joint else (),
         progress=False,
     )
     print(f"measured in {steps} steps")
     if plan.answer is not None and plan.survey is not None:
         for role, profile in plan.survey.profiles.items():
             profile.save(job.profile(role))
-        problem = plan.answer.problem
-        runs = dict(zip(RUNS, (problem.uniform(), plan.answer.plans), strict=True))
-        foreseen = {
-            name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name))
-            for name, plans in runs.items()
-        }
-        baseline = PlanEvaluator(problem, runs[RUNS[0]]).timeline
+        uniform = _uniform(plan.answer, plan.survey, job)
+        foreseen = {}
+        for name, result in zip(RUNS, (uniform, plan.answer), strict=True):
+            _timeline(result).save_perfetto(job.timeline(name))
+            foreseen[name] = _foreseen(result)
         qsync_fx.save_report(
             job.output / "report.html",
             plan.answer,
             plan.survey.profiles,
-            {"uniform low precision": baseline},
+            {"uniform low precision": _timeline(uniform)},
             title="qsync_fx demo: a training and an inference device",
         )
-        pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen))
+        knobs = {}
+        if job.joint:
+            knobs = _knobs(job, uniform, plan.answer, plan.survey)
+        pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen, knobs))
     return plan
+
+
+def _uniform(answer: PlanResult, survey: PlanSurvey, job: Job) -> PlanResult:
+    """Return the result for uniform low precision with the given batches."""
+    problem = replace(answer.problem, seconds=None)
+    if job.joint:
+        resized = class_at_batch(problem.classes, survey.profiles)
+        batches_by_role = dict(zip(ROLES, job.batches, strict=True))
+        problem = SizedProblems(problem, resized).problem(batches_by_role)
+    plans = problem.uniform()
+    return replace(answer, problem=problem, plans=plans, evaluation=evaluate_plan(problem, plans))
+
+
+def _knobs(
+    job: Job, uniform: PlanResult, answer: PlanResult, survey: PlanSurvey
+) -> dict[str, Choice | None]:
+    """Return the best plan with each knob; None if no plan fits into memory."""
+    batches_by_role = dict(zip(ROLES, job.batches, strict=True))
+    resized = class_at_batch(answer.problem.classes, survey.profiles)
+    formats = None
+    with contextlib.suppress(qsync_fx.PlanError):
+        profiles = {
+            role: item.at_batch(batches_by_role[role]) for role, item in survey.profiles.items()
+        }
+        same = replace(survey, profiles=profiles, batches=batches_by_role, joint=None)
+        formats = replace(same.answer(), batches=batches_by_role)
+    balanced: PlanResult | None = DynamicBatches(resized).allocate(uniform.problem)
+    if balanced is not None and not balanced.fits:
+        balanced = None
+    results = replace(uniform, batches=batches_by_role), formats, balanced, answer
+    return {
+        name: None
+        if result is None
+        else (_foreseen(result), tuple(result.batches[role] for role in ROLES))
+        for name, result in zip(KNOBS, results, strict=True)
+    }
 
 
 def _default_memory(job: Job, images: data.Data) -> float:
@@ -105,15 +150,17 @@ def _default_memory(job: Job, images: data.Data) -> float:
     return statistics.mean(peak_bytes(states(graph, plan), memory) for plan in plans)
 
 
-def _foreseen(judge: PlanEvaluator, timeline: Path) -> Prediction:
-    """Return the prediction of a training, and write its timeline."""
-    judge.timeline.save_perfetto(timeline)
-    judged = judge.evaluate()
-    ranks = [judged.classes[role] for role in ROLES]
+def _timeline(result: PlanResult) -> Timeline:
+    return PlanEvaluator(result.problem, result.plans).timeline
+
+
+def _foreseen(result: PlanResult) -> Prediction:
+    """Return the prediction of a plan."""
+    ranks = [result.evaluation.classes[role] for role in ROLES]
     return Prediction(
-        judged.seconds,
+        result.evaluation.seconds,
         tuple(rank.computing for rank in ranks),
         tuple(rank.waiting + rank.sending for rank in ranks),
         tuple(rank.peak_bytes or 0 for rank in ranks),
-        judged.variance,
+        result.evaluation.variance,
     )

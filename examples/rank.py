@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ import data
 import planning
 import torch
 import torch.distributed as dist
-from messages import RUNS, WORLD, Failed, Job, Phase, Result
+from messages import ROLES, RUNS, WORLD, Failed, Job, Phase, Result
 from training import Run, batches, fresh
 
 import qsync_fx
@@ -73,9 +74,13 @@ def train(job: Job, pipe: Connection) -> Result:
     )
     pipe.send(Phase("explaining"))
     plans = dict(zip(RUNS, (planning.uniform(), plan), strict=True))
-    explained = {name: explain(name, item, job, images) for name, item in plans.items()}
+    first, second = (
+        plan.batches.get(role, batch) for role, batch in zip(ROLES, job.batches, strict=True)
+    )
+    jobs = dict(zip(RUNS, (job, replace(job, batches=(first, second))), strict=True))
+    explained = {name: explain(name, item, jobs[name], images) for name, item in plans.items()}
     pipe.send(Phase("compiling"))
-    runs = [Run(name, job, images, item) for name, item in plans.items()]
+    runs = [Run(name, jobs[name], images, item) for name, item in plans.items()]
     for epoch in range(1, job.epochs + 1):
         # Steps of both runs are interleaved, so that load from other processes affects both.
         for _ in zip_longest(*(run.epoch(epoch, pipe) for run in runs)):

@@ -1,7 +1,7 @@
 """Training of a model on a rank under a plan: steps, times and results.
 
 Invariant: both runs of a rank start from the same weights and read the same images in the same
-order; they differ only in the plan.
+order; they differ only in the plan, and in the rank that processes an image.
 """
 
 from __future__ import annotations
@@ -42,12 +42,8 @@ def fresh(job: Job, images: data.Data) -> tuple[nn.Module, torch.optim.Optimizer
     )
 
 
-def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]:
-    """Return the training step of this rank: its loss, weighted by its share of the images.
-
-    DistributedDataParallel averages over ranks, which would overweight the images of a small batch.
-    """
-    share = job.batches[job.rank] * WORLD / sum(job.batches)
+def step_of(images: data.Data, share: float = 1.0) -> Callable[[Any, Batch], torch.Tensor]:
+    """Return the training step of this rank: its loss, times `share`."""
 
     def step(model: Any, batch: Batch) -> torch.Tensor:
         return share * F.cross_entropy(model(images.normalized(batch[0])), batch[1])
@@ -85,7 +81,8 @@ class Run:
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, _rate(job), total_steps=steps
         )
-        self._step = step_of(job, images)
+        # DistributedDataParallel averages over ranks, which overweights images of a small batch.
+        self._step = step_of(images, job.batches[job.rank] * WORLD / sum(job.batches))
         self._compiled, self._graphs = compiled(self.model, plan, job.inner_backend, self.clock)
 
     def epoch(self, epoch: int, pipe: Connection) -> Iterator[None]:
@@ -105,6 +102,7 @@ class Run:
         """Return the result; `explained` has the precisions according to `qsync_fx.explain`."""
         operators = {name: precision for graph in self._graphs for name, precision in graph.items()}
         return Ran(
+            batch=self.job.batches[self.job.rank],
             operators=dict(Counter(operators.values())),
             graphs=len(self._graphs),
             unexplained=sorted({name for name, _ in operators.items() ^ explained.items()}),

@@ -30,7 +30,12 @@ from qsync_fx.allocator.measure_and_replan import (
 )
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import DeviceClass, width
-from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
+from qsync_fx.allocator.problem_builder import (
+    PlanRequest,
+    build_problem,
+    class_at_batch,
+    with_measured_batches,
+)
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
@@ -194,7 +199,8 @@ def find_plan(
 
     Args:
         profile: profile of the device, or of each device class by name: a `Profile`, the path of
-            its file, or `DeviceTimes` of the catalog.
+            its file, or `DeviceTimes` of the catalog. A list of profiles that differ only in the
+            batch covers several batch sizes, as one of `measure(..., batch_sizes=...)` does.
         cluster: devices and links, or the path of their TOML file; not needed for one device.
         objective: "hybrid": least variance of the gradients with a step of at most `target`. With
             several classes, the one that computes fastest in its widest format is fixed to that
@@ -226,7 +232,8 @@ def find_plan(
             of measured steps, at least 2% and at most 10%; 0 for catalog devices. Dropped if no
             plan leaves the margin.
         batch: "global" to plan the batch of each class together with the formats, with the samples
-            of the cluster's batches in a step, or the least and most samples of a step. The
+            of the cluster's batches in a step, or the least and most samples of a step. Profiles
+            must cover two batch sizes, and their batch is the default of a class. The
             default `target` of "hybrid" is then the step of the narrowest formats with batches in
             proportion to speed. `PlanResult.batches` has the result. The gap assumes that a step
             with fewer samples is no slower and needs no more memory. Default: batches stay.
@@ -234,9 +241,9 @@ def find_plan(
         recompute: whether classes whose memory limits the plan may recompute activations, next to
             formats and batches. `PlanResult.memory_budgets` has the result; compilation with the
             plan applies it. Peak memory and recomputed operators are predicted, not measured.
-        resized: constructor of a device class with another batch, required with `batch`:
+        resized: constructor of a device class with another batch, for profiles of one batch size:
             `lambda part, batch: evaluator.resized(part, graph, batch)` for the model graph with a
-            symbolic batch.
+            symbolic batch. Its times are scaled instead of interpolated.
         model: the model, if a profiled device is this machine. The plan is then run, the profile
             corrected by the measurement and the plan computed again, until prediction and
             measurement agree. `PlanResult.trials` contains the measurements, `PlanResult.profiles`
@@ -269,7 +276,8 @@ def find_plan(
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
     if batch is not None:
-        _check_batch(batch, resized)
+        check_batch(batch)
+        fleet = with_measured_batches(fleet, available)
     if batch is not None or recompute:
         _check_joint("batch" if batch is not None else "recompute", allocator, model)
 
@@ -290,16 +298,12 @@ def find_plan(
                 solver = JointBatches(
                     lambda name, _: classes[name], budgets=budgets, given_batches=True
                 )
-            if batch is not None and resized is not None:
-                classes, samples = problem.classes, None if batch == "global" else batch
+            if batch is not None:
+                sized = class_at_batch(problem.classes, available, resized)
+                samples = None if batch == "global" else batch
                 if batch == "global" and total:
                     samples = total, total
-                joint = JointBatches(
-                    lambda name, size: resized(classes[name], size),
-                    samples,
-                    min_batch,
-                    budgets=budgets,
-                )
+                joint = JointBatches(sized, samples, min_batch, budgets=budgets)
                 solver = joint
                 if objective == "hybrid" and target is None:
                     limit = joint.balanced_seconds
@@ -375,19 +379,12 @@ def _cheapest(
     return replace(answer, bound=bound, notes=(*answer.notes, *notes))
 
 
-def _check_batch(
-    batch: Literal["global"] | tuple[int, int],
-    resized: Callable[[DeviceClass, int], DeviceClass] | None,
-) -> None:
-    """Raise `OptionError` for an invalid range of samples, or if classes cannot be resized."""
+def check_batch(batch: Literal["global"] | tuple[int, int]) -> None:
+    """Raise `OptionError` for an invalid range of samples."""
     pair = isinstance(batch, tuple) and len(batch) == 2
     if batch != "global" and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
         raise OptionError(f"{shown(str(batch))} is no range of samples", where="batch", do=do)
-    if resized is None:
-        message = "a profile covers one batch size, and other batch sizes require the model"
-        do = "give resized, or use qsync plan MODULE:CALLABLE --batch global"
-        raise OptionError(message, where="resized", do=do)
 
 
 def _check_joint(name: str, allocator: str | Allocator, model: nn.Module | None) -> None:

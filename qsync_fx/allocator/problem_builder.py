@@ -5,7 +5,7 @@ Assumptions, such as formats that are left out, appear as notes of the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qsync_fx.allocator.codec_choice import CodecSearchSpace
@@ -20,8 +20,15 @@ from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
+from qsync_fx.profiler.batch_interpolation import BatchInterpolation
 from qsync_fx.profiler.profile import Profile, anchors
-from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
+from qsync_fx.timeline.device_profiles import (
+    DeviceInputs,
+    conditions,
+    graph_of,
+    measured_batches,
+    training_of,
+)
 from qsync_fx.timeline.replay_plans import rates
 
 
@@ -79,6 +86,59 @@ def build_problem(
     problem = Problem(classes, fleet, tied=tied, coding=coding)
     problem = objective_named(wishes.objective).constrained(problem, wishes.budget, notes)
     return replace(problem, seconds=wishes.seconds_limit(problem)), notes
+
+
+def with_measured_batches(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Cluster:
+    """Return the cluster, in which profiles determine batches that it does not contain."""
+    devices = {
+        name: device
+        if device.batch is not None
+        else replace(device, batch=getattr(available[name], "batch_size", None))
+        for name, device in fleet.devices.items()
+    }
+    return replace(fleet, devices=devices)
+
+
+def class_at_batch(
+    classes: Mapping[str, DeviceClass],
+    available: Mapping[str, DeviceInputs],
+    resized: Callable[[DeviceClass, int], DeviceClass] | None = None,
+) -> Callable[[str, int], DeviceClass]:
+    """Return a function from a class name and a batch to the class with this batch.
+
+    Profiles of several batch sizes are interpolated, and classes of others are `resized`.
+
+    Raises:
+        OptionError: a profile has one batch size, and `resized` is None.
+    """
+    measured = {
+        name: BatchInterpolation(item) for name, item in available.items() if measured_batches(item)
+    }
+    if resized is None and (single := [name for name in classes if name not in measured]):
+        raise OptionError(
+            f"the profile of {shown(single[0])} covers one batch size",
+            where="batch",
+            do="measure several: qsync_fx.measure(..., batch_sizes=(8, 32)) or qsync measure "
+            "MODULE:CALLABLE --batch-sizes 8,32; or scale its times: qsync plan MODULE:CALLABLE",
+        )
+
+    def result(name: str, batch: int) -> DeviceClass:
+        part = classes[name]
+        if name not in measured:
+            assert resized is not None
+            return resized(part, batch)
+        profile = measured[name].at(batch)
+        before = getattr(available[name], "batch_size", batch)
+        return replace(
+            part,
+            graph=profile.graph,
+            times=profile.times(),
+            sensitivity=part.sensitivity.at_batch(before, batch),
+            training=part.training and training_of(profile, part.training.buckets),
+            anchors=tuple(anchors(profile, planned=True)),
+        )
+
+    return result
 
 
 def codec_names(

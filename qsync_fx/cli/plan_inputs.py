@@ -194,17 +194,13 @@ def sensitivities(available: PlanInputs, method: str) -> Sensitivity | dict[str,
     return result.get("", result)
 
 
-def resizer(available: PlanInputs) -> Callable[[DeviceClass, int], DeviceClass]:
-    """Return a function that changes the batch size of a class of devices."""
+def resizer(available: PlanInputs) -> Callable[[DeviceClass, int], DeviceClass] | None:
+    """Return a function that changes the batch size of a class of devices; None without a model."""
     from qsync_fx.allocator.evaluator import resized
 
     trained = available.trained
     if trained is None:
-        raise OptionError(
-            "a profile covers one batch size, and other batch sizes require the model",
-            where="MODULE:CALLABLE",
-            do="add MODULE:CALLABLE",
-        )
+        return None
 
     @functools.cache
     def symbolic(device: str, formats: tuple[str, ...]) -> ModelGraph:

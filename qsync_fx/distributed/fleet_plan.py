@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from qsync_fx.allocator.api import find_plan
+from qsync_fx.allocator.api import check_batch, find_plan
+from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import PlanRequest
@@ -35,7 +36,7 @@ from qsync_fx.plan.plan import CLUSTER_PLAN
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory, Node
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Collective, Profile
-from qsync_fx.profiler.sensitivity.gradient_step import method
+from qsync_fx.profiler.sensitivity.gradient_step import method, with_samples
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_model, first_batch
 from qsync_fx.serialization.schema import Path
 
@@ -51,6 +52,7 @@ class PlanSurvey:
     wishes: Mapping[str, Any]  # keyword arguments of `qsync_fx.find_plan`
     batches: Mapping[str, int] = field(default_factory=dict)  # samples per step, by class, if known
     links: NodeLinks = FLAT
+    joint: PlanResult | None = field(default=None, repr=False)  # the plan that chose `batches`
 
     @classmethod
     def of(
@@ -69,6 +71,14 @@ class PlanSurvey:
                 slowest[name], batches[name] = profile, batch
         available = {name: batch for name, batch in batches.items() if batch}
         return cls(tuple(ranks), slowest, wishes, available, links)
+
+    def at_batches(self, joint: PlanResult) -> PlanSurvey:
+        """Return the survey with the batches of a joint plan, from which formats are planned."""
+        wishes = {k: value for k, value in self.wishes.items() if k not in ("batch", "min_batch")}
+        profiles = {
+            name: profile.at_batch(joint.batches[name]) for name, profile in self.profiles.items()
+        }
+        return replace(self, wishes=wishes, profiles=profiles, batches=joint.batches, joint=joint)
 
     def answer(
         self,
@@ -94,10 +104,37 @@ class PlanSurvey:
         if memory is not None:
             wishes["memory"] = memory
         # The link measurements of the cluster are in the profiles.
-        result = find_plan(profiles, Cluster(devices), **wishes)
+        result = self._solved(profiles, Cluster(devices), wishes)
+        if self.joint is not None:
+            kind = PlanNoteKind.PLANNED_BATCH
+            others = [note for note in result.notes if note.kind is not kind]
+            notes = (*others, *(note for note in self.joint.notes if note.kind is kind))
+            result = replace(result, batches=self.joint.batches, notes=notes)
         if self.links.uneven:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
         return result
+
+    def _solved(
+        self, profiles: Mapping[str, Profile], cluster: Cluster, wishes: Mapping[str, Any]
+    ) -> PlanResult:
+        """Return the plan; after a joint plan its step time is the target, if it is feasible."""
+        joint, target = self.joint, wishes["target"]
+        if joint is None or wishes["objective"] != "hybrid" or target is not None:
+            return find_plan(profiles, cluster, **wishes)
+        try:
+            result = find_plan(profiles, cluster, **{**wishes, "target": joint.problem.seconds})
+        except PlanError:
+            result = find_plan(profiles, cluster, **wishes)
+        if result.problem.open == joint.problem.open:
+            return result
+        # With other batches, another class computes fastest and would be fixed.
+        classes = {
+            name: replace(part, fixed_plan=joint.problem.classes[name].fixed_plan)
+            for name, part in result.problem.classes.items()
+        }
+        problem = replace(result.problem, classes=classes)
+        evaluation = evaluate_plan(problem, joint.plans)
+        return replace(joint, problem=problem, evaluation=evaluation, bound=None)
 
 
 def _updated(collective: Collective, links: LinkTimes) -> Collective:
@@ -173,6 +210,8 @@ def measure_and_plan(
     precisions: Sequence[str | Precision] | None = None,
     codecs: Sequence[str] = (),
     inside_codecs: Sequence[str] = (),
+    batch: Literal["global"] | tuple[int, int] | None = None,
+    min_batch: int = 1,
     hierarchical: bool | int | None = None,
     save: Path | None = None,
     max_replans: int = MAX_REPLANS,
@@ -196,12 +235,17 @@ def measure_and_plan(
         codecs: codecs of gradient buckets to choose from in addition to FP32; apply them by
             `compress(ddp, plan)` on all ranks.
         inside_codecs: codecs inside nodes to choose from in addition to FP32.
+        batch: as of `qsync_fx.find_plan`: "global" to plan the samples of each rank's step, which
+            `DistributedBatchSampler` and `average_by_batch` apply. Each rank then measures several
+            batch sizes, by default half, all and three halves of the first batch's samples.
+        min_batch: least samples per rank for `batch`.
         hierarchical: whether codecs are chosen for traffic between nodes only, as of `compress`,
             which follows the plan. Default: True if there are several nodes, each with the same
             number of ranks, which is more than one.
         save: path of the file that rank 0 writes the plan to.
         max_replans: maximum number of rounds in which every rank runs its part of the plan and
             corrects its profile, and rank 0 solves again, until prediction and measurement agree.
+            Planned batches stay as they are.
         compiling, silence: seconds that a rank may measure or send no heartbeat, as of a guard.
         progress: whether rank 0 shows progress.
         measuring: further arguments of `qsync_fx.measure`. With `path="profile.json"` rank 1 writes
@@ -219,22 +263,32 @@ def measure_and_plan(
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
+        if batch is not None:
+            check_batch(batch)
+            if codecs:
+                message = "running ranks cannot plan batches and codecs of gradients together"
+                do = "plan the batches first, then the codecs at these batches"
+                raise OptionError(message, where="codecs", do=do)
         check_max_replans(max_replans)
         _check_measuring(measuring)
 
+    joint = wishes if batch is None else {**wishes, "batch": batch, "min_batch": min_batch}
     if not several_ranks():
         check_arguments()
         _check_classes(memory, [mine])
         if save is not None:
             CLUSTER_PLAN.check_writable(save)
         first, batches = first_batch(batches)
+        measuring |= {"optimizer": optimizer, "progress": progress}
         profile = measure(
-            model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring
+            model, step, batches, precisions, **_with_batch_sizes(measuring, batch, first)
         )
         samples = [samples_in(first)]
-        alone = _Choosing(PlanSurvey.of([mine], [profile], wishes, samples), samples, max_replans)
-        measuring |= {"optimizer": optimizer, "progress": progress}
+        survey = PlanSurvey.of([mine], [profile], joint, samples)
+        alone = _Choosing(survey, samples, max_replans)
+        measuring.pop("batch_sizes", None)
         while (plan := alone.next) is not None:
+            first, profile = _at_planned_batch(first, profile, plan.batches.get(mine))
             part = plan.classes[mine]
             profile = measure(model, step, [first], profile=profile, plan=part, **measuring)
             alone.learn([profile])
@@ -265,9 +319,8 @@ def measure_and_plan(
             # All ranks arrive here before any of them waits for another in a collective.
             meeting.agree("measurements", {}, patient=True)
 
-        profile = measure(
-            model, watched, batches, precisions, **{**measuring, "all_reduce": current}
-        )
+        sized = _with_batch_sizes(measuring, batch, first)
+        profile = measure(model, watched, batches, precisions, **{**sized, "all_reduce": current})
         device = next((parameter.device for parameter in model.parameters()), CPU)
         grouping = bool(codecs) and hierarchical
         links = links_between_nodes(meeting, grouping, compiling, device)
@@ -281,15 +334,18 @@ def measure_and_plan(
             classes = meeting.get_all("class", compiling)
             samples = [int(item) for item in meeting.get_all("batch", compiling)]
             profiles = _profiles(meeting, "profile", compiling)
-            survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
+            survey = PlanSurvey.of(classes, profiles, joint, samples, links)
             choosing = _Choosing(survey, samples, max_replans)
+        measuring.pop("batch_sizes", None)
         for index in itertools.count():
             if choosing is not None:
                 plan = choosing.next
                 meeting.put(f"plan {index} to run", "" if plan is None else plan.to_json())
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
-            part = ClusterPlan.from_json(text).classes[mine]
+            received = ClusterPlan.from_json(text)
+            first, profile = _at_planned_batch(first, profile, received.batches.get(mine))
+            part = received.classes[mine]
             profile = measure(model, watched, [first], profile=profile, plan=part, **measuring)
             meeting.put(f"profile {index}", profile.to_json())
             if choosing is not None:
@@ -304,8 +360,12 @@ def measure_and_plan(
 
 class _Choosing:
     def __init__(self, survey: PlanSurvey, samples: Sequence[int], max_replans: int) -> None:
+        answer = survey.answer()
+        if answer.batches:
+            survey = survey.at_batches(answer)
+            samples = [answer.batches[name] for name in survey.ranks]
         self._survey, self._samples = survey, samples
-        self._rounds = ReplanLoop(survey.answer(), lambda _: self._survey.answer(), max_replans)
+        self._rounds = ReplanLoop(answer, lambda _: self._survey.answer(), max_replans)
 
     @property
     def next(self) -> FleetPlan | None:
@@ -314,8 +374,9 @@ class _Choosing:
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Solve again from the profiles that ranks corrected by running the last plan."""
         before = self._survey
-        self._survey = PlanSurvey.of(
-            before.ranks, profiles, before.wishes, self._samples, before.links
+        self._survey = replace(
+            PlanSurvey.of(before.ranks, profiles, before.wishes, self._samples, before.links),
+            joint=before.joint,
         )
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
@@ -327,6 +388,24 @@ class _Choosing:
 
     def _found(self) -> FleetPlan:
         return FleetPlan.of(self._rounds.answer, self._survey)
+
+
+def _with_batch_sizes(measuring: Mapping[str, Any], batch: object, first: Any) -> Mapping[str, Any]:
+    """Return the arguments of `measure`, with batch sizes if batches are to be planned."""
+    if batch is None or "batch_sizes" in measuring:
+        return measuring
+    samples = samples_in(first)
+    half = max(1, samples // 2)
+    sizes = dict.fromkeys((samples, half, samples + half))
+    return {**measuring, "batch_sizes": [size for size in sizes if size]}
+
+
+def _at_planned_batch(first: Any, profile: Profile, batch: int | None) -> tuple[Any, Profile]:
+    """Return a batch and the profile for the planned number of samples, if there is one."""
+    if batch is None:
+        return first, profile
+    first = with_samples(first, batch)
+    return first, profile if batch == profile.batch_size else profile.at_batch(batch)
 
 
 def _check_measuring(measuring: Mapping[str, Any]) -> None:

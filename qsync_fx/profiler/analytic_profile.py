@@ -32,6 +32,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import observed, profile_plans
 from qsync_fx.profiler.profile import Collective, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
+from qsync_fx.profiler.sensitivity.gradient_step import samples
 from qsync_fx.profiler.timing.measured_memory import known_memory
 from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, check_model, clock_for
 
@@ -98,6 +99,7 @@ def catalog_profile(
         _collectives(device),
         optimizer_memory=memory,
         loss_memory=visited.loss,
+        batch_size=samples(batch),
     )
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from qsync_fx.devices.format_support import support
 from qsync_fx.devices.machine import Machine, this_machine
 from qsync_fx.diagnostics.model_state import without_training
-from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.errors import OptionError, ProfileError, shown
 from qsync_fx.formats import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.formatting import many, roughly
 from qsync_fx.module_paths import unwrapped
@@ -32,6 +32,7 @@ from qsync_fx.plan.cluster_plan import DevicePlan, device_plans
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_file import stored
+from qsync_fx.profiler.batch_interpolation import merge_batch_sizes
 from qsync_fx.profiler.links.collective_times import ranks
 from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linked
@@ -40,7 +41,11 @@ from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed,
 from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, levelled, merged
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
-from qsync_fx.profiler.sensitivity.gradient_step import method, samples as sample_count
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    method,
+    samples as sample_count,
+    with_samples,
+)
 from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, attribute, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
@@ -77,6 +82,7 @@ def measure(
     optimizer: GivenOptimizer | None = None,
     plan: DevicePlan | Sequence[DevicePlan] = (),
     profile: Profile | Path | None = None,
+    batch_sizes: Sequence[int] = (),
     repeats: int = REPEATS,
     sensitivity: str | None = "second_order",
     path: Path | None = None,
@@ -101,6 +107,10 @@ def measure(
         profile: an earlier profile of the same model on this machine, or its path. Then only `plan`
             is measured, interleaved with the profile's first plan to determine the current speed of
             the machine, and the corrected profile is returned.
+        batch_sizes: numbers of samples in the first batch to measure with, two or three, so that
+            plans may change the batch (`find_plan(..., batch="global")`). Samples are left out or
+            repeated. The profile is for the first of them, and `Profile.at_batch` returns others.
+            All plans are compiled and measured for each. Default: the samples of the first batch.
         repeats: number of rounds per plan. Fewer than the default also shorten the measurement of
             links.
         sensitivity: method of `qsync_fx.sensitivity`. It uses the first 50 batches, or fewer once
@@ -126,15 +136,31 @@ def measure(
     first, batches = first_batch(batches)
     requested = device_plans(plan)
     base = _loaded_base(profile, requested, precisions)
-    session = ProfilingSession(module, step, first, updating, options or {}, base, path, progress)
+    if base is not None and batch_sizes:
+        do = "leave batch_sizes out, or the profile"
+        raise OptionError("a correction keeps the batch size", where="batch_sizes", do=do)
+    sized_batches = sized(first, batch_sizes)
+
+    def session_for(batch: Any, path: Path | None) -> ProfilingSession:
+        return ProfilingSession(module, step, batch, updating, options or {}, base, path, progress)
+
+    session = session_for(sized_batches[0], path)
     formats = session.formats(precisions)
+    sessions = [session]
     if base is not None:
         measured = corrected(base, session.time_plans(formats, requested, repeats))
     else:
         measured = session.time_plans(formats, requested, repeats, sensitivity, bool(all_reduce))
         measured = replace(measured, codecs=coding_speeds(session.device))
+        others = []
+        for batch in sized_batches[1:]:
+            partial = None if path is None else f"{path}.{sample_count(batch)}"
+            sessions.append(session_for(batch, partial))
+            others.append(sessions[-1].time_plans(formats, requested, repeats))
+        measured = merge_batch_sizes([measured, *others])
         if sensitivity is not None:
             variances = session.measure_sensitivity(model, batches, sensitivity, formats)
+            variances = variances.at_batch(sample_count(first), sample_count(sized_batches[0]))
             measured = replace(measured, sensitivity=variances)
         if all_reduce:
             if callable(all_reduce):
@@ -142,7 +168,8 @@ def measure(
             measured = replace(measured, collectives=session.measure_links(measured, repeats))
     if path is not None:
         measured.save(path)
-        session.discard_checkpoints()
+        for item in sessions:
+            item.discard_checkpoints()
     return measured
 
 
@@ -362,6 +389,20 @@ class ProfilingSession:
         return MeasuredRun("", steps, 0, operators, result.quantized)
 
 
+def sized(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a batch with each of the given numbers of samples; as it is if there are none."""
+    for size in sizes:
+        if type(size) is not int or size < 1:
+            message = f"{shown(str(size))} is no number of samples"
+            raise OptionError(message, where="batch_sizes", do="give whole numbers from 1")
+    result = [with_samples(batch, size) for size in dict.fromkeys(sizes)]
+    if [sample_count(item) for item in result] != list(dict.fromkeys(sizes)):
+        message = "the batch has no tensor with a dimension of samples"
+        do = "measure each size separately, and give find_plan a list of profiles of the class"
+        raise OptionError(message, where="batch_sizes", do=do)
+    return result or [batch]
+
+
 def checked_precisions(precisions: Sequence[str | Precision]) -> list[Precision]:
     if result := named(precisions):
         return result
@@ -522,11 +563,18 @@ def _loaded_base(
 def corrected(profile: Profile, result: Profile) -> Profile:
     """Return a profile with the user plans of a new measurement, which replace equal ones.
 
-    The run of the profile's first plan shows the speed of the machine, and scales the new runs.
+    The run of the profile's first plan shows the speed of the machine, and scales the new runs. If
+    the batch size of the profile was not measured, it shows the error of the interpolation, and
+    scales the profile instead.
     """
     first = profile.runs[0]
     same = (run for run in result.runs if not run.planned or run.states == first.states)
     pace = _pace(first, next(same, first))
+    if not profile.model.digest:
+        profile = replace(
+            profile, model=result.model, runs=[run.at_pace(1 / pace) for run in profile.runs]
+        )
+        pace = 1.0
     runs = [run.at_pace(pace) for run in result.runs if run.planned]
     replaced = [run.states for run in runs]
     saved = [run for run in profile.runs if not (run.planned and run.states in replaced)]

@@ -48,7 +48,8 @@ class Model:
     """Identity of the profiled model.
 
     Attributes:
-        digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
+        digest: of its operators, all shapes, the modules in eval mode, and the backend's options;
+            "" for a batch size between measured ones.
         parameters: number of parameter elements.
         options: non-default options of the backend.
         evaluated: number of modules in eval mode.
@@ -69,7 +70,8 @@ class Model:
         return ", ".join(filter(None, conditions))
 
     def check(self, current: Model) -> None:
-        if self.digest != current.digest:
+        same = self.digest == current.digest if self.digest else self == replace(current, digest="")
+        if not same:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
                 do="measure this model, with these input shapes, options and modes (train or eval)",
@@ -120,6 +122,24 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class BatchMeasurement:
+    """Measurements of a profile's model with another number of samples in a batch.
+
+    `model`, `stored`, `runs` and `loss_memory` have the meaning of the profile's, for this batch.
+    """
+
+    batch_size: int
+    model: Model
+    stored: StoredGraph
+    runs: list[MeasuredRun]
+    loss_memory: LossMemory | None = None
+
+    @functools.cached_property
+    def graph(self) -> ModelGraph:
+        return restored(self.stored)
+
+
+@dataclass(frozen=True)
 class Profile(HtmlView):
     """Measurements of one model on one device.
 
@@ -131,6 +151,7 @@ class Profile(HtmlView):
         fingerprint: identity for the plan cache; None if the model was not run here.
         batch_size: number of samples in the batch of a step; None if it was not measured.
         memory_budget: share of the saved activations that stayed saved; see the backend's option.
+        batches: measurements at other batch sizes, from which `at_batch` interpolates.
     """
 
     machine: Machine
@@ -147,6 +168,7 @@ class Profile(HtmlView):
     loss_memory: LossMemory | None = None
     batch_size: int | None = None
     memory_budget: float = 1.0
+    batches: list[BatchMeasurement] = field(default_factory=list)
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
@@ -190,6 +212,15 @@ class Profile(HtmlView):
 
         return ProfiledTimes(self)
 
+    def at_batch(self, batch: int) -> Profile:
+        """Return the profile for another batch size, interpolated if it was not measured.
+
+        Raises `ProfileError` if the profile has one batch size.
+        """
+        from qsync_fx.profiler.batch_interpolation import BatchInterpolation
+
+        return BatchInterpolation(self).at(batch)
+
     def interpolated(self, plan: Plan) -> list[str]:
         """Return the operators whose state under a plan is in no run, and is interpolated."""
         measured = {entry for run in self.runs for entry in run.states}
@@ -226,7 +257,7 @@ def _check_codec(speed: CodecSpeed) -> str | None:
     return f" has the speeds {speed.encode} and {speed.decode}; both are positive"
 
 
-def _check_profile(profile: Profile) -> str | None:
+def _check_runs(profile: Profile | BatchMeasurement) -> str | None:
     if not profile.runs:
         return " holds no run"
     first = profile.runs[0]
@@ -236,20 +267,33 @@ def _check_profile(profile: Profile) -> str | None:
             return f" holds other operators in the run {run.label!r} than in {first.label!r}"
     if profile.batch_size is not None and profile.batch_size < 1:
         return f" has the batch size {profile.batch_size}, which is not positive"
+    return None
+
+
+def _check_profile(profile: Profile) -> str | None:
+    if (wrong := _check_runs(profile)) is not None:
+        return wrong
+    sizes = [profile.batch_size, *(item.batch_size for item in profile.batches)]
+    if profile.batches and (None in sizes or len(set(sizes)) < len(sizes)):
+        return f" has the batch sizes {sizes}, which are not different numbers"
     if not 0 <= profile.memory_budget <= 1:
         return f" has the memory budget {profile.memory_budget}, which is not from 0 to 1"
     return check_numbers(profile)
 
 
 def _check_operators(profile: Profile) -> None:
-    measured = [item.operator for item in profile.runs[0].operators]
-    expected = [operator.id for operator in profile.graph.operators]
-    if measured != expected:
-        raise ProfileError(
-            "the runs are of another model than the model graph",
-            where=(sorted({*measured} ^ {*expected}) or measured)[0],
-            do="measure the model again",
-        )
+    parts: list[Profile | BatchMeasurement] = [profile, *profile.batches]
+    for part in parts:
+        measured = [item.operator for item in part.runs[0].operators]
+        expected = [operator.id for operator in part.graph.operators]
+        if measured != expected:
+            raise ProfileError(
+                "the runs are of another model than the model graph",
+                where=(sorted({*measured} ^ {*expected}) or measured)[0],
+                do="measure the model again",
+            )
+    if profile.batches:
+        profile.at_batch(profile.batches[0].batch_size)
 
 
 _CHECKS: Final[Mapping[Any, Any]] = {
@@ -258,6 +302,7 @@ _CHECKS: Final[Mapping[Any, Any]] = {
     Collective: _check_collective,
     Exchange: CLUSTER_CHECKS[Exchange],
     CodecSpeed: _check_codec,
+    BatchMeasurement: _check_runs,
     Profile: _check_profile,
     **SENSITIVITY.checks,
 }
@@ -377,6 +422,10 @@ _GROUPS: Final = {"all": "all ranks", "inside": "inside nodes", "between": "betw
 def _notes(profile: Profile) -> list[str]:
     machine = profile.machine
     lines = [str(profile.model)]
+    if profile.batches:
+        sizes = sorted(item.batch_size for item in profile.batches)
+        others = ", ".join(map(str, sizes))
+        lines.append(f"batches of {profile.batch_size} samples above; also measured: {others}")
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
     lines.append("peak beyond state: without parameters, buffers, batch and optimizer state")

@@ -27,7 +27,7 @@ from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.profiler.profile import Profile
-from qsync_fx.report import graph_tab, model_tabs, plan_tabs, profile_tabs, timeline_tab
+from qsync_fx.report import graph_tab, model_tabs, plan_tabs, profile_tabs
 from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.timeline.timeline import Timeline
 
@@ -89,7 +89,7 @@ class Report:
                 case Sensitivity() if not answers:
                     profile_tabs.add_sensitivity(tabs, value, name)
                 case Timeline():
-                    timeline_tab.add_timeline(tabs, value, name or "this timeline")
+                    plan_tabs.add_timeline(tabs, value, name or "this timeline")
                 case Explanation():
                     graph_tab.add_explanation(tabs, value)
                 case Plan() | ClusterPlan():

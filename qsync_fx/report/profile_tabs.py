@@ -10,8 +10,7 @@ from qsync_fx.predictor.cost_mapper.plan_states import states
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory.peak_memory import step_memory
 from qsync_fx.profiler.profile import Profile, anchors
-from qsync_fx.report.plan_tabs import add_memory, add_trust
-from qsync_fx.report.timeline_tab import add_timeline
+from qsync_fx.report.plan_tabs import add_memory, add_timeline, add_trust
 from qsync_fx.timeline.device_profiles import training_of
 from qsync_fx.timeline.replay_plans import replay
 

@@ -10,9 +10,9 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.devices.device_catalog import get
@@ -31,6 +31,9 @@ from qsync_fx.predictor.memory.peak_memory import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, Transport
 from qsync_fx.serialization.schema import Path
+
+if TYPE_CHECKING:
+    from qsync_fx.profiler.profile import Profile
 
 
 def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> None:
@@ -67,7 +70,7 @@ class Profiled(Protocol):
 
 
 DeviceInputs = Profiled | DeviceTimes
-Given = DeviceInputs | Path
+Given = DeviceInputs | Path | Sequence[DeviceInputs | Path]
 
 ALONE = "device"
 """Name of the only device, if the user gave none."""
@@ -83,7 +86,7 @@ def load_device_profiles(
 
     Args:
         profile: profile of the device, or of each device class by name; profiles that the cluster's
-            file names may be omitted.
+            file names may be omitted. A list of profiles covers several batch sizes.
         plans: number of plans.
         any_machine: whether the file of a single unnamed device may be of another machine. Profiles
             of a cluster may always be.
@@ -98,7 +101,9 @@ def load_device_profiles(
             _check_here(profile, profiles[ALONE])
         fleet = _alone(profiles, plans)
     profiles = for_all(profiles, fleet)
-    profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
+    profiles = {**profiles, **of_files(fleet, profiles)}
+    profiles = {name: _at_batch(fleet, name, item) for name, item in profiles.items()}
+    profiles = _with_catalog(fleet, profiles)
     fleet.check_names(profiles, "profiles")
     warn_about_other_batches(fleet, {name: graph_of(name, item) for name, item in profiles.items()})
     return _copying(_linked(fleet, profiles), profiles), profiles
@@ -172,11 +177,34 @@ def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
 
 def _read(value: Given) -> DeviceInputs:
     """Load a profile of any machine: the cluster defines the device that it is for."""
+    from qsync_fx.profiler.batch_interpolation import merge_batch_sizes
     from qsync_fx.profiler.profile import Profile
 
+    if isinstance(value, list | tuple):
+        profiles = [_read(item) for item in value]
+        measured = [item for item in profiles if isinstance(item, Profile)]
+        if not profiles or len(measured) < len(profiles):
+            message = "a list of profiles is for measured batch sizes of a device class"
+            raise ProfileError(message, where="profiles", do="give results of qsync_fx.measure")
+        return merge_batch_sizes(measured)
     if isinstance(value, str | os.PathLike):
         return cast(DeviceInputs, Profile.load(value, any_machine=True))
-    return value
+    return cast(DeviceInputs, value)
+
+
+def _at_batch(fleet: Cluster, name: str, profile: DeviceInputs) -> DeviceInputs:
+    """Return a profile of several batch sizes at the cluster's batch; others do not change."""
+    batch = fleet.devices[name].batch if name in fleet.devices else None
+    if batch is None or batch == getattr(profile, "batch_size", None):
+        return profile
+    return profile.at_batch(batch) if measured_batches(profile) else profile
+
+
+def measured_batches(profile: DeviceInputs) -> TypeGuard[Profile]:
+    """Return whether a profile covers several batch sizes."""
+    from qsync_fx.profiler.profile import Profile
+
+    return isinstance(profile, Profile) and bool(profile.batches)
 
 
 def _check_here(path: Path, profile: DeviceInputs) -> None:

@@ -299,7 +299,7 @@ def test_find_plan_plans_batches() -> None:
     for wrong, where in (
         ({"batch": (4, 2.0)}, "batch"),
         ({"batch": "global", "allocator": "paper"}, "allocator"),
-        ({"batch": "global", "resized": None}, "resized"),
+        ({"batch": "global", "resized": None}, "batch"),
     ):
         with pytest.raises(OptionError) as caught:
             find_plan(profiles, problem.cluster, **arguments | wrong)

@@ -35,6 +35,7 @@ MORE_OF_A_KIND = {
     "allocator": "fleets",
     "aqgb_fig3": "compressed_links",
     "attention": "quantize",
+    "batch_interpolation": "replay_accuracy",
     "bf16_pays": "quantize",
     "casts": "step_time",
     "compile_time": "step_time",

@@ -11,6 +11,8 @@ import pytest
 
 from qsync_fx import Plan, Profile
 from qsync_fx.cli import main
+from qsync_fx.plan.cluster_plan import ClusterPlan
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
 NETS = """
 import torch
@@ -173,3 +175,30 @@ def test_measure_rejects_invalid_options(
     assert main(["measure", f"measured_nets:{name}", *others]) == 2
     error = capsys.readouterr().err
     assert says in error and "do:" in error
+
+
+@pytest.mark.parametrize("device", [[], ["--device", "t4"]])
+def test_batch_sizes_are_in_one_profile(
+    device: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "linear.json")
+    quick = QUICK[:2] if device else QUICK
+    sizes = ["--batch-sizes", "4,8", "--output", path]
+    assert main(["measure", "measured_nets:linear", *quick, *device, *sizes]) == 0
+    assert "batches of 4 samples above; also measured: 8" in capsys.readouterr().out
+    profile = Profile.load(path, any_machine=True)
+    assert profile.at_batch(6).batch_size == 6
+    plan = str(tmp_path / "plan.json")
+    cluster = tmp_path / "cluster.toml"
+    classes = ("a", "slowdown = 2\nbatch = 6"), ("b", "batch = 8")
+    cluster.write_text(
+        "".join(f"[devices.{name}]\nprofile = 'linear.json'\n{text}\n" for name, text in classes)
+        + "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
+    )
+    sensitivity = tmp_path / "sensitivity.json"
+    Sensitivity("second_order", "", {"/linear": {}}, steps=1).save(sensitivity)
+    arguments = ["plan", "--cluster", str(cluster), "--sensitivity", str(sensitivity)]
+    assert main([*arguments, "--batch", "global", "--compare", "--output", plan]) == 0
+    printed = capsys.readouterr()
+    assert sum(ClusterPlan.load(plan).batches.values()) == 14
+    assert "dynamic-batches" in printed.out

@@ -26,6 +26,9 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"precisions": ["int9"]}, "int9"),
         ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
         ({"max_replans": -1}, "cannot be run in -1 rounds"),
+        ({"batch": "all"}, "is no range of samples"),
+        ({"batch": "global", "codecs": ["qsgd8"]}, "cannot be planned together"),
+        ({"batch": "global", "batch_sizes": [0]}, "is no number of samples"),
         ({"repeats": 0}, "cannot be measured 0 times"),
         (
             {"options": {"inner_backend": "eager"}},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from tests.support import tiers
 from tests.support.distributed import unequal_rank
 from tests.support.processes import ranks
 
@@ -46,3 +48,22 @@ def test_uses_in_which_weights_would_be_wrong_are_refused(tmp_path: Path) -> Non
         assert messages.keys() == texts.keys()
         for name, text in texts.items():
             assert text in messages[name]
+
+
+@tiers.ALL
+@pytest.mark.timeout(450)
+def test_ranks_plan_their_batches_and_train_with_them(tmp_path: Path) -> None:
+    first, second = ranks.results("planned", 2, tmp_path, script="unequal_rank.py", seconds=400)
+    batches = first["batches"]
+    assert batches == second["batches"] and sum(batches.values()) == 16
+    assert min(batches.values()) >= 2
+    # The first step leaves a sample for each rank in the second.
+    assert len(first["samples"][0]) + len(second["samples"][0]) == 15
+    assert len(first["samples"][0]) <= batches["fast"]
+    assert len(second["samples"][0]) <= batches["slow"]
+    samples = [index for rank in (first, second) for step in rank["samples"] for index in step]
+    assert sorted(samples) == list(range(unequal_rank.SAMPLES))
+    assert first["weights"] == second["weights"]
+    # Both ranks ran their plans with the planned batches, which later plans keep.
+    assert first["trials"] == [2]
+    assert first["profiles"] == first["again"] == first["answer"] == batches

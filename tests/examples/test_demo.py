@@ -100,6 +100,13 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
         fmt.name for fmt in plan.classes["inference"].operators.values()
     )
     assert foreseen["peak"][1] <= found["memory"]
+    assert sum(plan.batches.values()) == sum(found["batches"])
+    knobs = found["knobs"]
+    assert knobs["both: the plan"]["batches"] == [plan.batches[role] for role in plan.ranks]
+    assert knobs["both: the plan"]["variance"] == foreseen["variance"]
+    assert knobs["uniform bf16"]["batches"] == found["batches"]
+    assert re.search(r"images a step +24 +\d+ +32 +\d+", finished.stdout)
+    assert "What the formats and the batches contribute" in finished.stdout
     if native_bf16_unit():
         # Torch's BF16 convolutions without a unit need buffers: docs/known-issues.md.
         assert real["peak"][1] <= found["memory"]

@@ -31,7 +31,8 @@ examples:
   qsync measure bert:small --precisions fp32,bf16 --optimizer sgd
   qsync measure bert:small --plan plan.json --output cpu.json   also measures the plan
   qsync measure bert:small --plan plan.json --profile cpu.json  corrects cpu.json by the plan
-  qsync measure bert:small --device t4 --output t4.json         a T4 from the catalog"""
+  qsync measure bert:small --device t4 --output t4.json         a T4 from the catalog
+  qsync measure bert:small --batch-sizes 8,32 --output cpu.json for plans with other batches"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +54,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         --sensitivity METHOD  method for the gradient variance that operators add (see qsync
                               sensitivity), or none; second_order by default
         --repeats N           interleaved runs of each plan; 7 by default
+        --batch-sizes N,N     comma-separated batch sizes to measure, two or three, for qsync plan
+                              --batch; by default the size of the model's inputs
         --cache               cache the plan found from this profile: torch.compile then uses it for
                               this model if neither a plan nor a precision is given
         """,
-        {"profile": Path, "repeats": int},
+        {"profile": Path, "repeats": int, "batch_sizes": _sizes},
     )
     json = "print the profile in the format of its file"
     model_args.add_output(parser, "write the profile for other commands", json)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
 
 
 def _measure(arguments: argparse.Namespace) -> None:
@@ -84,6 +91,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         optimizer=model_args.optimizer(arguments.optimizer, trained.module),
         plan=() if inputs.options.plan is None else inputs.options.plan,
         profile=arguments.profile,
+        batch_sizes=arguments.batch_sizes or (),
         repeats=REPEATS if arguments.repeats is None else arguments.repeats,
         sensitivity=None if method == "none" else method,
         path=path,
@@ -102,6 +110,8 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     """Compute a profile from the catalog; refuse arguments that apply to measurements only."""
     from qsync_fx.devices import get
     from qsync_fx.profiler.analytic_profile import catalog_profile
+    from qsync_fx.profiler.batch_interpolation import merge_batch_sizes
+    from qsync_fx.profiler.measurement import sized
 
     measuring = {
         model_args.flag(name): value
@@ -121,9 +131,11 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     device = get(arguments.device)
     trained = model_args.read_training(arguments)
     optimizer = model_args.optimizer(arguments.optimizer, trained.module)
-    profile = catalog_profile(
-        device, trained.module, trained.step, trained.batches[0], trained.precisions, optimizer
-    )
+    profiles = [
+        catalog_profile(device, trained.module, trained.step, batch, trained.precisions, optimizer)
+        for batch in sized(trained.batches[0], arguments.batch_sizes or ())
+    ]
+    profile = merge_batch_sizes(profiles)
     if arguments.output is not None:
         output.wrote(profile.save(arguments.output))
     _show(profile, arguments)

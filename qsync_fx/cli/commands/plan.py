@@ -215,11 +215,16 @@ def _report(
 def _compare(inputs: PlanInputs, problem: Problem) -> list[AllocatorComparison]:
     from qsync_fx.allocator.analysis import compare, side_by_side
     from qsync_fx.allocator.baselines import DynamicBatches
+    from qsync_fx.allocator.problem_builder import class_at_batch
+    from qsync_fx.timeline.device_profiles import load_device_profiles
 
     more: list[Allocator] = []
     try:
+        _, profiles = load_device_profiles(
+            inputs.profiles.get("", inputs.profiles), inputs.cluster or problem.cluster
+        )
         resized = plan_inputs.resizer(inputs)
-        more.append(DynamicBatches(lambda name, batch: resized(problem.classes[name], batch)))
+        more.append(DynamicBatches(class_at_batch(problem.classes, profiles, resized)))
     except QSyncError as error:
         output.note(f"the comparison omits dynamic batches: {error.what}")
     allocators = side_by_side(problem, more)

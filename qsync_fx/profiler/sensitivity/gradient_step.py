@@ -202,11 +202,21 @@ def samples(batch: Any) -> int:
 
 def part_of(batch: Any, fraction: float) -> Any:
     """Return the first `fraction` of a batch's samples, rounded up."""
+    return with_samples(batch, max(1, math.ceil(samples(batch) * fraction)))
+
+
+def with_samples(batch: Any, count: int) -> Any:
+    """Return the first `count` samples of a batch, which is repeated if it has fewer."""
     full = samples(batch)
-    saved = max(1, math.ceil(full * fraction))
+    if count == full:
+        return batch
 
     def part(tensor: Tensor) -> Tensor:
-        return tensor[:saved] if tensor.dim() and len(tensor) == full else tensor
+        if not tensor.dim() or len(tensor) != full:
+            return tensor
+        if count > full:
+            tensor = torch.cat([tensor] * math.ceil(count / full))
+        return tensor[:count]
 
     return _map(batch, part)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan, PlanError, RankError
 from qsync_fx.distributed import DistributedBatchSampler, average_by_batch, compress, guard
 from tests.support.processes import ranks
@@ -92,6 +93,44 @@ def unplanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     except (OptionError, RankError) as error:
         return {"type": type(error).__name__, "what": error.what}
     return {}
+
+
+def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Measure, plan batches and formats, and train an epoch with the planned batches."""
+    model: Any = network()
+    x = dataset()[:][0]
+    plan = qsync_fx.distributed.measure_and_plan(
+        model,
+        loss_of,
+        [x[: (8, 4)[rank]]],
+        device_class=["fast", "slow"][rank],
+        precisions=[["fp32"], ["fp32", "bf16"]][rank],
+        batch=(16, 16),
+        min_batch=2,
+        batch_sizes=[4, 8],
+        repeats=2,
+        max_replans=1,
+        progress=False,
+    )
+    options: Any = {"plan": plan, "inner_backend": "aot_eager"}
+    model = DistributedDataParallel(torch.compile(model, backend="qsync", options=options))
+    average_by_batch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = []
+    for batch, indices in DataLoader(
+        dataset(), batch_sampler=DistributedBatchSampler(range(SAMPLES), plan)
+    ):
+        samples.append(indices.tolist())
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    result = {"batches": dict(plan.batches), "samples": samples, "weights": values(model)}
+    if plan.answer is not None and plan.survey is not None:
+        result["trials"] = [len(trials) for trials in plan.answer.trials]
+        sizes = {name: profile.batch_size for name, profile in plan.survey.profiles.items()}
+        result["profiles"], result["again"] = sizes, dict(plan.survey.answer().batches)
+        result["answer"] = dict(plan.answer.batches)
+    return result
 
 
 SIZES = ((2, 6), (5, 1))  # samples of the passes of each rank
