@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -234,7 +234,7 @@ def speeds(fitted: Mapping[Cell, Exchange]) -> list[Row]:
         gpus, bits, batch = int(row["gpus"]), int(row["bits"]), int(row["batch"])
         if gpus == 1:
             continue
-        named: Row = {
+        named: dict[str, Any] = {
             "case": row["network"],
             "primitive": row["primitive"],
             "gpus": gpus,
@@ -280,7 +280,12 @@ def prices() -> list[Row]:
                     gpus = int(row["gpus"])
                     options.append((hours * PRICES[gpus], hours, gpus, row["primitive"]))
             price, hours, gpus, primitive = min(options)
-            named: Row = {"case": network, "primitive": primitive, "gpus": gpus, "bits": bits}
+            named: dict[str, Any] = {
+                "case": network,
+                "primitive": primitive,
+                "gpus": gpus,
+                "bits": bits,
+            }
             made.append(named | {"price": price, "hours": hours, "target": None})
     return made
 
@@ -298,7 +303,12 @@ def larger_models() -> list[Row]:
         elements = factor * sample.elements
         full = sample.without + exchange.travel * FULL * (elements - sample.elements)
         seconds = exchange.seconds(elements, sample.element_bytes, full)
-        named: Row = {"case": "AlexNet, larger", "primitive": "NCCL", "gpus": 8, "bits": 8}
+        named: dict[str, Any] = {
+            "case": "AlexNet, larger",
+            "primitive": "NCCL",
+            "gpus": 8,
+            "bits": 8,
+        }
         made.append(
             named | {"parameters": elements, "predicted speed": full / seconds, "target": None}
         )

@@ -19,11 +19,11 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -261,18 +261,25 @@ class _Search:
         self._levels = {name: [] for name in self.problem.classes}
 
     def evaluate_single_choices(self) -> None:
-        """Evaluate uniform plans, also with batches in proportion to speed, and the exact plan of
-        the given batches.
+        """Evaluate uniform plans, also with batches in proportion to speed, and exact plans of the
+        given batches: of the problem, and of least variance within the time of each uniform plan.
         """
         names = dict.fromkeys(fmt for part in self.problem.classes.values() for fmt in part.formats)
-        for plans in (full, *(partial(_in_format, fmt=name) for name in names)):
-            self._evaluate(self._before, plans(self.problem))
+        choices: list[Callable[[Problem], Plans]] = [full]
+        choices += [partial(_in_format, fmt=name) for name in names]
+        problems = [self.problem]
+        for plans in choices:
+            uniform = self._evaluate(self._before, plans(self.problem))
+            if uniform is not None and self.problem.least == "seconds":
+                limits: dict[str, Any] = {"seconds": uniform.seconds, "variance": None}
+                problems.append(replace(self.problem, least="variance", **limits))
             if not self._settings.given_batches:
                 answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
                 self._evaluate(answer.batches, answer.plans)
-        equal = self._exact(self.problem)
-        if equal.incumbent is not None:
-            self._evaluate(self._before, equal.incumbent.plans)
+        for problem in problems:
+            equal = self._exact(problem)
+            if equal.incumbent is not None:
+                self._evaluate(self._before, equal.incumbent.plans)
 
     def least_variance(self, seconds: float | None, until: float | None = None) -> float:
         """Search for the least variance with a step of at most `seconds`; return a lower bound.

@@ -155,7 +155,8 @@ def together(
         training = replace(training, zero=module.zero_grad)
         model = compiled(parallel, training, plan)
         warm = [_round(model, parallel, hook, training, 1) for _ in range(_WARMUP_STEPS)]
-        row, rounds = _rounds(*slowest([max(warm[-1])]), share)
+        (longest,) = slowest([max(warm[-1])])
+        row, rounds = _rounds(longest, share)
         result = [_round(model, parallel, hook, training, row) for _ in range(rounds)]
     typical = [faster_half(seconds) for seconds in zip(*result, strict=True)]
     unmeasured = [math.inf] * (len(_Treatment) - len(typical))
