@@ -2,8 +2,8 @@
 The study of low-precision communication (Grubic et al., EDBT 2018, section 5.1) compares QSGD in 4
 bits with 512 and 8192 values per bucket, 1bitSGD* with 64 and 512, scales by the largest magnitude
 and by the 2-norm, and quantized convolutions only against all layers. Two processes train as in
-codec_accuracy.py, whose codecs have the first of these parameters. Rows are as codec_trainings.py
-describes them, with the columns "bucket", "scale" and "layers".
+codec_accuracy.py, whose codecs have the first of each pair of parameters. Rows are as
+codec_trainings.py describes them, with the columns "bucket", "scale" and "layers".
 """
 
 from __future__ import annotations

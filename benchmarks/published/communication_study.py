@@ -8,8 +8,8 @@ relative errors of these predictions; "all" is the median error of `EXCHANGES`,
 fitted to all networks; "without" is the median error of using the 32-bit step time
 unchanged. 1bitSGD* has the bytes of its buckets, the seconds per byte of QSGD, and seconds per
 element that are the median of the other networks. Rows with "speed" are the printed samples per
-second of a codec, divided by those with 32 bits; "scaling" divides them by those of one GPU, and
-"predicted scaling" is by the coefficients of the other networks. Rows with "price" are the dollars
+second of a codec, divided by the number with 32 bits, and "scaling" by the number of one GPU;
+"predicted scaling" uses the coefficients of the other networks. Rows with "price" are the dollars
 of a training on the cheapest of the study's EC2 instances, with the epochs of its Fig. 3. Rows with
 "parameters" predict the speed of 8 bits with NCCL on 8 GPUs for a network with AlexNet's
 computation and more parameters, as Fig. 16 does.

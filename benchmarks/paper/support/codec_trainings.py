@@ -48,7 +48,7 @@ class CodecTrainings:
 
     Args:
         script: the file that a rank runs: it calls `run_rank`.
-        options: command-line options with those of `experiment.OPTIONS`.
+        options: command-line options, with `experiment.OPTIONS`.
         methods: all methods in the order of rows, FP32 first.
     """
 
