@@ -293,7 +293,8 @@ def find_plan(
             problem, notes = build_problem(fleet, available, wishes)
             limit, solver = wishes.seconds_limit, chosen
             budgets = BUDGETS if recompute else ()
-            if batch is None and recompute:
+            limited = any(part.memory is not None for part in problem.classes.values())
+            if batch is None and recompute and limited:
                 classes = problem.classes
                 solver = JointBatches(
                     lambda name, _: classes[name], budgets=budgets, given_batches=True
