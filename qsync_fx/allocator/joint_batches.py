@@ -539,7 +539,9 @@ class _Search:
         if self._sized.part(name, batch).memory is None:
             return True
         problem = self._alone(name, batch, math.inf, 1.0)
-        return self._memory_fits(evaluate_plan(problem, problem.completed({name: plan})))
+        return self._memory_fits(
+            evaluate_plan(problem, problem.completed({**problem.uniform(), name: plan}))
+        )
 
     def _solve_level(self, name: str, batch: int, seconds: float, budget: float | None) -> _Level:
         """Return the level of an activation memory budget; None: without a limit of the memory."""
