@@ -213,6 +213,21 @@ def test_joint_plan_is_never_worse_than_a_plan_of_one_choice(name: str) -> None:
     assert result.evaluation.seconds <= min(answer.evaluation.seconds for answer in alone)
 
 
+def test_memory_of_a_class_with_a_fixed_plan_limits_its_batch() -> None:
+    problem, joint = catalog("perceptron", 64)
+    batches = joint.allocate(problem).batches
+    name = max(batches, key=lambda key: batches[key])
+    part, peak = (
+        problem.classes[name],
+        evaluate_plan(problem, full(problem)).classes[name].peak_bytes,
+    )
+    assert batches[name] > 64 and peak is not None
+    part = replace(part, fixed_plan=part.uniform(part.widest), memory=peak)
+    limited = replace(problem, classes={**problem.classes, name: part})
+    answer = joint.allocate(limited)
+    assert answer.fits and answer.batches[name] <= 64
+
+
 def test_plan_carries_its_batches() -> None:
     problem, joint = catalog("perceptron", 64)
     answer = joint.allocate(replace(problem, seconds=math.inf))
