@@ -266,9 +266,14 @@ def measure_and_plan(
         if batch is not None:
             check_batch(batch)
             if codecs:
-                message = "running ranks cannot plan batches and codecs of gradients together"
+                message = (
+                    "batches and codecs of gradients cannot be planned together on running ranks"
+                )
                 do = "plan the batches first, then the codecs at these batches"
                 raise OptionError(message, where="codecs", do=do)
+        elif measuring.get("batch_sizes"):
+            message = "batch sizes are measured only to plan batches"
+            raise OptionError(message, where="batch_sizes", do='add batch="global"')
         check_max_replans(max_replans)
         _check_measuring(measuring)
 

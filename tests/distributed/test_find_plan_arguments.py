@@ -29,6 +29,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"batch": "all"}, "is no range of samples"),
         ({"batch": "global", "codecs": ["qsgd8"]}, "cannot be planned together"),
         ({"batch": "global", "batch_sizes": [0]}, "is no number of samples"),
+        ({"batch_sizes": [2, 4]}, "measured only to plan batches"),
         ({"repeats": 0}, "cannot be measured 0 times"),
         (
             {"options": {"inner_backend": "eager"}},
