@@ -132,7 +132,7 @@ def test_joint_plan_is_that_of_brute_force(
 
 
 @settings(
-    max_examples=chosen([3], [8], [20])[0],
+    max_examples=chosen([3], [4], [20])[0],
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
