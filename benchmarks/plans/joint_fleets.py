@@ -29,7 +29,7 @@ from qsync_fx import Sensitivity
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.api import get_allocator
 from qsync_fx.allocator.baselines import DynamicBatches, Uniform
-from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.evaluator import evaluate_plan, resized
 from qsync_fx.allocator.joint_batches import JointBatches
 from qsync_fx.allocator.plan_result import Allocator
 from qsync_fx.allocator.problem import DeviceClass
@@ -127,6 +127,17 @@ class Models:
         return replace(problem, classes={**problem.classes, fleet.training: widest})
 
 
+@dataclass(frozen=True)
+class SixteenBits:
+    """Allocator of the widest narrow format of each GPU, such as BF16 beside FP16."""
+
+    name: str = "16 bits"
+
+    def allocate(self, problem: Problem) -> PlanResult:
+        plans = {name: part.uniform(formats(name)[1]) for name, part in problem.classes.items()}
+        return PlanResult(problem, plans, evaluate_plan(problem, plans), self.name)
+
+
 def throughput(answer: PlanResult) -> float:
     samples = answer.problem.cluster.samples
     assert samples is not None
@@ -199,8 +210,7 @@ class Comparison:
                     gains["speed"] = throughput(faster) / best
                 if same_time is not None and limit:
                     gains["variance"] = same_time.evaluation.variance / limit
-        sixteen = formats(self.fleet.inference)[1]
-        everywhere = self.solve("free uniform", Uniform(sixteen), free)
+        everywhere = self.solve("free uniform", SixteenBits(), free)
         if everywhere is not None:
             fastest = replace(free, least="seconds", variance=everywhere.evaluation.variance)
             answer = self.solve("free joint", joint(free), fastest)

@@ -57,6 +57,8 @@ SECONDS: Final = 60.0
 BUDGETS: Final = (0.75, 0.5, 0.25)
 """Activation memory budgets of a class that recomputes."""
 _INNER_GAP: Final = 1e-3
+_START_GAP: Final = 1e-6
+"""Gap of the exact plans of equal batches, which may be the limit of the variance."""
 _ROUNDS: Final = 4
 _SIZES: Final = 17
 """Maximum number of global batches of a range that are compared."""
@@ -277,7 +279,7 @@ class _Search:
                 answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
                 self._evaluate(answer.batches, answer.plans)
         for problem in problems:
-            equal = self._exact(problem)
+            equal = self._exact(problem, _START_GAP)
             if equal.incumbent is not None:
                 self._evaluate(self._before, equal.incumbent.plans)
 
@@ -563,9 +565,9 @@ class _Search:
         bound = max(self._least[name], (proved or 0.0) / problem.weight(name) * batch)
         return _Level(batch, seconds, min(bound, variance), variance, plan, spent)
 
-    def _exact(self, problem: Problem) -> SearchState:
+    def _exact(self, problem: Problem, gap: float = _INNER_GAP) -> SearchState:
         """Return the exact program's state after its search in the remaining time."""
-        search = MilpSearch(problem, _INNER_GAP, max(1.0, self._end - time.monotonic()))
+        search = MilpSearch(problem, gap, max(1.0, self._end - time.monotonic()))
         search.solve(_ROUNDS)
         return search.state
 
