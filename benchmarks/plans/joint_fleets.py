@@ -129,7 +129,7 @@ class Models:
 
 @dataclass(frozen=True)
 class SixteenBits:
-    """Allocator of the widest narrow format of each GPU, such as BF16 beside FP16."""
+    """Allocator of the widest narrow format of each GPU, BF16 on some and FP16 on others."""
 
     name: str = "16 bits"
 
