@@ -42,8 +42,7 @@ def main() -> None:
             if options.partial is not None and not options.quick:
                 target = options.partial / str(run)
             if not (outcome := target / "outcome.json").exists():
-                command = [sys.executable, str(DEMO), "--formats-only", "--seed", str(run)]
-                command += ["--output", str(target)]
+                command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(target)]
                 subprocess.run([*command, *(by_size(options.quick, ["--quick"], []))], check=True)
             rows.append(row(run, json.loads(outcome.read_text())))
         if options.json:

@@ -80,7 +80,7 @@ def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
 def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memory(
     tmp_path: Path,
 ) -> None:
-    finished = run("--quick", output=tmp_path, seconds=800)
+    finished = run("--quick", "--plan-batches", output=tmp_path, seconds=800)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.ranks == ("training", "inference")
