@@ -119,7 +119,7 @@ class Models:
             memory={fleet.training: "100%", fleet.inference: fleet.memory}, target=float("inf")
         )
         problem, _ = build_problem(cluster, profiles, wishes)
-        if free:  # The objective keeps the fastest class in its widest format.
+        if free:  # The objective fixes the fastest class to its widest format.
             parts = {n: replace(part, fixed_plan=None) for n, part in problem.classes.items()}
             return replace(problem, classes=parts)
         training = problem.classes[fleet.training]

@@ -485,26 +485,10 @@ def _batch_of(graph: ModelGraph, symbolic: ModelGraph) -> float:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Measured times, scaled to another batch.
-
-    An operator's time scales with its FLOPs, or with its bytes if it has no FLOPs. With the
-    measured batch, times do not change.
-    """
+class _DerivedTimes:
+    """Times of a device, of which subclasses change the operators."""
 
     times: Times = field(repr=False)
-    before: ModelGraph = field(repr=False)
-    after: ModelGraph = field(repr=False)
-
-    def operator(
-        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
-    ) -> Seconds:
-        result, more = self.times.operator(operator, state, around), self._more(operator, state)
-        return Seconds(result.forward * more, result.backward * more, interpolated=True)
-
-    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        result, more = self.times.least(operator, state, neighbours), self._more(operator, state)
-        return Seconds(result.forward * more, result.backward * more, interpolated=True)
 
     def told_apart(
         self, operator: str, state: OperandState
@@ -522,6 +506,28 @@ class Scaled:
     def optimizer(self) -> float:
         return self.times.optimizer()
 
+
+@dataclass(frozen=True)
+class Scaled(_DerivedTimes):
+    """Measured times, scaled to another batch.
+
+    An operator's time scales with its FLOPs, or with its bytes if it has no FLOPs. With the
+    measured batch, times do not change.
+    """
+
+    before: ModelGraph = field(repr=False)
+    after: ModelGraph = field(repr=False)
+
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
+        result, more = self.times.operator(operator, state, around), self._more(operator, state)
+        return Seconds(result.forward * more, result.backward * more, interpolated=True)
+
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
+        result, more = self.times.least(operator, state, neighbours), self._more(operator, state)
+        return Seconds(result.forward * more, result.backward * more, interpolated=True)
+
     def _more(self, operator: str, state: OperandState) -> float:
         before, after = (
             graph.operator(operator).costs[state.names].work for graph in (self.before, self.after)
@@ -532,10 +538,9 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class RecomputingTimes:
+class RecomputingTimes(_DerivedTimes):
     """Times of a step whose backward pass repeats the forward pass of some operators."""
 
-    times: Times = field(repr=False)
     operators: Collection[str]
 
     def operator(
@@ -546,22 +551,11 @@ class RecomputingTimes:
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         return self._repeated(operator, self.times.least(operator, state, neighbours))
 
-    def told_apart(
-        self, operator: str, state: OperandState
-    ) -> Sequence[Collection[StateNames] | None]:
-        return self.times.told_apart(operator, state)
-
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
         result = self.times.cast(operator, before, after, numel, differentiated)
         return self._repeated(operator, result)
-
-    def outside(self) -> Seconds:
-        return self.times.outside()
-
-    def optimizer(self) -> float:
-        return self.times.optimizer()
 
     def _repeated(self, operator: str, seconds: Seconds) -> Seconds:
         if operator not in self.operators:
