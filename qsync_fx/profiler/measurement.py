@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import pathlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qsync_fx.devices.format_support import support
-from qsync_fx.devices.machine import Machine, this_machine
+from qsync_fx.devices.machine import this_machine
 from qsync_fx.diagnostics.model_state import without_training
-from qsync_fx.errors import OptionError, ProfileError, shown
+from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.formats import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.formatting import many, roughly
 from qsync_fx.module_paths import unwrapped
@@ -38,15 +37,24 @@ from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linked
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
-from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
+from qsync_fx.profiler.profile import (
+    PROFILE,
+    SAMPLES,
+    Collective,
+    Model,
+    Profile,
+    Samples,
+    corrected,
+    resumed,
+)
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, levelled, merged
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
 from qsync_fx.profiler.sensitivity.gradient_step import (
     method,
     samples as sample_count,
-    with_samples,
+    sized,
 )
-from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, attribute, watching
+from qsync_fx.profiler.timing.inductor_lines import Files, attribute, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
     Compiled,
@@ -63,7 +71,7 @@ from qsync_fx.profiler.timing.step_timers import (
     timing_lines,
 )
 from qsync_fx.progress import announced, progress as shown_progress
-from qsync_fx.serialization.schema import Path, Schema
+from qsync_fx.serialization.schema import Path
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
 
@@ -144,20 +152,21 @@ def measure(
     def session_for(batch: Any, path: Path | None) -> ProfilingSession:
         return ProfilingSession(module, step, batch, updating, options or {}, base, path, progress)
 
-    session = session_for(sized_batches[0], path)
+    sessions = [session_for(sized_batches[0], path)]
+    for batch in sized_batches[1:]:
+        partial = None if path is None else f"{path}.{sample_count(batch)}"
+        sessions.append(session_for(batch, partial))
+    session = sessions[0]
     formats = session.formats(precisions)
-    sessions = [session]
     if base is not None:
-        measured = corrected(base, session.time_plans(formats, requested, repeats))
+        (measured,) = time_plans(sessions, formats, requested, repeats)
+        measured = corrected(base, measured)
     else:
-        measured = session.time_plans(formats, requested, repeats, sensitivity, bool(all_reduce))
+        profiles = time_plans(
+            sessions, formats, requested, repeats, sensitivity, joint_steps=bool(all_reduce)
+        )
+        measured = merge_batch_sizes(profiles)
         measured = replace(measured, codecs=coding_speeds(session.device))
-        others = []
-        for batch in sized_batches[1:]:
-            partial = None if path is None else f"{path}.{sample_count(batch)}"
-            sessions.append(session_for(batch, partial))
-            others.append(sessions[-1].time_plans(formats, requested, repeats))
-        measured = merge_batch_sizes([measured, *others])
         if sensitivity is not None:
             variances = session.measure_sensitivity(model, batches, sensitivity, formats)
             variances = variances.at_batch(sample_count(first), sample_count(sized_batches[0]))
@@ -187,18 +196,18 @@ class ProfilingSession:
         path: Path | None,
         progress: bool,
     ) -> None:
-        self._module, self._step, self._optimizer = module, step, optimizer
-        self._options, self._progress, self.base = options, progress, base
-        self._optimizer_name = optimizer_name(optimizer)
-        self._samples_path = self._sensitivity_path = None
+        self.module, self._step, self.optimizer = module, step, optimizer
+        self.options, self.progress, self.base = options, progress, base
+        self.optimizer_name = optimizer_name(optimizer)
+        self.samples_path = self._sensitivity_path = None
         if path is not None:
-            self._samples_path = pathlib.Path(f"{path}.partial")
+            self.samples_path = pathlib.Path(f"{path}.partial")
             self._sensitivity_path = pathlib.Path(f"{path}.sensitivity.partial")
         self.device = next(module.parameters()).device
         self._machine = this_machine(self.device)
-        self._gpu, clock = None, clock_for(torch.get_num_threads())
+        self.gpu, clock = None, clock_for(torch.get_num_threads())
         if self.device.type == "cuda":
-            self._gpu, clock = GpuTimer(self.device), clock_of(self.device)
+            self.gpu, clock = GpuTimer(self.device), clock_of(self.device)
         zero_grad = functools.partial((optimizer or module).zero_grad, set_to_none=True)
         self.training = TrainingStep(step, batch, optimizer, zero_grad, clock)
 
@@ -211,53 +220,19 @@ class ProfilingSession:
             return [fmt for fmt in wanted if support(self.device, fmt).how == "native"]
         return checked_precisions(precisions)
 
-    def time_plans(
-        self,
-        formats: Sequence[Precision],
-        requested: Sequence[Plan],
-        repeats: int,
-        sensitivity: str | None = None,
-        joint_steps: bool = False,
-    ) -> Profile:
-        """Return the profile of all plans; later stages are for the estimated cost."""
-        with without_training(self._module, self._optimizer), compiling() as compile_under:
-            with announced("capturing the graphs of the model", self._progress):
-                visited = observed(self._module, self.training, self._options)
-            plans = self._plans(visited, formats, requested)
-            empty: dict[str, list[MeasuredRun]] = {label: [] for label in plans}
-            samples = Samples(self._machine, visited.model, self._optimizer_name, empty)
-            if self._samples_path is not None:
-                samples = resumed(self._samples_path, samples)
-            rounds = max(0, repeats - samples.rounds)
-            if self._progress:
-                cost = costs(visited, len(plans), rounds)
-                cost += sensitivity_costs(visited, sensitivity, len(formats))
-                if joint_steps:
-                    cost += sending_costs(visited, ranks())
-                print(f"qsync: {cost}", file=sys.stderr, flush=True)
-            with watching(visited.model.digest) as files:
-                compiled, peaks = self._compile_plans(plans, compile_under, files)
-                self._run_rounds(rounds, plans, compiled, samples, files)
-        names = [fmt.name for fmt in formats]
-        runs = []
-        for label, (plan, _) in plans.items():
-            run, planned = merged(samples.plans[label]), label == label_of(plan)
-            runs.append(replace(run, peak_bytes=peaks[label], planned=planned))
-        allowed = [*names, *(name for plan, _ in plans.values() for name in _formats_of(plan))]
-        budget = Options.parse(self._options).active_memory_budget
-        return Profile(
-            samples.machine,
-            samples.model,
-            stored(build_model_graph(visited.explanation, allowed)),
-            names,
-            levelled(runs),
-            samples.optimizer,
-            optimizer_memory=known_memory(self._optimizer),
-            fingerprint=visited.fingerprint,
-            loss_memory=visited.loss,
-            batch_size=sample_count(self.training.batch),
-            memory_budget=1.0 if budget is None else budget,
-        )
+    def timed_plans(
+        self, formats: Sequence[Precision], requested: Sequence[Plan], repeats: int
+    ) -> TimedPlans:
+        """Return the plans to time, with the results of an interrupted measurement."""
+        with announced("capturing the graphs of the model", self.progress):
+            visited = observed(self.module, self.training, self.options)
+        plans = self._plans(visited, formats, requested)
+        empty: dict[str, list[MeasuredRun]] = {label: [] for label in plans}
+        samples = Samples(self._machine, visited.model, self.optimizer_name, empty)
+        if self.samples_path is not None:
+            samples = resumed(self.samples_path, samples)
+        rounds = max(0, repeats - samples.rounds)
+        return TimedPlans(self, visited, plans, samples, rounds)
 
     def measure_sensitivity(
         self, model: nn.Module, batches: Any, name: str, formats: Sequence[Precision]
@@ -268,10 +243,10 @@ class ProfilingSession:
             batches,
             [name],
             formats,
-            options=dict(self._options),
+            options=dict(self.options),
             partial=self._sensitivity_path,
             within=SETTLED,
-            progress=self._progress,
+            progress=self.progress,
         )
         return result
 
@@ -281,19 +256,19 @@ class ProfilingSession:
         Fewer `repeats` than the default shorten the measurement in proportion.
         """
         with (
-            announced("measuring all-reduces and joint steps of all ranks", self._progress),
-            without_training(self._module, self._optimizer),
+            announced("measuring all-reduces and joint steps of all ranks", self.progress),
+            without_training(self.module, self.optimizer),
             compiling() as compile_under,
         ):
 
             def compile_plan(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
-                return compile_under(wrapped, {**self._options, "plan": plan}, passes)
+                return compile_under(wrapped, {**self.options, "plan": plan}, passes)
 
             share = min(1.0, repeats / REPEATS)
-            return linked(profile, self._module, compile_plan, self.training, share)
+            return linked(profile, self.module, compile_plan, self.training, share)
 
     def discard_checkpoints(self) -> None:
-        for path in filter(None, (self._samples_path, self._sensitivity_path)):
+        for path in filter(None, (self.samples_path, self._sensitivity_path)):
             path.unlink(missing_ok=True)
 
     def _plans(
@@ -315,59 +290,87 @@ class ProfilingSession:
     def _check_base(self, base: Profile, model: Model) -> None:
         base.machine.check(self._machine)
         base.model.check(model)
-        if base.optimizer != self._optimizer_name:
-            now = self._optimizer_name or "no optimizer"
+        if base.optimizer != self.optimizer_name:
+            now = self.optimizer_name or "no optimizer"
             message = f"it was measured with {base.optimizer or 'no optimizer'}, not {now}"
             raise ProfileError(message, where="optimizer", do="give the same optimizer")
 
-    def _compile_plans(
+
+class TimedPlans:
+    """Plans of a session that are compiled once and timed in rounds; see `time_plans`."""
+
+    def __init__(
         self,
+        session: ProfilingSession,
+        visited: ObservedStep,
         plans: Mapping[str, tuple[Plan, States]],
-        compile_under: CompileUnder,
-        files: WatchedLowering,
-    ) -> tuple[dict[str, Compiled], dict[str, int]]:
-        compiled: dict[str, Compiled] = {}
-        peaks: dict[str, int] = {}
-        with shown_progress("compiling", len(plans), self._progress) as advance:
-            for label, (plan, _) in plans.items():
-                options = {**self._options, "plan": plan}
-                compiled[label] = compile_under(self._module, options, self.training)
+        samples: Samples,
+        rounds: int,
+    ) -> None:
+        self.visited, self.plans, self.rounds = visited, plans, rounds
+        self._session, self._samples = session, samples
+        self._compiled: dict[str, Compiled] = {}
+        self._peaks: dict[str, int] = {}
+        self._files: Files = {}
+
+    def compile(self, compile_under: CompileUnder, advance: Callable[[str], None]) -> None:
+        """Compile all plans, and measure their peak memory."""
+        session = self._session
+        with watching(self.visited.model.digest) as files:
+            for label, (plan, _) in self.plans.items():
+                options = {**session.options, "plan": plan}
+                compiled = compile_under(session.module, options, session.training)
                 if files.unknown:
                     with files.anew():
-                        compiled[label] = compile_under(self._module, options, self.training)
-                step = functools.partial(self.training.run, compiled[label])
-                peaks[label] = measured_peak(step, self.device)
+                        compiled = compile_under(session.module, options, session.training)
+                step = functools.partial(session.training.run, compiled)
+                self._compiled[label] = compiled
+                self._peaks[label] = measured_peak(step, session.device)
                 advance(label)
-        return compiled, peaks
+        self._files = files
 
-    def _run_rounds(
-        self,
-        rounds: int,
-        plans: Mapping[str, tuple[Plan, States]],
-        compiled: Mapping[str, Compiled],
-        samples: Samples,
-        files: Files,
-    ) -> None:
-        """Time every plan once per round; only complete rounds are added."""
-        with shown_progress("measuring", len(plans) * rounds, self._progress) as advance:
-            for _ in range(rounds):
-                complete: list[MeasuredRun] = []
-                for label, (_, states) in plans.items():
-                    run = self._run(compiled[label], files, states)
-                    complete.append(replace(run, label=label))
-                    advance(label)
-                for run in complete:
-                    samples.plans[run.label].append(run)
-                if self._samples_path is not None:
-                    SAMPLES.write(self._samples_path, SAMPLES.encode(samples))
+    def run_round(self, advance: Callable[[str], None]) -> None:
+        """Time every plan once; only complete rounds are added."""
+        complete: list[MeasuredRun] = []
+        for label, (_, states) in self.plans.items():
+            complete.append(replace(self._run(self._compiled[label], states), label=label))
+            advance(label)
+        for run in complete:
+            self._samples.plans[run.label].append(run)
+        if self._session.samples_path is not None:
+            SAMPLES.write(self._session.samples_path, SAMPLES.encode(self._samples))
 
-    def _run(self, compiled: Compiled, files: Files, states: States) -> MeasuredRun:
+    def profile(self, formats: Sequence[Precision]) -> Profile:
+        """Return the profile of all plans and rounds."""
+        session, samples, visited = self._session, self._samples, self.visited
+        names = [fmt.name for fmt in formats]
+        runs = []
+        for label, (plan, _) in self.plans.items():
+            run, planned = merged(samples.plans[label]), label == label_of(plan)
+            runs.append(replace(run, peak_bytes=self._peaks[label], planned=planned))
+        allowed = [*names, *(name for plan, _ in self.plans.values() for name in _formats_of(plan))]
+        budget = Options.parse(session.options).active_memory_budget
+        return Profile(
+            samples.machine,
+            samples.model,
+            stored(build_model_graph(visited.explanation, allowed)),
+            names,
+            levelled(runs),
+            samples.optimizer,
+            optimizer_memory=known_memory(session.optimizer),
+            fingerprint=visited.fingerprint,
+            loss_memory=visited.loss,
+            batch_size=sample_count(session.training.batch),
+            memory_budget=1.0 if budget is None else budget,
+        )
+
+    def _run(self, compiled: Compiled, states: States) -> MeasuredRun:
         """Return the run of one step, with operator times of another one, scaled to it."""
-        training = self.training
+        training, gpu = self._session.training, self._session.gpu
         training.run(compiled)
         full = training.run(compiled)
-        if self._gpu is None:
-            with timing_lines(files, training.clock) as lines:
+        if gpu is None:
+            with timing_lines(self._files, training.clock) as lines:
                 watched = training.run(compiled, lines)
             # Tracing slows down Python between the lines, so times are scaled to the first step.
             scale = full.passes / watched.passes
@@ -375,12 +378,12 @@ class ProfilingSession:
         else:
             # A single thread, so that the trace function also sees the backward pass.
             with (
-                timing_kernels(files, self._gpu) as queued,
+                timing_kernels(self._files, gpu) as queued,
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 replace(training, clock=queued.clock).run(compiled, queued)
             seconds = dict(queued.seconds(full))
-        result = attribute(seconds, files)
+        result = attribute(seconds, self._files)
         operators = [
             MeasuredOperator(operator, *state.names, *result.operators.get(operator, (0.0, 0.0)))
             for operator, state in states
@@ -389,18 +392,38 @@ class ProfilingSession:
         return MeasuredRun("", steps, 0, operators, result.quantized)
 
 
-def sized(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return a batch with each of the given numbers of samples; as it is if there are none."""
-    for size in sizes:
-        if type(size) is not int or size < 1:
-            message = f"{shown(str(size))} is no number of samples"
-            raise OptionError(message, where="batch_sizes", do="give whole numbers from 1")
-    result = [with_samples(batch, size) for size in dict.fromkeys(sizes)]
-    if [sample_count(item) for item in result] != list(dict.fromkeys(sizes)):
-        message = "the batch has no tensor with a dimension of samples"
-        do = "measure each size separately, and give find_plan a list of profiles of the class"
-        raise OptionError(message, where="batch_sizes", do=do)
-    return result or [batch]
+def time_plans(
+    sessions: Sequence[ProfilingSession],
+    formats: Sequence[Precision],
+    requested: Sequence[Plan],
+    repeats: int,
+    sensitivity: str | None = None,
+    joint_steps: bool = False,
+) -> list[Profile]:
+    """Return the profile of each session, which differ in the batch size.
+
+    Rounds of all sessions are interleaved. Later stages are for the estimated cost.
+    """
+    first = sessions[0]
+    with without_training(first.module, first.optimizer), compiling() as compile_under:
+        timed = [session.timed_plans(formats, requested, repeats) for session in sessions]
+        if first.progress:
+            cost = costs(timed)
+            cost += sensitivity_costs(timed[0].visited, sensitivity, len(formats))
+            if joint_steps:
+                cost += sending_costs(timed[0].visited, ranks())
+            print(f"qsync: {cost}", file=sys.stderr, flush=True)
+        compilations = sum(len(item.plans) for item in timed)
+        with shown_progress("compiling", compilations, first.progress) as advance:
+            for item in timed:
+                item.compile(compile_under, advance)
+        steps = sum(item.rounds * len(item.plans) for item in timed)
+        with shown_progress("measuring", steps, first.progress) as advance:
+            for index in range(max(item.rounds for item in timed)):
+                for item in timed:
+                    if index < item.rounds:
+                        item.run_round(advance)
+    return [item.profile(formats) for item in timed]
 
 
 def checked_precisions(precisions: Sequence[str | Precision]) -> list[Precision]:
@@ -510,12 +533,18 @@ def sensitivity_seconds(observed: ObservedStep, name: str, formats: int) -> tupl
     return LEAST * each, STEPS * each
 
 
-def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
-    steps = step_count(plans, rounds)
-    seconds = estimated_seconds(observed, plans, steps * observed.seconds.full)
+def costs(timed: Sequence[TimedPlans]) -> str:
+    """Return the cost of measuring plans at each batch size."""
+    plans, seconds = len(timed[0].plans), [0.0, 0.0]
+    for item in timed:
+        passes = step_count(plans, item.rounds) * item.visited.seconds.full
+        estimate = estimated_seconds(item.visited, plans, passes)
+        seconds = [total + value for total, value in zip(seconds, estimate, strict=True)]
+    sizes = f" with {many(len(timed), 'batch size')}" if len(timed) > 1 else ""
+    steps = sum(step_count(plans, item.rounds) for item in timed)
     return (
-        f"measuring {observed.model.name} under {many(plans, 'plan')}: "
-        f"{many(plans, 'compilation')} and {steps} steps, {_about(seconds)}"
+        f"measuring {timed[0].visited.model.name} under {many(plans, 'plan')}{sizes}: "
+        f"{many(plans * len(timed), 'compilation')} and {steps} steps, {_about(seconds)}"
     )
 
 
@@ -534,15 +563,9 @@ def sending_costs(observed: ObservedStep, ranks: int) -> str:
     return f"; then steps of all {ranks} ranks together under {PLANS} plans, {about}"
 
 
-def _about(seconds: tuple[float, float]) -> str:
+def _about(seconds: Sequence[float]) -> str:
     cached, new = map(roughly, seconds)
     return f"about {cached} with the compiled code in torch's caches, {new} without"
-
-
-_LEAST_SPREAD: Final = 0.02
-"""Minimum relative spread of steps, as few samples underestimate it."""
-_OF_MEDIAN: Final = 1.86
-"""Standard error of a median of n normal values, in median absolute deviations / sqrt(n)."""
 
 
 def _loaded_base(
@@ -558,82 +581,3 @@ def _loaded_base(
         message = "a correction of a profile keeps its precisions"
         raise OptionError(message, where="precisions", do=f"leave them out, {do}")
     return profile if isinstance(profile, Profile) else Profile.load(profile)
-
-
-def corrected(profile: Profile, result: Profile) -> Profile:
-    """Return a profile with the user plans of a new measurement, which replace equal ones.
-
-    The run of the profile's first plan shows the speed of the machine, and scales the new runs. If
-    the batch size of the profile was not measured, it shows the error of the interpolation, and
-    scales the profile instead.
-    """
-    first = profile.runs[0]
-    same = (run for run in result.runs if not run.planned or run.states == first.states)
-    pace = _pace(first, next(same, first))
-    if not profile.model.digest:
-        profile = replace(
-            profile, model=result.model, runs=[run.at_pace(1 / pace) for run in profile.runs]
-        )
-        pace = 1.0
-    runs = [run.at_pace(pace) for run in result.runs if run.planned]
-    replaced = [run.states for run in runs]
-    saved = [run for run in profile.runs if not (run.planned and run.states in replaced)]
-    wider = not set(result.graph.formats) <= set(profile.graph.formats)
-    return replace(
-        profile,
-        stored=result.stored if wider else profile.stored,
-        runs=[*saved, *runs],
-        loss_memory=profile.loss_memory or result.loss_memory,
-    )
-
-
-def _pace(before: MeasuredRun, now: MeasuredRun) -> float:
-    """Return the speed of the machine relative to the profile's; 1 within the standard error."""
-    pace = before.passes / now.passes
-    return pace if abs(pace - 1) > math.hypot(_uncertain(before), _uncertain(now)) else 1.0
-
-
-def _uncertain(run: MeasuredRun) -> float:
-    return _OF_MEDIAN * max(_LEAST_SPREAD, run.spread) / math.sqrt(len(run.steps))
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Runs on a machine: one per round, by the label of the plan."""
-
-    machine: Machine
-    model: Model
-    optimizer: str
-    plans: dict[str, list[MeasuredRun]]
-
-    @property
-    def rounds(self) -> int:
-        return min(map(len, self.plans.values()), default=0)
-
-
-SAMPLES = Schema(
-    Samples,
-    noun="interrupted measurement",
-    error=ProfileError,
-    remedy="remove it to measure from the start",
-    name="qsync-measurement",
-    largest=256 * 2**20,
-    smaller="measure fewer rounds",
-)
-
-
-def resumed(path: Path, empty: Samples) -> Samples:
-    """Return the samples of an interrupted measurement, or `empty` if there is no file."""
-
-    def differs(result: Samples) -> str | None:
-        try:
-            result.machine.check(empty.machine)
-            result.model.check(empty.model)
-        except ProfileError as error:
-            return error.what
-        same = result.optimizer == empty.optimizer and result.plans.keys() == empty.plans.keys()
-        return None if same else "it was measured with another optimizer or under other plans"
-
-    result = SAMPLES.resumed(path, empty, differs)
-    complete = {name: used[: result.rounds] for name, used in result.plans.items()}
-    return replace(result, plans=complete)

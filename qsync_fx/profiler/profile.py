@@ -1,4 +1,5 @@
-"""`Profile`: the measurements of one model on one device, its file format and its table.
+"""`Profile`: the measurements of one model on one device, its file format and its table; `Samples`
+of an interrupted measurement.
 
 All times are in seconds and all sizes in bytes; none is negative or NaN. A profile contains the
 model graph, so predictions need no model.
@@ -453,3 +454,88 @@ def _notes(profile: Profile) -> list[str]:
     versions = f"{many(machine.threads, 'thread')}, torch {machine.torch}"
     machine_text = f"{machine.device} {machine.name}, {versions}, qsync_fx {machine.qsync_fx}"
     return [*lines, machine_text]
+
+
+_LEAST_SPREAD: Final = 0.02
+"""Minimum relative spread of steps, as few samples underestimate it."""
+_OF_MEDIAN: Final = 1.86
+"""Standard error of a median of n normal values, in median absolute deviations / sqrt(n)."""
+
+
+def corrected(profile: Profile, result: Profile) -> Profile:
+    """Return a profile with the user plans of a new measurement, which replace equal ones.
+
+    The run of the profile's first plan shows the speed of the machine, and scales the new runs. If
+    the batch size of the profile was not measured, it shows the error of the interpolation, and
+    scales the profile instead.
+    """
+    first = profile.runs[0]
+    same = (run for run in result.runs if not run.planned or run.states == first.states)
+    pace = _pace(first, next(same, first))
+    if not profile.model.digest:
+        profile = replace(
+            profile, model=result.model, runs=[run.at_pace(1 / pace) for run in profile.runs]
+        )
+        pace = 1.0
+    runs = [run.at_pace(pace) for run in result.runs if run.planned]
+    replaced = [run.states for run in runs]
+    saved = [run for run in profile.runs if not (run.planned and run.states in replaced)]
+    wider = not set(result.graph.formats) <= set(profile.graph.formats)
+    return replace(
+        profile,
+        stored=result.stored if wider else profile.stored,
+        runs=[*saved, *runs],
+        loss_memory=profile.loss_memory or result.loss_memory,
+    )
+
+
+def _pace(before: MeasuredRun, now: MeasuredRun) -> float:
+    """Return the speed of the machine relative to the profile's; 1 within the standard error."""
+    pace = before.passes / now.passes
+    return pace if abs(pace - 1) > math.hypot(_uncertain(before), _uncertain(now)) else 1.0
+
+
+def _uncertain(run: MeasuredRun) -> float:
+    return _OF_MEDIAN * max(_LEAST_SPREAD, run.spread) / math.sqrt(len(run.steps))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Runs on a machine: one per round, by the label of the plan."""
+
+    machine: Machine
+    model: Model
+    optimizer: str
+    plans: dict[str, list[MeasuredRun]]
+
+    @property
+    def rounds(self) -> int:
+        return min(map(len, self.plans.values()), default=0)
+
+
+SAMPLES = Schema(
+    Samples,
+    noun="interrupted measurement",
+    error=ProfileError,
+    remedy="remove it to measure from the start",
+    name="qsync-measurement",
+    largest=256 * 2**20,
+    smaller="measure fewer rounds",
+)
+
+
+def resumed(path: Path, empty: Samples) -> Samples:
+    """Return the samples of an interrupted measurement, or `empty` if there is no file."""
+
+    def differs(result: Samples) -> str | None:
+        try:
+            result.machine.check(empty.machine)
+            result.model.check(empty.model)
+        except ProfileError as error:
+            return error.what
+        same = result.optimizer == empty.optimizer and result.plans.keys() == empty.plans.keys()
+        return None if same else "it was measured with another optimizer or under other plans"
+
+    result = SAMPLES.resumed(path, empty, differs)
+    complete = {name: used[: result.rounds] for name, used in result.plans.items()}
+    return replace(result, plans=complete)

@@ -19,7 +19,7 @@ from qsync_fx.allocator.measure_and_replan import ReplanLoop
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.memory import SGD, step_memory
 from qsync_fx.predictor.memory.cuda_memory import FRAGMENTATION, workspace_bytes
-from qsync_fx.profiler.measurement import corrected
+from qsync_fx.profiler.profile import corrected
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
 from qsync_fx.timeline.device_profiles import training_of
 from tests.support import tiers

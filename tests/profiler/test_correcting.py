@@ -14,7 +14,8 @@ import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.predictor.memory import LossMemory
-from qsync_fx.profiler.measurement import SAMPLES, corrected, measure
+from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.profile import SAMPLES, corrected
 from qsync_fx.profiler.run_statistics import MeasuredRun
 from tests.support.models.small_models import Perceptron, build
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick

@@ -10,8 +10,8 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.profiler.measurement import SAMPLES, measure
-from qsync_fx.profiler.profile import Profile
+from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.profile import SAMPLES, Profile
 from qsync_fx.profiler.timing.inductor_lines import watching
 from tests.support.models.small_models import Perceptron, build
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick

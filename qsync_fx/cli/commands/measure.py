@@ -111,7 +111,7 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     from qsync_fx.devices import get
     from qsync_fx.profiler.analytic_profile import catalog_profile
     from qsync_fx.profiler.batch_interpolation import merge_batch_sizes
-    from qsync_fx.profiler.measurement import sized
+    from qsync_fx.profiler.sensitivity.gradient_step import sized
 
     measuring = {
         model_args.flag(name): value

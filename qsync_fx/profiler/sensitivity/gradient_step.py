@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.entry_points import listed_in_modules
-from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.errors import OptionError, ProfileError, nearest, shown
 from qsync_fx.ops.spec import Place
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, Run, as_it_is
@@ -219,6 +219,20 @@ def with_samples(batch: Any, count: int) -> Any:
         return tensor[:count]
 
     return _map(batch, part)
+
+
+def sized(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a batch with each of the given numbers of samples; as it is if there are none."""
+    for size in sizes:
+        if type(size) is not int or size < 1:
+            message = f"{shown(str(size))} is no number of samples"
+            raise OptionError(message, where="batch_sizes", do="give whole numbers from 1")
+    result = [with_samples(batch, size) for size in dict.fromkeys(sizes)]
+    if [samples(item) for item in result] != list(dict.fromkeys(sizes)):
+        message = "the batch has no tensor with a dimension of samples"
+        do = "measure each size separately, and give find_plan a list of profiles of the class"
+        raise OptionError(message, where="batch_sizes", do=do)
+    return result or [batch]
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
