@@ -4,7 +4,8 @@ one more epoch: seeds of the demo's short training differ by several percentage 
 same seed, all formats start from the same weights and read the same images in the same order. The
 test uses all test images, in FP32. Columns: mean "accuracy" over seeds with its standard
 "deviation", and "points", the difference to FP32 at equal seeds in percentage points, with its
-standard "error".
+standard "error". INT8 rounds stochastically by default, and to the nearest or down (QSync, section
+VIII) in rows that say so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from benchmarks.support.harness import arguments, by_size, selected, show
 SIZE = Size(samples=40_000, tests=10_000, epochs=3, batch=192)
 DEMO = Network(ResNet, 0.2)
 WIDE = "fp32"
-FORMATS = {name: Plan.uniform(name) for name in (WIDE, "int8_grad", "int8", "bf16")}
+FORMATS = {
+    **{name: (Plan.uniform(name), {}) for name in (WIDE, "int8_grad", "int8", "bf16")},
+    **{
+        f"int8, {name}": (Plan.uniform("int8"), {"rounding": name}) for name in ("nearest", "floor")
+    },
+}
+"""Plan and options of the backend."""
 
 
 def main() -> None:
@@ -40,10 +47,12 @@ def main() -> None:
         options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size)
     )
     baseline: list[float] = []
-    for name, plan in ({WIDE: FORMATS[WIDE]} | selected(options, FORMATS)).items():
+    for name, (plan, rounding) in ({WIDE: FORMATS[WIDE]} | selected(options, FORMATS)).items():
         settings = {"images": images.name, "size": asdict(images.size), "plan": plan.to_json()}
         accuracies = experiment.accuracy(
-            name, settings, partial(Trainer, DEMO, images, [plan], [images.size.batch])
+            name,
+            {**settings, **rounding},
+            partial(Trainer, DEMO, images, [plan], [images.size.batch], **rounding),
         )
         baseline = baseline or accuracies["each"]
         experiment.add({"format": name, **accuracies, **beside(accuracies["each"], baseline)})

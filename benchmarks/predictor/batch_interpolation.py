@@ -4,8 +4,7 @@ sizes between them, and continued to one beyond, which are measured as well. "pr
 cost mapper's forward and backward pass of the uniform plan, "scaled_ms" that of the nearest
 measured size, scaled by operations and bytes as without further measurements. "peak_error_%" is
 the error of the interpolated peak of the run. "fit_%" is the error at a measured size, where only
-the correction to times that grow with the batch matters. All sizes are measured one after the
-other, so that the speed of the machine should not change meanwhile.
+the correction to times that grow with the batch matters. All sizes are measured in the same rounds.
 """
 
 from __future__ import annotations

@@ -124,14 +124,20 @@ class Trainer:
         network, images: network and data.
         plans: one per rank.
         batches: images per step, one number per rank.
+        options: of the backend.
     """
 
     def __init__(
-        self, network: Network, images: Images, plans: Sequence[Plan], batches: Sequence[int]
+        self,
+        network: Network,
+        images: Images,
+        plans: Sequence[Plan],
+        batches: Sequence[int],
+        **options: Any,
     ) -> None:
         torch._dynamo.reset()
         self.network, self.images, self.batches = network, images, batches
-        self.pair = Pair(built(network.build, images.classes, 0), plans, loss)
+        self.pair = Pair(built(network.build, images.classes, 0), plans, loss, **options)
 
     def accuracy(self, seed: int, advance: Callable[[], None] = lambda: None) -> float:
         """Train from new weights and return the accuracy on the test images, evaluated in FP32."""

@@ -31,19 +31,23 @@ class Pair:
         model: to train.
         plans: one per rank.
         loss: of a rank's inputs.
-        inner: backend that compiles the rewritten graphs.
+        options: of the backend, "aot_eager" inside by default.
     """
 
     def __init__(
-        self, model: nn.Module, plans: Sequence[Plan], loss: Loss, inner: str = "aot_eager"
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        loss: Loss,
+        **options: Any,
     ) -> None:
         self.model, self._loss = model, loss
         self.replicas = [model, *(_sharing(model) for _ in plans[1:])]
         self._compiled = []
         for replica, plan in zip(self.replicas, plans, strict=True):
-            options: dict[str, Any] = {"plan": plan, "inner_backend": inner}
+            settings: dict[str, Any] = {"inner_backend": "aot_eager", **options, "plan": plan}
             self._compiled.append(
-                torch.compile(replica, backend="qsync", options=options, dynamic=False)
+                torch.compile(replica, backend="qsync", options=settings, dynamic=False)
             )
 
     def backward(self, parts: Sequence[Inputs]) -> float:
