@@ -120,6 +120,7 @@ class Outcome:
                     "ranks": [ran.took for ran in self.ran(run)],
                     "peak": [ran.peak for ran in self.ran(run)],
                     "operators": [ran.operators for ran in self.ran(run)],
+                    "batches": [ran.batch for ran in self.ran(run)],
                     "accuracy": (self.ran(run)[0].correct or 0) / self.tests,
                     "steps": self.ran(run)[0].timed,
                 }
