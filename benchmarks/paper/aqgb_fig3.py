@@ -1,25 +1,29 @@
 """AQGB's Fig. 3 over real sockets: overlap of communication and computation.
-Two ranks in network namespaces send the paper's blocks: 40, 20, 30 and 10 MB, ready at 0.27, 0.41,
-0.61 and 0.68 s of a step, with the deadline at 0.765 s. Sleeping replaces computation. The link has
-1 Gbps, or alternates between 650 Mbps and 1 Gbps. Column "way": "fp32" is uncompressed; AQGB
-estimates the link rate by the paper's rule, which counts idle time ("paper's rate"), or by this
-project's rule, which does not ("our rate"). Other columns: "by the rule" and "rule_last" are the
-results of the paper's allocation rule on an ideal link, "paper" the published number. "overlap" is
-the fraction of transfer time before the deadline, "overlap_last" before the last block is ready
-(0.68 s), and "end" the end of the last transfer in seconds: medians over the steps of both ranks,
-without the first step, which learns the block times. "ratios" are the chosen compression ratios. On
-a noisy machine, run it under `chrt -r 1`, which the result file reports as "real_time".
+Ranks in network namespaces send the paper's blocks: 40, 20, 30 and 10 MB, ready at 0.27, 0.41, 0.61
+and 0.68 s of a step, with the deadline at 0.765 s. Sleeping replaces computation. The link has
+1 Gbps, or alternates between 650 Mbps and 1 Gbps; other rates give the curve of Fig. 3a. Column
+"way": "fp32" is uncompressed; AQGB estimates the link rate by the paper's rule, which counts idle
+time ("paper's rate"), or by this project's rule, which does not ("our rate"). Other columns: "by
+the rule" and "rule_last" are the results of the paper's allocation rule on an ideal link, "paper"
+the published number. "overlap" is the fraction of transfer time before the deadline, "overlap_last"
+before the last block is ready (0.68 s), and "end" the end of the last transfer in seconds: medians
+over the steps of all ranks, without the first step, which learns the block times. "ratios" are the
+chosen compression ratios of the blocks, and "ratio" their mean by size. A rank sends a copy to each
+other rank, where the paper broadcasts one. On a noisy machine, run it under `chrt -r 1`, which the
+result file reports as "real_time".
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +45,26 @@ from benchmarks.support.harness import Row, arguments, by_size, show, write_json
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
 DEADLINE = 0.765
 SLOW, FAST, TURN = "650mbit", "1gbit", 0.05
-LINKS = {"1 Gbps": (FAST,), "650 Mbps and 1 Gbps": (SLOW, FAST)}
 WAYS = ("fp32", "paper's rate", "our rate")
 PAPER = {"fp32": 0.51, "paper's rate": 0.98}
 """Published overlap on the link with varying rate, to the paper's precision."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Link, whose rates alternate, number of ranks, and ways to send."""
+
+    rates: tuple[str, ...]
+    ranks: int = 2
+    ways: tuple[str, ...] = WAYS
+
+
+CASES = {
+    "1 Gbps": Case((FAST,)),
+    "650 Mbps and 1 Gbps": Case((SLOW, FAST)),
+    **{f"{rate} Mbps": Case((f"{rate}mbit",), ways=WAYS[2:]) for rate in (500, 700, 850, 1200)},
+    "1 Gbps, 4 ranks": Case((FAST,), 4, (WAYS[0], WAYS[2])),
+}
 
 
 class Bucket:
@@ -79,21 +99,18 @@ def main() -> None:
     reason = links.told_missing("the rule")
     steps, scale = by_size(options.quick, (3, 0.1), (options.steps, 1.0))
     rows: list[Row] = []
-    for name, rates in LINKS.items():
-        for variant in WAYS:
-            ideal = foreseen(variant, rates)
-            row: dict[str, Any] = {
-                "link": name,
-                "way": variant,
-                "by the rule": ideal.overlap(DEADLINE),
-            }
-            row["rule_last"] = ideal.overlap(BLOCKS[-1][1])
-            row |= {"paper": PAPER.get(variant) if len(rates) > 1 else None}
+    for name, case in CASES.items():
+        for variant in case.ways:
+            row: dict[str, Any] = {"link": name, "way": variant, "ranks": case.ranks}
+            if case.ranks == 2:
+                ideal = foreseen(variant, case.rates)
+                row |= {"by the rule": ideal.overlap(DEADLINE)}
+                row["rule_last"] = ideal.overlap(BLOCKS[-1][1])
+                if variant != "fp32":
+                    row["ratios by the rule"] = [d.ratio for d in ideal.decisions]
+            row["paper"] = PAPER.get(variant) if len(case.rates) > 1 else None
             if reason is None:
-                row |= measured(variant, rates, {"steps": steps, "scale": scale})
-            row["ratios by the rule"] = None
-            if variant != "fp32":
-                row["ratios by the rule"] = [d.ratio for d in ideal.decisions]
+                row |= measured(variant, case, {"steps": steps, "scale": scale})
             rows.append(row)
     show(rows)
     if options.json:
@@ -118,10 +135,10 @@ def foreseen(variant: str, rates: tuple[str, ...]) -> Broadcast:
     return broadcast(blocks, DEADLINE, rate, changes, adaptive=variant != "fp32")
 
 
-def measured(variant: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str, Any]:
-    """Return medians over the steps of both ranks."""
-    stop = threading.Event()
-    with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
+def measured(variant: str, case: Case, job: dict[str, Any]) -> dict[str, Any]:
+    """Return medians over the steps of all ranks."""
+    stop, rates = threading.Event(), case.rates
+    with tempfile.TemporaryDirectory() as folder, links.shaped(case.ranks, rates[0]) as places:
         turning = None
         if len(rates) > 1:
             turning = threading.Thread(target=turn, args=(places, rates, stop))
@@ -142,7 +159,8 @@ def measured(variant: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[
         if any(ended.codes):
             raise SystemExit(f"{variant}: ranks ended with {ended.codes}")
         steps_by_rank = [
-            json.loads((Path(folder) / f"{rank_index}.json").read_text()) for rank_index in range(2)
+            json.loads((Path(folder) / f"{rank_index}.json").read_text())
+            for rank_index in range(case.ranks)
         ]
     every = [step for item in steps_by_rank for step in item]
 
@@ -155,15 +173,20 @@ def measured(variant: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[
         ]
         return statistics.median(shares)
 
-    return {
+    ratios = [
+        statistics.median(values)
+        for values in zip(*(step["ratios"] for step in every), strict=True)
+    ]
+    result: dict[str, Any] = {
         "overlap": overlap(DEADLINE),
         "overlap_last": overlap(BLOCKS[-1][1]),
         "end": statistics.median(step["busy"][-1][1] for step in every) / job["scale"],
-        "ratios": [
-            statistics.median(ratios)
-            for ratios in zip(*(step["ratios"] for step in every), strict=True)
-        ],
+        "ratios": ratios,
     }
+    if ratios:
+        sizes = [size for size, _ in BLOCKS]
+        result["ratio"] = sum(map(operator.mul, sizes, ratios)) / sum(sizes)
+    return result
 
 
 def turn(places: list[links.Place], rates: tuple[str, ...], stop: threading.Event) -> None:
@@ -178,7 +201,7 @@ def rank(job: dict[str, Any]) -> None:
     """Run one rank: steps whose blocks are ready at the scheduled times."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    rank_index, scale = distributed.get_rank(), job["scale"]
+    rank_index, ranks, scale = distributed.get_rank(), distributed.get_world_size(), job["scale"]
     parameters = [nn.Parameter(torch.zeros(round(size * scale / 4))) for size, _ in BLOCKS]
     values = [torch.randn(p.numel()) * 1e-3 for p in parameters]
     buckets = [
@@ -192,7 +215,13 @@ def rank(job: dict[str, Any]) -> None:
     named = [(str(index), p) for index, p in enumerate(parameters)]
     assigned = to_all(codec, [1] * len(BLOCKS), 0)
     handle = DdpCompressor(
-        distributed.new_group(backend="gloo"), rank_index, 2, named, assigned, seed=0, check_every=0
+        distributed.new_group(backend="gloo"),
+        rank_index,
+        ranks,
+        named,
+        assigned,
+        seed=0,
+        check_every=0,
     )
     busy: list[tuple[float, float]] = []
     began = 0.0
