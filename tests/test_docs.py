@@ -382,6 +382,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
             patch.setattr("qsync_fx.devices.format_support.native_bf16_unit", lambda: units)
             patch.setattr("qsync_fx.devices.format_support.cpu_multiplies_integers", lambda: units)
             patch.setattr("qsync_fx.devices.format_support.native_integer_unit", lambda: units)
+            patch.setattr("qsync_fx.devices.format_support.native_integer_products", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)
 
     def on_cuda(fmt: Precision) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -60,7 +60,7 @@ def check(name: str, calls: dict[Function, None], files: int) -> None:
     assert len({path for path, _ in expected}) <= files
 
 
-@pytest.mark.skipif(not native_integer_unit(), reason="products run in BF16 on this CPU")
+@pytest.mark.skipif(not native_integer_products(), reason="products run in BF16 on this CPU")
 def test_from_torch_compile_to_the_kernel() -> None:
     model, x = nn.Sequential(nn.Linear(64, 512)), torch.randn(256, 64, requires_grad=True)
     with recorded() as calls:

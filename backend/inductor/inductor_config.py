@@ -25,7 +25,7 @@ from qsync_fx import torch_internals as internals
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.inductor import fusible_quantize, layouts, recompute_policy
 from qsync_fx.backend.memory_budget import WithinBudget
-from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_unit
+from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_products
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
 from qsync_fx.options import Options
@@ -192,7 +192,7 @@ def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     parts = [kernels]
     if device.type == "cpu":  # different CPUs may share a cache on disk
         parts.append("integers" * cpu_multiplies_integers())
-        parts.append("native integers" * native_integer_unit())
+        parts.append("native integers" * native_integer_products())
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:

@@ -41,7 +41,7 @@ from qsync_fx.backend.operators.product_utils import (
     uniform,
     without_gradients,
 )
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.devices.format_support import is_gpu
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import Context
@@ -337,8 +337,8 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         if rows is None or channels is None or summed is None:
             return None
         return cpu_kernels.gemm_too_small(rows, channels, summed, fmt)
-    if not native_integer_unit():
-        return "the native module has no INT8 unit on this CPU, so its convolutions run in bf16"
+    if not native_integer_products():
+        return "the native module has no INT8 kernel for this CPU, so its convolutions run in bf16"
     if transposed or groups != 1 or weight.dim() != 4:
         return "the CPU kernel supports only 2-d convolutions, neither transposed nor grouped"
     return cpu_kernels.conv_too_small(weight.shape, stride)

@@ -29,6 +29,8 @@ _FEATURES = {
     "amx": ("amx_tile amx_int8 amx_bf16",),
 }
 """Instruction sets by the flags of /proc/cpuinfo: all flags of one alternative are required."""
+_UNITS = {"vnni", "amx"}
+"""Instruction sets that multiply INT8."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ def multiplied_in_fp32() -> tuple[torch.dtype, ...]:
 
 @functools.cache
 def cpu_multiplies_integers() -> bool:
-    """Return whether oneDNN's products of INT8 matrices are exact on this CPU.
+    """Return whether torch multiplies INT8 matrices exactly and with a unit of this CPU.
 
-    Without VNNI oneDNN adds two products in 16 bits with saturation (docs/known-issues.md). This is
-    tested by computation, because no query of torch reports the effect of ONEDNN_MAX_CPU_ISA.
+    Without a unit, oneDNN adds two products in 16 bits with saturation on Intel's processors, and
+    needs 25 to 45 times FP32's time on AMD's (docs/known-issues.md). Exactness is tested by
+    computation, because no query of torch reports the effect of ONEDNN_MAX_CPU_ISA.
     """
+    features = cpu().features
+    if features and not _UNITS.intersection(features):
+        return False
     # The caller may be tracing with fake tensors, which have no values.
     with _disable_current_modes():
         int8 = precision("int8")
@@ -137,3 +143,16 @@ def wrong_path() -> OptionError | None:
 def native_integer_unit() -> bool:
     """Return whether the native module multiplies INT8 with AMX or VNNI."""
     return wrong_path() is None and _C.isa() in ("amx", "avx512_vnni")
+
+
+@functools.cache
+def native_integer_products() -> bool:
+    """Return whether the native module multiplies INT8 faster than torch multiplies FP32.
+
+    It does with a unit, and by 16-bit multiply-add on a processor that has AVX2 at most: 0.6 to 0.8
+    of FP32's time (AMD EPYC, Zen 3). On AVX-512 without VNNI this was not measured.
+    """
+    if native_integer_unit():
+        return True
+    wider = {*_UNITS, "avx512"}
+    return wrong_path() is None and _C.isa() == "avx2" and not wider.intersection(cpu().features)

@@ -19,6 +19,7 @@ from qsync_fx.devices.cpu_features import (
     cpu,
     cpu_multiplies_integers,
     native_bf16_unit,
+    native_integer_products,
     native_integer_unit,
     wrong_path,
 )
@@ -221,8 +222,10 @@ def _integer_support(fmt: Precision) -> Support:
         reason = "this CPU has a unit for INT8; convolutions with few channels run exactly in BF16"
         return Support("native", fmt, reason)
     if not cpu_multiplies_integers():
-        reason = "the INT8 unit of this CPU saturates sums (no VNNI)"
-        return Support("simulated", fmt, f"{reason}: exact values are computed in FP32")
+        reason = "this CPU has no INT8 unit (VNNI): exact values are computed in FP32"
+        if native_integer_products():
+            reason += ", and multiplied by the native module's AVX2 instructions"
+        return Support("simulated", fmt, reason)
     # Exact sums do not imply a unit: oneDNN is also exact without one.
     if {"vnni", "amx"}.intersection(cpu().features):
         reason = "oneDNN uses an INT8 unit that the native module's ISA variant does not use"

@@ -30,7 +30,7 @@ from qsync_fx.formats import precision
             "oneDNN uses an INT8 unit that the native module's ISA variant does not use",
         ),
         (False, True, (), "simulated", "this CPU has no known INT8 unit"),
-        (False, False, (), "simulated", "no VNNI"),
+        (False, False, (), "simulated", "no INT8 unit (VNNI)"),
     ],
 )
 def test_exact_sums_are_no_unit(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.backend.compile import rewrite
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.options import Options
 from tests.support import tiers
 from tests.support.models.small_models import Counting, Perceptron, build, compiled
@@ -81,7 +81,7 @@ def operators_of(graph: fx.Graph, *names: str) -> set[str]:
     return {node.meta["custom"]["qsync"] for node in nodes}
 
 
-INTEGERS = "gemm" if native_integer_unit() else "integer_products"
+INTEGERS = "gemm" if native_integer_products() else "integer_products"
 
 
 class Checkpointed(nn.Module):

@@ -64,7 +64,8 @@ def counting_as(
     one for BF16, or without.
     """
     for where in (format_support, cpu_kernels, convolution):
-        monkeypatch.setattr(where, "native_integer_unit", lambda: native)
+        monkeypatch.setattr(where, "native_integer_products", lambda: native)
+    monkeypatch.setattr(format_support, "native_integer_unit", lambda: native)
     monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: by_onednn)
     monkeypatch.setattr(format_support, "native_bf16_unit", lambda: bf16)
     monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", ("vnni",) * by_onednn, None, 1))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
 from qsync_fx.backend.operators.convert import in_order
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.formats import precision
 from qsync_fx.graph import saved_tensors
 from qsync_fx.graph.fx_utils import memory_order, same_strides
@@ -195,7 +195,7 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
 @tiers.one_in(2)
 @pytest.mark.parametrize(("name", "fmt", "inner_backend"), cases())
 def test_views_after_rewritten_nodes_equal_eager(name: str, fmt: str, inner_backend: str) -> None:
-    by_torch = (fmt, inner_backend) == ("int8", "inductor") and not native_integer_unit()
+    by_torch = (fmt, inner_backend) == ("int8", "inductor") and not native_integer_products()
     if by_torch and name.endswith("product, as_strided"):
         pytest.skip("Inductor computes only the rows of the view: docs/known-issues.md")
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from qsync_fx import _C
 from qsync_fx.backend.cuda.problem.problem import ConvProduct, GemmProduct
 from qsync_fx.backend.numerics.native import empty_on_cpu
 from qsync_fx.backend.operators.conv_gradients import places
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.formats import FP32, Precision, encoding
 
@@ -53,11 +53,11 @@ def multiplies(a: Tensor, b: Tensor) -> bool:
 def without_unit(device: torch.device) -> str | None:
     """Return why BF16 is as fast as INT8 for a layer of any size on this device.
 
-    None if the active ISA variant of the native module has an integer unit, or if BF16 has none.
+    None if the native module multiplies INT8 faster than FP32, or if BF16 has no unit.
     oneDNN may still have one, but quantization and the scaling of INT32 sums use up the gain.
     """
     wider = default_precision(device)
-    if native_integer_unit() or wider is FP32:
+    if native_integer_products() or wider is FP32:
         return None
     return (
         "the native module's path has no unit for int8, and by oneDNN's it is about as fast as by "

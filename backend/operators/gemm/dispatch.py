@@ -33,7 +33,7 @@ from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
 from qsync_fx.backend.cuda.tuning import shown
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.gemm.gemm import conv2d_product, gemm, multiplies
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.devices.format_support import row_on
 from qsync_fx.formats import Precision
 
@@ -82,7 +82,7 @@ class Dispatcher:
         """Return a matrix product by a kernel, or None if torch computes it."""
         a, b = product.a, product.b
         if not self.covers(a.device):
-            if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
+            if not (cpu_kernels.multiplies(a, b) and native_integer_products()):
                 return None
             x = product.with_second(b)
             return gemm(*x, transposed=product.transposed).to(product.out_dtype)
@@ -107,7 +107,7 @@ class Dispatcher:
             return None
         x = x._replace(out_dtype=_out(out_dtype), tf32=_gridded(row))
         if not self.covers(device):
-            if rank == 4 and native_integer_unit() and cpu_kernels.pays(x):
+            if rank == 4 and native_integer_products() and cpu_kernels.pays(x):
                 return conv2d_product(*x).to(out_dtype)
             return None
         if rank == 3:

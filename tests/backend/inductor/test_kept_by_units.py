@@ -21,7 +21,9 @@ from tests.support import tiers
 def test_each_set_of_units_has_a_distinct_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
     for native, exact in itertools.product((True, False), repeat=2):
-        monkeypatch.setattr(inductor_config, "native_integer_unit", lambda native=native: native)
+        monkeypatch.setattr(
+            inductor_config, "native_integer_products", lambda native=native: native
+        )
         monkeypatch.setattr(inductor_config, "cpu_multiplies_integers", lambda exact=exact: exact)
         for device, found in tags.items():
             with inductor_config.tracing(torch.device(device), ""):
@@ -38,7 +40,7 @@ def test_kernel_for_a_unit_is_not_reused_without_it(
     with fresh_cache():
         for unit in (True, True, False, True):
             for where in (inductor_config, dispatch):
-                monkeypatch.setattr(where, "native_integer_unit", lambda unit=unit: unit)
+                monkeypatch.setattr(where, "native_integer_products", lambda unit=unit: unit)
             torch._dynamo.reset()
             counters.clear()
             run: Any = torch.compile(

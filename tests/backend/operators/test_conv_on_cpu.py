@@ -90,7 +90,7 @@ def test_layers_use_it_where_it_is_faster(
     weight, bias = leaf(torch.randn(64, 64 // geometry.groups, 3, 3)), leaf(torch.randn(64))
     layer, found = Layer(fmt, geometry, out_dtype=torch.float32), []
     for unit in (True, False):
-        monkeypatch.setattr(dispatch, "native_integer_unit", lambda unit=unit: unit)
+        monkeypatch.setattr(dispatch, "native_integer_products", lambda unit=unit: unit)
         with recorded() as calls:
             y = layer(x, weight, bias)
             gradients = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
@@ -110,7 +110,7 @@ def test_compiled_models_use_the_kernel_for_any_memory_format(
     """Inductor puts channels last where a graph convolves; what leaves the graph lies as the
     model's own.
     """
-    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: True)
+    monkeypatch.setattr(dispatch, "native_integer_products", lambda: True)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 96, 3)

@@ -27,7 +27,7 @@ from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
 from qsync_fx.backend.operators.layer_kernels import _quantizers, computed, problems_of
 from qsync_fx.backend.operators.product_utils import compute_product
-from qsync_fx.devices.cpu_features import native_integer_unit
+from qsync_fx.devices.cpu_features import native_integer_products
 from qsync_fx.diagnostics import explain
 from qsync_fx.formats import FORMATS
 from tests.support import tiers
@@ -364,7 +364,7 @@ def test_a_model_trains_through_the_operators(
         return found, sum(event.name == "qsync::gemm" for event in profile.events())
 
     before, calls = train()
-    assert calls == (2 if native_integer_unit() else 0), (
+    assert calls == (2 if native_integer_products() else 0), (
         "the output of each layer, by the kernel of the CPU"
     )
     saved.clear()

@@ -75,7 +75,7 @@ def test_transposed_matrix_passes_opcheck() -> None:
 def test_no_rows_are_no_error_and_have_no_gradient(
     fmt: str, unit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
+    monkeypatch.setattr(dispatch, "native_integer_products", lambda: unit)
     images = leaf(torch.randn(0, 64, 5, 5).to(memory_format=torch.channels_last))
     layers = (
         (Layer(fmt), leaf(torch.randn(0, 24)), leaf(torch.randn(8, 24))),
@@ -93,7 +93,7 @@ def test_no_rows_are_no_error_and_have_no_gradient(
 def test_layers_use_the_kernel_with_a_native_unit(
     unit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
+    monkeypatch.setattr(dispatch, "native_integer_products", lambda: unit)
     x, weight = leaf(torch.randn(3, 4, 24)), leaf(torch.randn(8, 24))
     for fmt, products in (("int8", 1), ("int8_grad", 3)):
         with recorded() as calls:
