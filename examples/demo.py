@@ -5,11 +5,10 @@ inference device: it may compute in BF16, is slower, and has less memory. Both
 run on this CPU with one thread each. Rank 1 is slower because it has a third
 more images in each step. Each rank measures a profile. Rank 0 then solves for
 the plan: rank 1 computes in BF16 only as many operators as it needs to keep
-pace. The model is trained twice, with steps interleaved: with rank 1 uniformly
-in BF16, and with the plan. The final table compares predictions with
-measurements. With --plan-batches, the plan also chooses how many images each
-rank processes in a step, and a second table shows what formats and batches
-contribute.
+pace, and how many images each rank has in a step. The model is trained twice,
+with steps interleaved: with rank 1 uniformly in BF16, and with the plan. The
+final tables compare predictions with measurements, and show what formats and
+batches contribute. With --no-plan-batches, only the formats are planned.
 
 Invariant: the exit code is 0 if and only if the training completed, the compiled precisions equal
 the explained ones, and the weights of both ranks are bit-equal.
@@ -30,10 +29,7 @@ from typing import Any, NoReturn
 SLOWER = 4 / 3
 """Ratio of rank 1's images per step to rank 0's."""
 _ROUNDS = 15
-"""Interleaved runs of each measured plan.
-
-A step takes about 50 ms and the machine's speed varies, so a profile needs many runs.
-"""
+"""Most interleaved runs of each measured plan: the machine's speed varies between runs."""
 
 
 def main() -> int:
@@ -104,8 +100,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--plan-batches",
-        action="store_true",
-        help="also plan the images of each rank; measures two batch sizes, for twice as long",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also plan the images of each rank, from measurements of two batch sizes",
     )
     parser.add_argument(
         "--plan",

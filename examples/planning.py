@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
 
 import data
 import torch
+import torch.distributed as dist
 from messages import FORMATS, KNOBS, ROLES, RUNS, Choice, Job, Phase, PlanMessage, Prediction
 from training import Batch, batches, fresh, step_of
 
@@ -33,6 +35,8 @@ _SEEN = 4
 """Number of batches that the sensitivities are averaged over."""
 _REPLANS = 2
 """Maximum rounds of running the plan and solving again; a round takes about 20 s."""
+_MEASURING, _LEAST_ROUNDS = 1.5, 3
+"""Seconds that the measurement of a plan should take without compilation, and its fewest rounds."""
 
 
 def uniform() -> qsync_fx.ClusterPlan:
@@ -71,7 +75,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         device_class=job.role,
         memory={ROLES[1]: memory},
         precisions=FORMATS[job.rank],
-        repeats=job.rounds,
+        repeats=_rounds(job, images),
         max_replans=_REPLANS,
         save=job.plan,
         batch="global" if job.joint else None,
@@ -99,6 +103,23 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
             knobs = _knobs(job, uniform, plan.answer, plan.survey)
         pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen, knobs))
     return plan
+
+
+def _rounds(job: Job, images: data.Data) -> int:
+    """Return the runs of each plan in the profile, the same on both ranks.
+
+    There are fewer if a step takes long, and half as many if two batch sizes are measured.
+    """
+    model, _ = fresh(job, images)
+    step, batch, seconds = step_of(images), next(batches(job, images, 0)), 0.0
+    for _ in range(2):  # the second step has no warm-up
+        began = time.perf_counter()
+        step(model, batch).backward()  # type: ignore[no-untyped-call]
+        seconds = time.perf_counter() - began
+    slowest = torch.tensor(seconds)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    rounds = min(job.rounds, round(_MEASURING / slowest.item()) // (2 if job.joint else 1))
+    return max(min(job.rounds, _LEAST_ROUNDS), rounds)
 
 
 def _uniform(answer: PlanResult, survey: PlanSurvey, job: Job) -> PlanResult:

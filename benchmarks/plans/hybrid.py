@@ -50,7 +50,7 @@ def main() -> None:
             if not (outcome := target / "outcome.json").exists():
                 command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(target)]
                 command += by_size(options.quick, ["--quick"], [])
-                command += ["--plan-batches"] if options.plan_batches else []
+                command += ["--plan-batches" if options.plan_batches else "--no-plan-batches"]
                 subprocess.run(command, check=True)
             rows.append(row(run, json.loads(outcome.read_text())))
         if options.json:
