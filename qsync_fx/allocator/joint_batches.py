@@ -142,7 +142,6 @@ class JointBatches:
         proposals, results = [bounding], list[PlanResult]()
         try:
             proposals.append(share.allocate(plain))
-            results.append(proposals[-1])
         except PlanError as error:
             unable.append(error)
         for proposal in proposals:
@@ -153,6 +152,9 @@ class JointBatches:
             cluster = replace(problem.cluster, devices=devices)
             classes, limit = proposal.problem.classes, proposal.problem.seconds
             sized = replace(problem, classes=classes, cluster=cluster, seconds=limit)
+            if proposal is not bounding:
+                evaluation = evaluate_plan(sized, proposal.plans)
+                results.append(replace(proposal, problem=sized, evaluation=evaluation))
             try:
                 exact = MilpAllocator(gap=self.gap, seconds=share.seconds).allocate(sized)
             except PlanError as error:

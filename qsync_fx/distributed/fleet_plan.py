@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from qsync_fx.allocator.api import check_batch, find_plan
+from qsync_fx.allocator.api import check_joint, find_plan
 from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
@@ -133,7 +133,7 @@ class PlanSurvey:
             for name, part in result.problem.classes.items()
         }
         problem = replace(result.problem, classes=classes)
-        evaluation = evaluate_plan(problem, joint.plans)
+        evaluation = evaluate_plan(problem, joint.plans, joint.evaluation.codecs)
         return replace(joint, problem=problem, evaluation=evaluation, bound=None)
 
 
@@ -233,7 +233,8 @@ def measure_and_plan(
         objective, budget, memory, target, margin: as of `qsync_fx.find_plan`, with these classes.
         precisions: formats to measure and to choose from.
         codecs: codecs of gradient buckets to choose from in addition to FP32; apply them by
-            `compress(ddp, plan)` on all ranks.
+            `compress(ddp, plan)` on all ranks. With planned batches, gradients are weighted by
+            samples before they are coded: call `average_by_batch`, too.
         inside_codecs: codecs inside nodes to choose from in addition to FP32.
         batch: as of `qsync_fx.find_plan`: "global" to plan the samples of each rank's step, which
             `DistributedBatchSampler` and `average_by_batch` apply. Each rank then measures several
@@ -263,15 +264,8 @@ def measure_and_plan(
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
-        if batch is not None:
-            check_batch(batch)
-            if codecs:
-                message = (
-                    "batches and codecs of gradients cannot be planned together on running ranks"
-                )
-                do = "plan the batches first, then the codecs at these batches"
-                raise OptionError(message, where="codecs", do=do)
-        elif measuring.get("batch_sizes"):
+        check_joint(batch)
+        if batch is None and measuring.get("batch_sizes"):
             message = "batch sizes are measured only to plan batches"
             raise OptionError(message, where="batch_sizes", do='add batch="global"')
         check_max_replans(max_replans)

@@ -21,7 +21,7 @@ from qsync_fx.options import Options
 from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.predictor.cost_mapper.times import Seconds
 from qsync_fx.predictor.memory import TrainingMemory
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network, Node
 from tests.support.planning.allocation_problems import PlainTimes
 from tests.support.planning.catalog_fleets import of_catalog, symbolic
 from tests.support.planning.drawn_graphs import device
@@ -352,3 +352,15 @@ def test_codecs_are_planned_with_batches() -> None:
     plan = joint.as_plan()
     assert isinstance(plan, ClusterPlan)
     assert plan.codecs and plan.batches
+    devices = {
+        name: replace(device, node=Node(4, 1e6)) for name, device in problem.cluster.devices.items()
+    }
+    inside = find_plan(
+        profiles,
+        replace(problem.cluster, devices=devices),
+        batch="global",
+        codecs=("qsgd8",),
+        inside_codecs=("qsgd8",),
+        **arguments,
+    )
+    assert set(inside.codecs.values()) == {"qsgd8/qsgd8"} and inside.batches
