@@ -175,7 +175,8 @@ class JointBatches:
 
     def balanced_seconds(self, problem: Problem) -> float:
         """Return the seconds of a step in the narrowest formats, with batches by speed."""
-        answer = DynamicBatches(self.resized, Problem.uniform).allocate(problem)
+        balanced = DynamicBatches(self.resized, Problem.uniform, self.min_batch)
+        answer = balanced.allocate(problem)
         samples, planned = problem.cluster.samples, answer.problem.cluster.samples
         return answer.evaluation.seconds * (samples or 1) / (planned or 1)
 
@@ -278,7 +279,9 @@ class _Search:
                 limits: dict[str, Any] = {"seconds": uniform.seconds, "variance": None}
                 problems.append(replace(self.problem, least="variance", **limits))
             if not self._settings.given_batches:
-                answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
+                settings = self._settings
+                balanced = DynamicBatches(settings.resized, plans, settings.min_batch)
+                answer = balanced.allocate(self.problem)
                 self._evaluate(answer.batches, answer.plans)
         for problem in problems:
             equal = self._exact(problem, _START_GAP)

@@ -246,6 +246,11 @@ def test_batches_stay_within_the_request() -> None:
     limited = replace(problem, seconds=seconds)
     answer = replace(joint, min_batch=40).allocate(limited)
     assert min(answer.batches.values()) >= 40
+    # Batches in proportion to speed are below 40 on a T4; the default target is feasible anyway.
+    least = replace(joint, min_batch=40)
+    assert min(DynamicBatches(joint.resized).allocate(problem).batches.values()) < 40
+    target = least.balanced_seconds(problem)
+    assert least.allocate(replace(problem, seconds=target)).fits
     wider = replace(joint, samples=(2048, 4096)).allocate(limited)
     samples = 16 * sum(wider.batches.values())
     assert 2048 <= samples <= 4096
