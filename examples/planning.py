@@ -144,7 +144,7 @@ def _knobs(
         profiles = {
             role: item.at_batch(batches_by_role[role]) for role, item in survey.profiles.items()
         }
-        same = replace(survey, profiles=profiles, batches=batches_by_role, joint=None)
+        same = replace(survey, profiles=profiles, batches=batches_by_role, sizing={}, joint=None)
         formats = replace(same.answer(), batches=batches_by_role)
     balanced: PlanResult | None = DynamicBatches(resized).allocate(uniform.problem)
     if balanced is not None and not balanced.fits:

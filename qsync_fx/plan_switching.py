@@ -123,6 +123,8 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     available = next((other for other in room.backends if other == wanted), None)
     if available is None:
         room.backends.append(wanted)
+    else:
+        available.kwargs = wanted.kwargs  # equal plans may have other notes
     frames = context.callback._torchdynamo_orig_backend
     context.callback._torchdynamo_orig_backend = frames._clone_with_backend(
         internals.get_compiler_fn(available or wanted)

@@ -275,11 +275,9 @@ def find_plan(
     )
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
+    check_joint(batch, recompute, allocator, model)
     if batch is not None:
-        check_batch(batch)
         fleet = with_measured_batches(fleet, available)
-    if batch is not None or recompute:
-        _check_joint("batch" if batch is not None else "recompute", allocator, model)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         if objective == "cost" and len(fleet.devices) > 1:
@@ -380,16 +378,22 @@ def _cheapest(
     return replace(answer, bound=bound, notes=(*answer.notes, *notes))
 
 
-def check_batch(batch: Literal["global"] | tuple[int, int]) -> None:
-    """Raise `OptionError` for an invalid range of samples."""
+def check_joint(
+    batch: Literal["global"] | tuple[int, int] | None,
+    recompute: bool = False,
+    allocator: str | Allocator = "milp",
+    model: nn.Module | None = None,
+) -> None:
+    """Raise `OptionError` for an invalid range of samples, and for arguments that contradict it or
+    recomputation.
+    """
     pair = isinstance(batch, tuple) and len(batch) == 2
-    if batch != "global" and not (pair and all(type(item) is int for item in batch)):
+    if batch not in (None, "global") and not (pair and all(type(item) is int for item in batch)):
         do = 'give "global", or the least and most samples of a step'
         raise OptionError(f"{shown(str(batch))} is no range of samples", where="batch", do=do)
-
-
-def _check_joint(name: str, allocator: str | Allocator, model: nn.Module | None) -> None:
-    """Raise `OptionError` for arguments that contradict `name`, "batch" or "recompute"."""
+    if batch is None and not recompute:
+        return
+    name = "recompute" if batch is None else "batch"
     if allocator != "milp":
         message = f"this allocator does not support {name}"
         do = f'leave the allocator out: {name} requires "milp"'

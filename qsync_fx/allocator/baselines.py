@@ -86,11 +86,12 @@ class DynamicBatches:
 
     The mean over ranks must weight gradients by samples. DDP weights ranks equally, so each rank
     multiplies its loss by the weight in the result's notes. The result's problem contains the new
-    batches.
+    batches. No batch is below `min_batch`, unless memory limits it.
     """
 
     resized: Resized
     formats: Callable[[Problem], Plans] = full
+    min_batch: int = 1
 
     @property
     def name(self) -> str:
@@ -101,7 +102,7 @@ class DynamicBatches:
         began = time.perf_counter()
         before = local_batches(problem)
         sized = SizedProblems(problem, self.resized, self.formats)
-        after = _within_memory(sized, before)
+        after = _within_memory(sized, before, self.min_batch)
         result = sized.problem(after)
         answer = _best(result, [self.formats(result)], self.name)
         notes = (*answer.notes, *_notes(problem, before, after))
@@ -165,14 +166,14 @@ def local_batches(problem: Problem) -> dict[str, int]:
     return result
 
 
-def _within_memory(sized: SizedProblems, before: Mapping[str, int]) -> dict[str, int]:
+def _within_memory(sized: SizedProblems, before: Mapping[str, int], least: int) -> dict[str, int]:
     """Return batches in proportion to speed; the other classes absorb samples that do not fit."""
     counts = {name: device.count for name, device in sized.asked.cluster.devices.items()}
     left = sum(counts[name] * batch for name, batch in before.items())
     most: dict[str, int] = {}
     while len(most) < len(before):
         free = [name for name in before if name not in most]
-        result = _by_speed(sized, {name: before[name] for name in free}, counts, left)
+        result = _by_speed(sized, {name: before[name] for name in free}, counts, left, least)
         full_up = [name for name in free if not sized.holds(name, result[name])]
         if not full_up:
             return {name: {**most, **result}[name] for name in before}
@@ -183,18 +184,20 @@ def _within_memory(sized: SizedProblems, before: Mapping[str, int]) -> dict[str,
 
 
 def _by_speed(
-    sized: SizedProblems, start: Mapping[str, int], counts: Mapping[str, int], samples: int
+    sized: SizedProblems,
+    start: Mapping[str, int],
+    counts: Mapping[str, int],
+    samples: int,
+    least: int,
 ) -> dict[str, int]:
-    """Return batches in proportion to speed by fixed-point iteration."""
-    now, visited = dict(start), []
+    """Return batches of at least `least` in proportion to speed by fixed-point iteration."""
+    now, visited = {name: max(least, batch) for name, batch in start.items()}, []
     for _ in range(_ROUNDS):
         if now in visited:
             break
         visited.append(now)
         speed = {name: batch / sized.seconds(name, batch) for name, batch in now.items()}
-        full = sum(counts[name] * speed[name] for name in now)
-        shares = {name: max(1.0, samples * speed[name] / full) for name in now}
-        now = _whole(shares, counts, samples)
+        now = _whole(_proportional(speed, counts, samples, least), counts, samples, least)
     return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
 
 
@@ -202,10 +205,29 @@ def _slowest(sized: SizedProblems, batches: Mapping[str, int]) -> float:
     return max(sized.seconds(name, batch) for name, batch in batches.items())
 
 
-def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int) -> dict[str, int]:
+def _proportional(
+    speed: Mapping[str, float], counts: Mapping[str, int], samples: int, least: int
+) -> dict[str, float]:
+    """Return samples per device in proportion to speed, with at least `least` on each."""
+    result, free = dict.fromkeys(speed, float(least)), list(speed)
+    while free:
+        left = samples - sum(counts[name] * least for name in speed if name not in free)
+        full = sum(counts[name] * speed[name] for name in free)
+        result |= {name: left * speed[name] / full for name in free}
+        small = [name for name in free if result[name] < least]
+        if not small:
+            break
+        result |= dict.fromkeys(small, float(least))
+        free = [name for name in free if name not in small]
+    return result
+
+
+def _whole(
+    shares: Mapping[str, float], counts: Mapping[str, int], samples: int, least: int
+) -> dict[str, int]:
     """Return integer batches with a total as near as possible to `samples`, then to the shares."""
     sides = [
-        [int(share) + more for more in (-1, 0, 1, 2) if int(share) + more >= 1]
+        [int(share) + more for more in (-1, 0, 1, 2) if int(share) + more >= least]
         for share in shares.values()
     ]
     rounded = (dict(zip(shares, chosen, strict=True)) for chosen in itertools.product(*sides))

@@ -142,7 +142,6 @@ class JointBatches:
         proposals, results = [bounding], list[PlanResult]()
         try:
             proposals.append(share.allocate(plain))
-            results.append(proposals[-1])
         except PlanError as error:
             unable.append(error)
         for proposal in proposals:
@@ -153,6 +152,9 @@ class JointBatches:
             cluster = replace(problem.cluster, devices=devices)
             classes, limit = proposal.problem.classes, proposal.problem.seconds
             sized = replace(problem, classes=classes, cluster=cluster, seconds=limit)
+            if proposal is not bounding:
+                evaluation = evaluate_plan(sized, proposal.plans)
+                results.append(replace(proposal, problem=sized, evaluation=evaluation))
             try:
                 exact = MilpAllocator(gap=self.gap, seconds=share.seconds).allocate(sized)
             except PlanError as error:
@@ -173,7 +175,8 @@ class JointBatches:
 
     def balanced_seconds(self, problem: Problem) -> float:
         """Return the seconds of a step in the narrowest formats, with batches by speed."""
-        answer = DynamicBatches(self.resized, Problem.uniform).allocate(problem)
+        balanced = DynamicBatches(self.resized, Problem.uniform, self.min_batch)
+        answer = balanced.allocate(problem)
         samples, planned = problem.cluster.samples, answer.problem.cluster.samples
         return answer.evaluation.seconds * (samples or 1) / (planned or 1)
 
@@ -276,7 +279,9 @@ class _Search:
                 limits: dict[str, Any] = {"seconds": uniform.seconds, "variance": None}
                 problems.append(replace(self.problem, least="variance", **limits))
             if not self._settings.given_batches:
-                answer = DynamicBatches(self._settings.resized, plans).allocate(self.problem)
+                settings = self._settings
+                balanced = DynamicBatches(settings.resized, plans, settings.min_batch)
+                answer = balanced.allocate(self.problem)
                 self._evaluate(answer.batches, answer.plans)
         for problem in problems:
             equal = self._exact(problem, _START_GAP)

@@ -1,7 +1,9 @@
 """Batch sampler that gives each rank its own local batch size.
 
 Invariants: in an epoch every sample is in the batch of exactly one rank, except those that
-`drop_last` leaves out. All ranks have the same number of steps, and a sample in each of them.
+`drop_last` leaves out. All ranks have the same number of steps, and a sample in each of them. The
+samples of a step depend on the order and on sum(batch sizes) only, so the invariants also hold in
+an epoch in which batch sizes change.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
         drop_last: whether a last step of fewer samples is left out.
 
     Attributes:
+        batches: the batch size of each rank, after the last `change`.
         batch_size: samples of this rank in a step, except possibly in the last two.
+        position: the epoch and the step of the next batch that the sampler yields.
 
     Raises:
         OptionError: invalid batch sizes, a rank without one, a plan without a local batch for this
@@ -69,6 +73,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.batch_size = self.batches[self.rank]
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._epoch = self._first = 0
+        self.position: tuple[int, int] = 0, 0
+        self._initial = self.batches
+        self._changes: list[tuple[tuple[int, int], tuple[int, ...]]] = []
         self._samples, total = len(dataset), sum(self.batches)
         self._steps = self._samples // total
         if not drop_last:
@@ -93,7 +100,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
             text = f"an epoch has {self._steps} steps, so it cannot begin at step {step}"
             do = "pass the number of completed steps of this epoch"
             raise OptionError(text, where="set_epoch(..., step=...)", do=do)
-        self._epoch, self._first = epoch, step
+        self._epoch, self._first = self.position = epoch, step
+
+    def change(self, batches: Sequence[int], start: tuple[int, int]) -> None:
+        """Divide steps by other batch sizes of the same sum, from an epoch and its step on.
+
+        Call it on all ranks with the same arguments, before any rank has yielded the batch of
+        `start`: the maximum of all ranks' `position`, which differ if loaders prefetch batches.
+        Raise `OptionError` for other sums or numbers of ranks, or if `start` has passed.
+        """
+        changed = _checked(batches)
+        if (len(changed), sum(changed)) != (len(self.batches), sum(self.batches)):
+            text = f"the batch sizes {list(changed)} do not replace {list(self.batches)}"
+            do = "pass one batch size for each rank, with the same sum"
+            raise OptionError(text, where="change(batches=...)", do=do)
+        if start < self.position:
+            text = f"step {start[1]} of epoch {start[0]} has its batch already"
+            do = "pass the maximum of all ranks' position"
+            raise OptionError(text, where="change(..., start=...)", do=do)
+        self._changes.append((start, changed))
+        self.batches, self.batch_size = changed, changed[self.rank]
 
     def __len__(self) -> int:
         """Return the number of steps from the first step on, equal on all ranks."""
@@ -104,15 +130,23 @@ class DistributedBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self._epoch)
             order = torch.randperm(self._samples, generator=generator)
-        total, position, first = sum(self.batches), 0, self._first
+        epoch, first = self._epoch, self._first
+        total, position = sum(self.batches), 0
         for step in range(self._steps):
             # Samples that the later steps need at least.
             reserve = (self._steps - step - 1) * len(self.batches) * (not self.drop_last)
             size = min(total, self._samples - position - reserve)
             if step >= first:
-                bounds = list(itertools.accumulate(shares(size, self.batches), initial=position))
+                sizes = shares(size, self._batches_at(epoch, step))
+                bounds = list(itertools.accumulate(sizes, initial=position))
+                self.position = epoch, step + 1
                 yield order[bounds[self.rank] : bounds[self.rank + 1]].tolist()
             position += size
+
+    def _batches_at(self, epoch: int, step: int) -> tuple[int, ...]:
+        """Return the batch size of each rank in a step."""
+        changed = (batches for start, batches in reversed(self._changes) if start <= (epoch, step))
+        return next(changed, self._initial)
 
 
 def shares(samples: int, batches: Sequence[int]) -> list[int]:

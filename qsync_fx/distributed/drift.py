@@ -178,6 +178,7 @@ class WindowSummary:
     allowed: float | None = None  # minimum of the bytes that a step may use
     tight: bool = False  # whether the plan needs more than allowed in all steps
     roomy: bool = False  # whether all steps have more memory than the plan was solved for
+    position: tuple[int, int] = (0, 0)  # epoch and step of the next batch of the rank's sampler
 
 
 @dataclass(frozen=True)

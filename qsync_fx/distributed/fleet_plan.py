@@ -17,11 +17,12 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from qsync_fx.allocator.api import check_batch, find_plan
-from qsync_fx.allocator.evaluator import evaluate_plan
+from qsync_fx.allocator.api import check_joint, find_plan
+from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem_builder import PlanRequest
+from qsync_fx.allocator.problem import Problem
+from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.device_catalog import names
 from qsync_fx.distributed.agreement import COMPILING, Meeting, of_model, several_ranks
@@ -39,20 +40,47 @@ from qsync_fx.profiler.profile import PROFILE, Collective, Profile
 from qsync_fx.profiler.sensitivity.gradient_step import method, with_samples
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_model, first_batch
 from qsync_fx.serialization.schema import Path
+from qsync_fx.timeline.device_profiles import load_device_profiles
 
 CODECS: Final = "codecs"  # key of the plan note that lists the codecs that the solver may choose
 
 
 @dataclass(frozen=True)
+class FleetConditions:
+    """Changes of ranks and links since the ranks were measured.
+
+    Attributes:
+        slowdowns: factor on all durations, by class.
+        memory: bytes that a step may use, by class; None for the limits of the planning request.
+        links: measurements that replace those in the profiles.
+    """
+
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] | None = None
+    links: LinkTimes | None = None
+
+
+@dataclass(frozen=True)
 class PlanSurvey:
-    """Measurements of all ranks, from which plans are solved."""
+    """Measurements of all ranks, from which plans are solved.
+
+    Attributes:
+        wishes: keyword arguments of `qsync_fx.find_plan`.
+        batches: samples per step, by class, if known.
+        sizing: its arguments `batch` and `min_batch`, if batches are planned.
+        joint: the plan that chose `batches`; None if they were not chosen, or not yet.
+        paces: measured over interpolated seconds of a plan, by class, from a run of the plan with
+            other batches.
+    """
 
     ranks: tuple[str, ...]
     profiles: Mapping[str, Profile] = field(repr=False)
-    wishes: Mapping[str, Any]  # keyword arguments of `qsync_fx.find_plan`
-    batches: Mapping[str, int] = field(default_factory=dict)  # samples per step, by class, if known
+    wishes: Mapping[str, Any]
+    batches: Mapping[str, int] = field(default_factory=dict)
     links: NodeLinks = FLAT
-    joint: PlanResult | None = field(default=None, repr=False)  # the plan that chose `batches`
+    sizing: Mapping[str, Any] = field(default_factory=dict)
+    joint: PlanResult | None = field(default=None, repr=False)
+    paces: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -62,6 +90,7 @@ class PlanSurvey:
         wishes: Mapping[str, Any],
         samples: Sequence[int],
         links: NodeLinks = FLAT,
+        sizing: Mapping[str, Any] = MappingProxyType({}),
     ) -> PlanSurvey:
         """Return the survey of all ranks, whose samples per step are 0 if unknown."""
         slowest: dict[str, Profile] = {}
@@ -70,42 +99,23 @@ class PlanSurvey:
             if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
                 slowest[name], batches[name] = profile, batch
         available = {name: batch for name, batch in batches.items() if batch}
-        return cls(tuple(ranks), slowest, wishes, available, links)
+        return cls(tuple(ranks), slowest, wishes, available, links, sizing)
 
     def at_batches(self, joint: PlanResult) -> PlanSurvey:
-        """Return the survey with the batches of a joint plan, from which formats are planned."""
-        wishes = {k: value for k, value in self.wishes.items() if k not in ("batch", "min_batch")}
+        """Return the survey with the batches of a joint plan, at which formats are planned."""
         profiles = {
             name: profile.at_batch(joint.batches[name]) for name, profile in self.profiles.items()
         }
-        return replace(self, wishes=wishes, profiles=profiles, batches=joint.batches, joint=joint)
+        return replace(self, profiles=profiles, batches=joint.batches, joint=joint)
 
-    def answer(
-        self,
-        slowdowns: Mapping[str, float] = MappingProxyType({}),
-        memory: Mapping[str, float] | None = None,
-        links: LinkTimes | None = None,
-    ) -> PlanResult:
-        """Return the result of `qsync_fx.find_plan`.
-
-        `slowdowns` are factors on all durations and `memory` the bytes that a step may use, by
-        class; `links` replace the measurements in the profiles.
-        """
-        counts = Counter(self.ranks)
-        devices, profiles = {}, dict(self.profiles)
-        for name, profile in self.profiles.items():
-            slowdown, batch = slowdowns.get(name, 1.0), self.batches.get(name)
-            node = Node(self.links.size)
-            devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch, node=node)
-            if links is not None:
-                collectives = [_updated(item, links) for item in profile.collectives]
-                profiles[name] = replace(profile, collectives=collectives)
-        wishes = dict(self.wishes)
-        if memory is not None:
-            wishes["memory"] = memory
+    def answer(self, conditions: FleetConditions = FleetConditions()) -> PlanResult:
+        """Return the result of `qsync_fx.find_plan`; batches that were chosen stay."""
+        profiles, cluster, wishes = self._inputs(conditions)
         # The link measurements of the cluster are in the profiles.
-        result = self._solved(profiles, Cluster(devices), wishes)
-        if self.joint is not None:
+        if self.joint is None:
+            result = find_plan(profiles, cluster, **wishes, **self.sizing)
+        else:
+            result = self._solved(self.joint, profiles, cluster, wishes)
             kind = PlanNoteKind.PLANNED_BATCH
             others = [note for note in result.notes if note.kind is not kind]
             notes = (*others, *(note for note in self.joint.notes if note.kind is kind))
@@ -114,12 +124,66 @@ class PlanSurvey:
             return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
         return result
 
+    def move_samples(
+        self, active: PlanResult, conditions: FleetConditions
+    ) -> tuple[PlanSurvey, PlanResult]:
+        """Plan batches and formats again; return the survey at the new batches, and the plan.
+
+        The samples of a step stay. A run of the active plan has corrected the profile of a class at
+        its batch only; at the other batches, the correction is a factor on all durations.
+        """
+        profiles = {
+            name: replace(profile, runs=[run for run in profile.runs if not run.planned])
+            for name, profile in self.profiles.items()
+        }
+        interpolated = replace(self, profiles=profiles)
+        measured, predicted = (
+            PlanEvaluator(each.problem(), active.plans) for each in (self, interpolated)
+        )
+        paces = {
+            name: self.paces.get(name, 1.0) * measured.computing(name) / predicted.computing(name)
+            for name in profiles
+        }
+        sizing = {**self.sizing, "batch": "global"}
+        survey = replace(interpolated, sizing=sizing, joint=None, paces=paces)
+        result = survey.answer(conditions)
+        return survey.at_batches(result), result
+
+    def problem(self, conditions: FleetConditions = FleetConditions()) -> Problem:
+        """Return the planning problem at the batches of the survey."""
+        profiles, cluster, wishes = self._inputs(conditions)
+        fleet, available = load_device_profiles(profiles, cluster)
+        return build_problem(fleet, available, PlanRequest(**wishes))[0]
+
+    def _inputs(
+        self, conditions: FleetConditions
+    ) -> tuple[dict[str, Profile], Cluster, dict[str, Any]]:
+        """Return profiles, cluster and request under changed conditions."""
+        counts, node = Counter(self.ranks), Node(self.links.size)
+        devices, profiles = {}, dict(self.profiles)
+        for name, profile in self.profiles.items():
+            slowdown = conditions.slowdowns.get(name, 1.0) * self.paces.get(name, 1.0)
+            batch = self.batches.get(name)
+            devices[name] = ClusterDevice(counts[name], slowdown=slowdown, batch=batch, node=node)
+            if conditions.links is not None:
+                collectives = [_updated(item, conditions.links) for item in profile.collectives]
+                profiles[name] = replace(profile, collectives=collectives)
+        wishes = dict(self.wishes)
+        if conditions.memory is not None:
+            wishes["memory"] = conditions.memory
+        return profiles, Cluster(devices), wishes
+
     def _solved(
-        self, profiles: Mapping[str, Profile], cluster: Cluster, wishes: Mapping[str, Any]
+        self,
+        joint: PlanResult,
+        profiles: Mapping[str, Profile],
+        cluster: Cluster,
+        wishes: Mapping[str, Any],
     ) -> PlanResult:
-        """Return the plan; after a joint plan its step time is the target, if it is feasible."""
-        joint, target = self.joint, wishes["target"]
-        if joint is None or wishes["objective"] != "hybrid" or target is not None:
+        """Return the plan at the joint plan's batches, with its step time as the target if it is
+        feasible.
+        """
+        if wishes["objective"] != "hybrid" or wishes["target"] is not None:
             return find_plan(profiles, cluster, **wishes)
         try:
             result = find_plan(profiles, cluster, **{**wishes, "target": joint.problem.seconds})
@@ -133,7 +197,7 @@ class PlanSurvey:
             for name, part in result.problem.classes.items()
         }
         problem = replace(result.problem, classes=classes)
-        evaluation = evaluate_plan(problem, joint.plans)
+        evaluation = evaluate_plan(problem, joint.plans, joint.evaluation.codecs)
         return replace(joint, problem=problem, evaluation=evaluation, bound=None)
 
 
@@ -233,7 +297,8 @@ def measure_and_plan(
         objective, budget, memory, target, margin: as of `qsync_fx.find_plan`, with these classes.
         precisions: formats to measure and to choose from.
         codecs: codecs of gradient buckets to choose from in addition to FP32; apply them by
-            `compress(ddp, plan)` on all ranks.
+            `compress(ddp, plan)` on all ranks. With planned batches, gradients are weighted by
+            samples before they are coded: call `average_by_batch`, too.
         inside_codecs: codecs inside nodes to choose from in addition to FP32.
         batch: as of `qsync_fx.find_plan`: "global" to plan the samples of each rank's step, which
             `DistributedBatchSampler` and `average_by_batch` apply. Each rank then measures several
@@ -263,21 +328,16 @@ def measure_and_plan(
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
-        if batch is not None:
-            check_batch(batch)
-            if codecs:
-                message = (
-                    "batches and codecs of gradients cannot be planned together on running ranks"
-                )
-                do = "plan the batches first, then the codecs at these batches"
-                raise OptionError(message, where="codecs", do=do)
-        elif measuring.get("batch_sizes"):
+        check_joint(batch)
+        if batch is None and measuring.get("batch_sizes"):
             message = "batch sizes are measured only to plan batches"
             raise OptionError(message, where="batch_sizes", do='add batch="global"')
         check_max_replans(max_replans)
         _check_measuring(measuring)
 
-    joint = wishes if batch is None else {**wishes, "batch": batch, "min_batch": min_batch}
+    sizing: dict[str, Any] = {}
+    if batch is not None:
+        sizing = {"batch": batch, "min_batch": min_batch}
     if not several_ranks():
         check_arguments()
         _check_classes(memory, [mine])
@@ -289,7 +349,7 @@ def measure_and_plan(
             model, step, batches, precisions, **_with_batch_sizes(measuring, batch, first)
         )
         samples = [samples_in(first)]
-        survey = PlanSurvey.of([mine], [profile], joint, samples)
+        survey = PlanSurvey.of([mine], [profile], wishes, samples, sizing=sizing)
         alone = _Choosing(survey, samples, max_replans)
         measuring.pop("batch_sizes", None)
         while (plan := alone.next) is not None:
@@ -339,7 +399,7 @@ def measure_and_plan(
             classes = meeting.get_all("class", compiling)
             samples = [int(item) for item in meeting.get_all("batch", compiling)]
             profiles = _profiles(meeting, "profile", compiling)
-            survey = PlanSurvey.of(classes, profiles, joint, samples, links)
+            survey = PlanSurvey.of(classes, profiles, wishes, samples, links, sizing)
             choosing = _Choosing(survey, samples, max_replans)
         measuring.pop("batch_sizes", None)
         for index in itertools.count():
@@ -380,7 +440,14 @@ class _Choosing:
         """Solve again from the profiles that ranks corrected by running the last plan."""
         before = self._survey
         self._survey = replace(
-            PlanSurvey.of(before.ranks, profiles, before.wishes, self._samples, before.links),
+            PlanSurvey.of(
+                before.ranks,
+                profiles,
+                before.wishes,
+                self._samples,
+                before.links,
+                before.sizing,
+            ),
             joint=before.joint,
         )
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)

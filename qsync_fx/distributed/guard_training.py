@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -75,6 +75,10 @@ def guard(
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
+_PREFETCHED: Final = 100
+"""Steps after a change of the plan in which loaders may still have batches of the last plan."""
+
+
 class BatchCheck:
     """Comparison of the samples of a rank's steps with the local batch of its plan.
 
@@ -84,6 +88,7 @@ class BatchCheck:
     def __init__(self, model: nn.Module, who: str) -> None:
         self._model, self._who = model, who
         self._samples, self._checked, self._warned = 0, 0, False
+        self._last, self._steps = 0, 0  # local batch of the last plan, steps under this plan
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the samples of a training pass."""
@@ -92,16 +97,19 @@ class BatchCheck:
 
     def stepped(self) -> None:
         """Compare a step. After the first, fewer samples are no fault: an epoch ends."""
-        samples, self._samples = self._samples, 0
+        samples, self._samples, self._steps = self._samples, 0, self._steps + 1
         for options in options_of(self._model):
             planned = None if options.plan is None else local_batch(options.plan.notes)
             if planned is None:
                 continue
             if planned != self._checked:  # the first step of this plan
-                self._checked, self._warned = planned, False
+                self._last, self._checked = self._checked, planned
+                self._steps, self._warned = 0, False
             elif samples <= planned:
                 continue
             if samples in (0, planned) or self._warned:
+                continue
+            if samples == self._last and self._steps < _PREFETCHED:
                 continue
             self._warned = True
             text = f"{self._who}: a step has {samples} samples, but the plan's local batch is "
@@ -149,8 +157,11 @@ class Guard:
             return self
         with contextlib.ExitStack() as stack:
             meeting = stack.enter_context(Meeting(self._compiling, self._silence))
-            settings = str((self._replan and self._replan.hysteresis) or "none")
-            mine = {**agreement.of_model(self._model), "replanning": [settings]}
+            settings = ["none"]
+            if self._replan is not None:
+                samples = "samples stay" if self._replan.sampler is None else "samples move"
+                settings = [str(self._replan.hysteresis), samples]
+            mine = {**agreement.of_model(self._model), "replanning": settings}
             meeting.agree("models and plans", mine)
             stack.enter_context(agreement.compiles_told(meeting))
             if self._model._compiled_call_impl is None:

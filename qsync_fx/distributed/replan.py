@@ -1,7 +1,9 @@
 """Replanning during training, when device speed, free memory or link speed changes.
 
 Rank 0 solves again with the profiles from before training, scaled by the measured changes, and all
-ranks switch plans between the same two steps. Invariant: no rank waits in a collective meanwhile.
+ranks switch plans between the same two steps. If the plan has local batches and replanning has
+their sampler, samples move first: formats change only if that gains more. Invariants: no rank waits
+in a collective meanwhile; the samples of a step stay, so the learning rate stays.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import cattrs
@@ -23,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
-from qsync_fx.allocator.plan_result import PredictedCost
+from qsync_fx.allocator.plan_result import PlanResult, PredictedCost
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.communication.control_group import control
 from qsync_fx.communication.ddp_hook import DdpCompressor, by_plan
 from qsync_fx.distributed.agreement import Meeting
+from qsync_fx.distributed.batch_sampler import DistributedBatchSampler
 from qsync_fx.distributed.drift import (
     Clock,
     Drift,
@@ -41,8 +45,9 @@ from qsync_fx.distributed.drift import (
     drift,
     wins,
 )
-from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan
+from qsync_fx.distributed.fleet_plan import CODECS, FleetConditions, FleetPlan
 from qsync_fx.distributed.memory_use import PeakCheck, free_bytes, held_bytes
+from qsync_fx.distributed.sample_weighted_mean import averages_by_batch
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
@@ -84,22 +89,35 @@ class ReplanCause:
 
 @dataclass(frozen=True)
 class ReplanCosts:
-    """Seconds and variance of a step, operators per format by class, and buckets per codec."""
+    """Seconds and variance of a step, operators per format by class, buckets per codec, and samples
+    per step of each rank by class, if batches are planned.
+    """
 
     seconds: float
     variance: float
     formats: Mapping[str, Mapping[str, int]]
     codecs: Mapping[str, int] = field(default_factory=dict)
+    batches: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, judged: Evaluation, plans: Plans) -> ReplanCosts:
+    def of(
+        cls,
+        judged: Evaluation,
+        plans: Plans,
+        batches: Mapping[str, int] = MappingProxyType({}),
+    ) -> ReplanCosts:
         formats = {name: dict(Counter(requested.values())) for name, requested in plans.items()}
-        return cls(judged.seconds, judged.variance, formats, dict(Counter(judged.codecs)))
+        codecs = dict(Counter(judged.codecs))
+        return cls(judged.seconds, judged.variance, formats, codecs, dict(batches))
 
     def __str__(self) -> str:
         formats = "; ".join(f"{name}: {_counts(by)}" for name, by in self.formats.items())
         text = f"{duration(self.seconds)} per step, variance {self.variance:.4g}; {formats}"
-        return f"{text}; gradient buckets: {_counts(self.codecs)}" if self.codecs else text
+        if self.codecs:
+            text += f"; gradient buckets: {_counts(self.codecs)}"
+        if self.batches:
+            text += f"; samples: {', '.join(f'{n} on {name}' for name, n in self.batches.items())}"
+        return text
 
 
 def _counts(by: Mapping[str, int]) -> str:
@@ -115,6 +133,8 @@ class ReplanReport:
     before: ReplanCosts | None  # of the previous plan under current conditions
     after: ReplanCosts | None = None  # None if the previous plan stays active
     kept: str = ""  # why the previous plan stays active
+    start: tuple[int, int] | None = None  # epoch and step with the first new batches; None: no move
+    formats_stay: bool = False  # whether the new plan has the previous formats and codecs
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,11 +151,15 @@ class ReplanReport:
             text = f"the plan stays active after step {self.step}, although {why}\n"
             now = f"\n  now:    {self.before}" if self.before is not None else ""
             return f"{text}  reason: {self.kept}{now}"
-        return (
-            f"a new plan is active from step {self.step + 1}, because {why}\n"
-            f"  before: {self.before}\n  after:  {self.after}\n"
-            "  the model is recompiled at its next call"
-        )
+        text = f"a new plan is active from step {self.step + 1}, because {why}\n"
+        text += f"  before: {self.before}\n  after:  {self.after}"
+        if not self.formats_stay:
+            text += "\n  the model is recompiled at its next call"
+        if self.start is not None:
+            epoch, step = self.start
+            text += f"\n  samples move from step {step} of the sampler's epoch {epoch} on; "
+            text += "a model that is compiled for one batch size is recompiled once"
+        return text
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -148,6 +172,8 @@ class Replanning(Hysteresis):
     Attributes:
         found: the result of `qsync_fx.distributed.measure_and_plan` that the model trains under.
         compression: the result of `compress(ddp, found)`, required for plans with codecs.
+        sampler: the `DistributedBatchSampler(dataset, found)` of training, if the plan has local
+            batches. Replanning then moves samples between ranks; without it, batches stay.
         free: returns the free bytes of this rank's device, or None if unknown; overrides the
             system's value.
         clock: in seconds; by default wall time, which includes delays by other programs.
@@ -155,6 +181,7 @@ class Replanning(Hysteresis):
 
     found: FleetPlan
     compression: DdpCompressor | None = field(default=None, kw_only=True)
+    sampler: DistributedBatchSampler | None = field(default=None, kw_only=True)
     free: Callable[[], float | None] | None = field(default=None, kw_only=True)
     clock: Clock = field(default=time.perf_counter, kw_only=True)
 
@@ -180,6 +207,11 @@ class Replanning(Hysteresis):
             text = "the plan has gradient codecs, but replanning has no compression that uses them"
             do = "pass the result of qsync_fx.distributed.compress(ddp, found) for this plan"
             raise OptionError(text, where="Replanning(compression=...)", do=do)
+        if self.sampler is not None and self.sampler.batches != _batches(self.found):
+            text = f"the sampler has the batch sizes {list(self.sampler.batches)}, but the plan "
+            text += f"{list(_batches(self.found)) or 'none'}"
+            do = 'plan with batch="global", and pass DistributedBatchSampler(dataset, found)'
+            raise OptionError(text, where="Replanning(sampler=...)", do=do)
 
     @property
     def hysteresis(self) -> Hysteresis:
@@ -199,6 +231,11 @@ class Replanner:
         optimizers: Callable[[], Iterable[Optimizer]],
     ) -> None:
         _check(model, settings.found)
+        if settings.found.batches and settings.sampler is None:
+            _LOG.warning(
+                "the plan has local batches, but replanning has no sampler, so it changes formats "
+                "only; to move samples, pass Replanning(..., sampler=...)"
+            )
         self._model, self._settings, self._meeting, self._peaks = model, settings, meeting, peaks
         self._optimizers = optimizers
         self._device = next(model.parameters()).device
@@ -225,10 +262,17 @@ class Replanner:
         if seconds is not None and predicted is not None:
             room = None if self._window.resting else self._room()
             self._window = self._window.after_step(seconds / predicted, room, patience)
+        sampler = self._settings.sampler
+        if self._steps == 0 and sampler is not None and not averages_by_batch(self._model):
+            text = "replanning may move samples, but gradients are not weighted by samples"
+            do = "call qsync_fx.distributed.average_by_batch(model) before training"
+            raise OptionError(text, where="Replanning(sampler=...)", do=do)
         self._steps += 1
         if self._steps % patience == 0:
             everyones: list[Any] = [None] * self._meeting.world
             mine = self._window.summary(self._settings)
+            if sampler is not None:
+                mine = replace(mine, position=sampler.position)
             distributed.all_gather_object(everyones, mine, group=control())
             result, links = drift(everyones, self.found.ranks), self._links.look()
             if links is not None:
@@ -264,7 +308,8 @@ class Replanner:
         self._planned = {n: size for n, size in planned if size < (self._caps[n] or math.inf)}
         about = f"plan after step {self._steps}"
         if self._meeting.rank == 0:
-            self._meeting.put(about, json.dumps(self._solved(causes)))
+            start = max(summary.position for summary in everyones)
+            self._meeting.put(about, json.dumps(self._solved(causes, start)))
         reported = json.loads(self._meeting.get(about, 0, self._meeting.compiling))
         decided = ReplanReport.from_dict(reported["replanned"])
         if reported["plan"] is None:
@@ -272,43 +317,55 @@ class Replanner:
                 computing = cost.computing and cost.computing * result.paces.get(name, 1.0)
                 self._predicted[name] = replace(cost, computing=computing)
         else:
-            self._switch(ClusterPlan.from_json(reported["plan"]))
+            self._switch(ClusterPlan.from_json(reported["plan"]), decided.start)
         self._links.decided(None)
         self.history.append(decided)
         self._window = StepWindow(resting=self._settings.cooldown)
         _LOG.warning("%s", decided)
 
-    def _switch(self, plan: ClusterPlan) -> None:
+    def _switch(self, plan: ClusterPlan, start: tuple[int, int] | None = None) -> None:
         self.found, self._predicted = self._solution or FleetPlan(plan), _predicted(plan)
         switch_plan(self._model, plan)
         if (compression := self._settings.compression) is not None:
             compression.change(by_plan(plan.codecs, compression.names))
+        if start is not None and self._settings.sampler is not None:
+            self._settings.sampler.change(_batches(self.found), start)
         self._peaks.follow(self._predicted[self._own])
 
-    def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
+    def _solved(self, causes: tuple[ReplanCause, ...], start: tuple[int, int]) -> dict[str, Any]:
+        """Return the decision; `start` is the epoch and step from which batches may change."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
         limits = {name: self._planned.get(name, cap) for name, cap in self._caps.items()}
         memory = {name: size for name, size in limits.items() if size is not None}
-        self._solution, before, after = None, None, None
+        conditions = FleetConditions(self._slowdowns, memory, self._link_times)
+        gain, before, after = self._settings.gain, None, None
+        begins, formats_stay, self._solution = None, False, None
         try:
-            answer = survey.answer(self._slowdowns, memory, self._link_times)
+            problem = survey.problem(conditions)
+            now = evaluate_plan(problem, old.plans, old.evaluation.codecs)
+            before = ReplanCosts.of(now, old.plans, old.batches)
+            if self._settings.sampler is None:
+                answer = survey.answer(conditions)
+            else:
+                survey, answer = survey.move_samples(old, conditions)
+                answer = _with_formats(old, answer, gain)
         except PlanError as error:
             reason = f"there is no feasible plan: {error.what}"
         else:
-            now = evaluate_plan(answer.problem, old.plans, old.evaluation.codecs)
-            fits = not any(name.startswith("memory") for name in now.exceeds(answer.problem))
-            before = ReplanCosts.of(now, old.plans)
-            new, reason = ReplanCosts.of(answer.evaluation, answer.plans), ""
-            gain = self._settings.gain
+            new, reason = ReplanCosts.of(answer.evaluation, answer.plans, answer.batches), ""
+            formats_stay = (answer.plans, answer.codecs) == (old.plans, old.codecs)
+            moves = answer.batches != old.batches
+            fits = not any(name.startswith("memory") for name in now.exceeds(problem))
             costs = (before.seconds, before.variance), (new.seconds, new.variance)
-            if (answer.plans, answer.codecs) == (old.plans, old.codecs):
+            if formats_stay and not moves:
                 reason = "the active plan is still the best one"
             elif not wins(*costs, fits, gain):
                 reason = f"the best new plan gains less than {gain:.0%} of time or variance"
             else:
                 self._solution, after = FleetPlan.of(answer, survey), new
-        decided = ReplanReport(self._steps, causes, before, after, reason)
+                begins = start if moves else None
+        decided = ReplanReport(self._steps, causes, before, after, reason, begins, formats_stay)
         plan = self._solution and self._solution.to_json()
         return {"plan": plan, "replanned": decided.to_dict()}
 
@@ -326,6 +383,22 @@ class Replanner:
                 elif change == "roomy":
                     before, after = self._planned.get(name), summary.allowed or 0.0
                 yield ReplanCause(rank, name, PlanChange(change), before or 0.0, after)
+
+
+def _with_formats(active: PlanResult, result: PlanResult, gain: float) -> PlanResult:
+    """Return a result with the formats and codecs of the active plan, unless its own gain more."""
+    evaluation = evaluate_plan(result.problem, active.plans, active.evaluation.codecs)
+    costs = [(item.seconds, item.variance) for item in (evaluation, result.evaluation)]
+    # Formats of more seconds than allowed stay only if they are slower by less than the gain.
+    allowed = evaluation.exceeds(result.problem).keys() <= {"seconds"}
+    if not allowed or wins(costs[0], costs[1], fits=True, gain=gain):
+        return result
+    return replace(result, plans=active.plans, evaluation=evaluation, bound=None, iterations=())
+
+
+def _batches(plan: ClusterPlan) -> tuple[int, ...]:
+    """Return the samples per step of each rank; () if they are not planned."""
+    return tuple(plan.batches[name] for name in plan.ranks if name in plan.batches)
 
 
 def _predicted(plan: ClusterPlan) -> dict[str, PredictedCost]:

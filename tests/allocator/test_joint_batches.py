@@ -21,7 +21,7 @@ from qsync_fx.options import Options
 from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.predictor.cost_mapper.times import Seconds
 from qsync_fx.predictor.memory import TrainingMemory
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network, Node
 from tests.support.planning.allocation_problems import PlainTimes
 from tests.support.planning.catalog_fleets import of_catalog, symbolic
 from tests.support.planning.drawn_graphs import device
@@ -246,6 +246,11 @@ def test_batches_stay_within_the_request() -> None:
     limited = replace(problem, seconds=seconds)
     answer = replace(joint, min_batch=40).allocate(limited)
     assert min(answer.batches.values()) >= 40
+    # Batches in proportion to speed are below 40 on a T4; the default target is feasible anyway.
+    least = replace(joint, min_batch=40)
+    assert min(DynamicBatches(joint.resized).allocate(problem).batches.values()) < 40
+    target = least.balanced_seconds(problem)
+    assert least.allocate(replace(problem, seconds=target)).fits
     wider = replace(joint, samples=(2048, 4096)).allocate(limited)
     samples = 16 * sum(wider.batches.values())
     assert 2048 <= samples <= 4096
@@ -352,3 +357,15 @@ def test_codecs_are_planned_with_batches() -> None:
     plan = joint.as_plan()
     assert isinstance(plan, ClusterPlan)
     assert plan.codecs and plan.batches
+    devices = {
+        name: replace(device, node=Node(4, 1e6)) for name, device in problem.cluster.devices.items()
+    }
+    inside = find_plan(
+        profiles,
+        replace(problem.cluster, devices=devices),
+        batch="global",
+        codecs=("qsgd8",),
+        inside_codecs=("qsgd8",),
+        **arguments,
+    )
+    assert set(inside.codecs.values()) == {"qsgd8/qsgd8"} and inside.batches

@@ -68,6 +68,56 @@ def test_every_sample_has_one_rank_and_every_rank_all_steps(
         assert (len(member), list(member)) == (steps - first, row[first:])
 
 
+@given(batches=BATCHES, samples=st.integers(0, 200), drop_last=st.booleans(), data=st.data())
+def test_a_change_of_batch_sizes_keeps_the_samples_of_each_step(
+    batches: list[int], samples: int, drop_last: bool, data: st.DataObject
+) -> None:
+    try:
+        members = samplers(samples, batches, drop_last=drop_last)
+        unchanged = samplers(samples, batches, drop_last=drop_last)
+    except OptionError:
+        return
+    steps = len(members[0])
+    changed = data.draw(st.permutations(batches))
+    iterators = [iter(member) for member in members]
+    # Loaders of ranks prefetch different numbers of batches.
+    yielded = [data.draw(st.integers(0, steps)) for _ in members]
+    rows = [list(itertools.islice(it, n)) for it, n in zip(iterators, yielded, strict=True)]
+    start = max(member.position for member in members)
+    assert start == (0, max(yielded))
+    for member, row, iterator in zip(members, rows, iterators, strict=True):
+        member.change(changed, start)
+        row += iterator
+        assert member.batch_size == changed[member.rank]
+        member.set_epoch(1)
+        row += member
+    for member in unchanged:
+        member.set_epoch(0)
+    before = [list(member) for member in unchanged]
+    for row, member in zip(before, unchanged, strict=True):
+        member.set_epoch(1)
+        row += member
+    for step, (parts, others) in enumerate(
+        zip(zip(*rows, strict=True), zip(*before, strict=True), strict=True)
+    ):
+        used, exact = (sorted(itertools.chain(*each)) for each in (parts, others))
+        assert used == exact
+        sizes = changed if step >= start[1] else batches
+        assert [len(part) for part in parts] == shares(len(used), sizes)
+
+
+def test_wrong_changes_of_batch_sizes_are_refused() -> None:
+    member = samplers(31, [3, 2])[0]
+    next(iter(member))
+    for wrong in ([3, 3], [5], [2, 2, 1]):
+        with pytest.raises(OptionError, match="do not replace"):
+            member.change(wrong, (0, 1))
+    with pytest.raises(OptionError, match="step 0 of epoch 0 has its batch already"):
+        member.change([2, 3], (0, 0))
+    member.set_epoch(1, 2)
+    assert member.position == (1, 2) and member.batches == (3, 2)
+
+
 @given(batches=BATCHES, data=st.data())
 def test_shares_are_proportional_to_the_batches(batches: list[int], data: st.DataObject) -> None:
     samples = data.draw(st.integers(len(batches), sum(batches)))

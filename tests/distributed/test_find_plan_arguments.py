@@ -27,7 +27,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
         ({"max_replans": -1}, "cannot be run in -1 rounds"),
         ({"batch": "all"}, "is no range of samples"),
-        ({"batch": "global", "codecs": ["qsgd8"]}, "cannot be planned together"),
+        ({"batch": "global", "codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
         ({"batch": "global", "batch_sizes": [0]}, "is no number of samples"),
         ({"batch_sizes": [2, 4]}, "measured only to plan batches"),
         ({"repeats": 0}, "cannot be measured 0 times"),

@@ -30,6 +30,7 @@ from qsync_fx.distributed.agreement import (
     compiles_told,
     digests,
 )
+from qsync_fx.distributed.fleet_plan import FleetConditions
 from qsync_fx.distributed.rank_liveness import Channel, Failure, StoreLost, has_ended, identity
 from qsync_fx.errors import PlanError
 from tests.support import tiers
@@ -148,7 +149,7 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
     assert plan.survey is not None
     assert plan.answer is not None
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
-    slow = plan.survey.answer({"cpu": 3.0})
+    slow = plan.survey.answer(FleetConditions({"cpu": 3.0}))
     old = plan.answer
     planned = evaluate_plan(old.problem, old.plans, old.evaluation.codecs)
     assert slow.evaluation.seconds == pytest.approx(3 * planned.seconds)
@@ -156,7 +157,7 @@ def test_single_rank_finds_its_plan(tmp_path: Path) -> None:
         plan.answer.evaluation.classes["cpu"].computing
     )
     with pytest.raises(PlanError, match=r"0\.001 MB"):
-        plan.survey.answer(memory={"cpu": 1000.0})
+        plan.survey.answer(FleetConditions(memory={"cpu": 1000.0}))
 
 
 @tiers.ALL

@@ -67,3 +67,18 @@ def test_ranks_plan_their_batches_and_train_with_them(tmp_path: Path) -> None:
     # Both ranks ran their plans with the planned batches, which later plans keep.
     assert first["trials"] == [2]
     assert first["profiles"] == first["again"] == first["answer"] == batches
+
+
+@tiers.ALL
+@pytest.mark.timeout(600)
+def test_ranks_plan_batches_and_codecs_together(tmp_path: Path) -> None:
+    first, second = ranks.results("coded_plan", 2, tmp_path, script="unequal_rank.py", seconds=500)
+    for name in ("batches", "codecs"):
+        assert first[name] == second[name]
+    assert sum(first["batches"].values()) == 16 and min(first["batches"].values()) >= 2
+    assert set(first["codecs"].values()) == {"qsgd8"} and first["note"] == "fp32 qsgd8"
+    for name in ("planned", "unequal"):
+        assert first[name] == second[name], "replicas and gradients are bit-identical"
+        assert first[name]["checks"] == len(first[name]["errors"]) > 1
+        assert max(first[name]["errors"]) < 0.02
+    assert min(first["unequal"]["of ranks"]) > 0.05, "not the mean over ranks"

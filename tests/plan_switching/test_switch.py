@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError
 from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.plan_switching import options_of
 from tests.support import tiers
 from tests.support.compiling.switched import BF16, FP32, INT8, NOT_FOLLOWED, compilations
 from tests.support.models.small_models import Perceptron, assert_equal, build, compiled
@@ -81,6 +82,17 @@ def test_each_plan_is_compiled_once() -> None:
     assert step(Plan.from_json(BF16.to_json())) == 0, "an equal plan"
     assert step(BF16.with_precision("head", "fp32")) == 1
     assert step(INT8) == 0
+
+
+def test_notes_of_an_equal_plan_become_active_without_compilation() -> None:
+    fast, x = compiled(build(Perceptron), plan=INT8), torch.randn(4, 16)
+    noted = Plan(INT8.default, INT8.patterns, INT8.operators, {"local batch": "8"})
+    assert compilations(lambda: fast(x).sum().backward()) == 1
+    for plan in (noted, INT8, noted):
+        qsync_fx.switch_plan(fast, plan)
+        assert compilations(lambda: fast(x).sum().backward()) == 0
+        plans = [options.plan for options in options_of(fast)]
+        assert plans and all(item is not None and item.notes == plan.notes for item in plans)
 
 
 def test_a_uniform_plan_is_the_precision_of_that_name() -> None:

@@ -9,20 +9,31 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import qsync_fx
 from qsync_fx import ClusterPlan
-from qsync_fx.distributed import Replanning, compress, guard
+from qsync_fx.distributed import (
+    DistributedBatchSampler,
+    Replanning,
+    average_by_batch,
+    compress,
+    guard,
+)
+from qsync_fx.distributed.fleet_plan import FleetPlan, PlanSurvey
 from qsync_fx.distributed.memory_use import held_bytes
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.replayer.cluster import Exchange
+from qsync_fx.profiler.batch_interpolation import merge_batch_sizes
 from qsync_fx.profiler.links import link_measurement
-from qsync_fx.profiler.profile import Collective
+from qsync_fx.profiler.profile import Collective, Profile
 from tests.support.communication.compressed_training import refusal
 from tests.support.distributed.guarded_rank import weights
 from tests.support.processes import ranks
@@ -168,6 +179,103 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "ratio": report.ratio,
     }
     return found
+
+
+SAMPLES, EPOCHS = 12 * 512, 5
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(SAMPLES, WIDTH, generator=draw), torch.arange(SAMPLES))
+
+
+def proportional_profile(precisions: list[str]) -> Profile:
+    """Return a profile of several batch sizes whose times are in proportion to the batch."""
+    sizes = 256, 64, 512
+    profiles = [
+        qsync_fx.catalog_profile("t4", network(), loss_of, dataset()[:size][0], precisions)
+        for size in sizes
+    ]
+    links = [Collective("gloo", 2, [(2**10, 1e-9), (2**30, 1e-8)])]
+    return merge_batch_sizes(
+        [
+            replace(
+                profile,
+                runs=[run.at_pace(size / sizes[0]) for run in profiles[0].runs],
+                collectives=links,
+            )
+            for size, profile in zip(sizes, profiles, strict=True)
+        ]
+    )
+
+
+def surveyed(profile: Profile) -> PlanSurvey:
+    """Return the survey of two equal devices."""
+    adjustable = [item.id for item in profile.graph.operators if item.kind == "adjustable"]
+    variance = {operator: {"fp16": 1.0} for operator in adjustable}
+    wishes: dict[str, Any] = {"objective": "hybrid", "budget": None, "target": None}
+    wishes |= {"memory": None, "margin": None, "codecs": (), "inside_codecs": ()}
+    wishes["sensitivity"] = Sensitivity("second_order", "", variance, steps=1)
+    sizing = {"batch": "global", "min_batch": 4}
+    names, profiles = ["fast", "slow"], [profile, profile]
+    return PlanSurvey.of(names, profiles, wishes, [256, 256], sizing=sizing)
+
+
+def planned_batches(rank: int) -> FleetPlan:
+    """Return the plan of two equal devices by predicted times, which training corrects."""
+    text, result = [""], None
+    if rank == 0:
+        survey = surveyed(proportional_profile(["fp32"]))
+        answer = survey.answer()
+        result = FleetPlan.of(answer, survey.at_batches(answer))
+        text = [result.to_json()]
+    torch.distributed.broadcast_object_list(text)
+    return result or FleetPlan(ClusterPlan.from_json(text[0]))
+
+
+def moves(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Slow down rank 1 after some steps; samples move to rank 0.
+
+    The loader of rank 1 prefetches batches in a process, and that of rank 0 does not.
+    """
+    plan, model = planned_batches(rank), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {"plan": plan, "inner_backend": "aot_eager"}
+    slowed = Slowed(torch.compile(model, backend="qsync", options=options))
+    parallel = DistributedDataParallel(slowed)
+    sampler = DistributedBatchSampler(range(SAMPLES), plan)
+    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=rank)
+    result: dict[str, Any] = {"before": dict(plan.batches), "samples": []}
+    other = DistributedBatchSampler(range(SAMPLES), [1, 511])
+    refusal(result, "other batches", lambda: Replanning(plan, sampler=other))
+    # Only a much slower rank replans; the first decision corrects the predicted times.
+    how = Replanning(
+        plan,
+        tolerance=3.0,
+        patience=4,
+        cooldown=8,
+        gain=0.3,
+        clock=time.thread_time,
+        sampler=sampler,
+    )
+    average_by_batch(parallel)
+    step = 0
+    with guard(parallel, check_every=5, replan=how) as training:
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for x, indices in loader:
+                slowed.times = job["times"] if rank == 1 and step >= FROM else 1.0
+                result["samples"].append(indices.tolist())
+                optimizer.zero_grad()
+                loss_of(parallel, x).backward()
+                optimizer.step()
+                step += 1
+    assert training.plan is not None
+    return result | {
+        "after": dict(training.plan.batches),
+        "replanned": [decided.to_dict() for decided in training.replanned],
+        "weights": [p.flatten().tolist() for p in model.parameters()],
+    }
 
 
 def trained(

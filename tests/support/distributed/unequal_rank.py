@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan, PlanError, RankError
 from qsync_fx.distributed import DistributedBatchSampler, average_by_batch, compress, guard
+from qsync_fx.predictor.replayer.cluster import Exchange
+from qsync_fx.profiler.links import link_measurement
+from qsync_fx.profiler.profile import Collective
 from tests.support.processes import ranks
 
 BATCHES = {"fast": 5, "slow": 2}
@@ -130,6 +136,78 @@ def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         sizes = {name: profile.batch_size for name, profile in plan.survey.profiles.items()}
         result["profiles"], result["again"] = sizes, dict(plan.survey.answer().batches)
         result["answer"] = dict(plan.answer.batches)
+    return result
+
+
+def coded_plan(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Plan batches, formats and codecs on slow links, and train an epoch with them.
+
+    Return the error of each mean gradient relative to the exact mean over samples, for the plan and
+    for its codecs with fixed unequal batches.
+    """
+    table = [(16, 1e-3), (2**10, 0.5)]
+    slow_links = {
+        "collectives": [Collective("gloo", 2, table)],
+        "exchanges": [Exchange("point_to_point", "all", 2, table)],
+    }
+    with contextlib.ExitStack() as patches:
+        for name, value in slow_links.items():
+            patches.enter_context(mock.patch.object(link_measurement, name, return_value=value))
+        plan = qsync_fx.distributed.measure_and_plan(
+            network(),
+            loss_of,
+            [dataset()[: (8, 4)[rank]][0]],
+            device_class=["fast", "slow"][rank],
+            precisions=[["fp32"], ["fp32", "bf16"]][rank],
+            codecs=("qsgd8",),
+            objective="fastest",
+            budget=1e9,
+            batch=(16, 16),
+            min_batch=2,
+            batch_sizes=[4, 8],
+            repeats=2,
+            max_replans=1,
+            progress=False,
+        )
+    unequal = ClusterPlan(plan.classes, ranks=plan.ranks, codecs=plan.codecs, batches=BATCHES)
+    result: dict[str, Any] = {"batches": dict(plan.batches), "codecs": dict(plan.codecs)}
+    result["note"] = plan.notes.get("codecs")
+    for name, active in (("planned", plan), ("unequal", unequal)):
+        options: Any = {"plan": active, "inner_backend": "aot_eager"}
+        model = DistributedDataParallel(torch.compile(network(), backend="qsync", options=options))
+        average_by_batch(model)
+        handle = compress(model, active, check_every=1)
+        result[name] = followed(model, DistributedBatchSampler(range(SAMPLES), active))
+        result[name] |= {"weights": values(model), "checks": handle.report().tally.checks}
+    return result
+
+
+def followed(model: nn.Module, sampler: DistributedBatchSampler) -> dict[str, Any]:
+    """Train an epoch; return the errors of its gradients, and those of the mean over ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    everyones = [
+        DistributedBatchSampler(range(SAMPLES), sampler.batches, rank=rank) for rank in range(2)
+    ]
+    result: dict[str, list[float]] = {"errors": [], "of ranks": []}
+    data = dataset()[:][0]
+    for indices, *parts in zip(sampler, *everyones, strict=True):
+        local = network()
+        for copied, p in zip(local.parameters(), model.parameters(), strict=True):
+            copied.data.copy_(p.data)
+        means = []
+        for part in (*parts, [*itertools.chain(*parts)]):
+            local.zero_grad()
+            loss_of(local, data[part]).backward()
+            means.append(torch.tensor(gradients(local)))
+        *of_ranks, exact = means
+        optimizer.zero_grad()
+        loss_of(model, data[indices]).backward()
+        for name, mean in (
+            ("errors", torch.tensor(gradients(model))),
+            ("of ranks", torch.stack(of_ranks).mean(0)),
+        ):
+            result[name].append(float((mean - exact).norm() / exact.norm()))
+        optimizer.step()
     return result
 
 
