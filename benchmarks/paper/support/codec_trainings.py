@@ -2,9 +2,10 @@
 
 A row is the mean over all seeds: final "accuracy" and its standard "deviation", "points" is the
 difference to FP32 in percentage points and "error" its standard error, "each" lists the seeds'
-accuracies, "loss" gives rank 0's mean loss in twentieths of the training, "sent" is the number of
-bytes relative to FP32, and "noise" the squared coding error relative to the squared gradient, from
-every hundredth step.
+accuracies, "loss" gives rank 0's mean loss in twentieths of the training, and "loss above" the mean
+of the last tenth minus FP32's, with its standard error "loss error". "sent" is the number of bytes
+relative to FP32, and "noise" the squared coding error relative to the squared gradient, from every
+hundredth step.
 
 Invariant: all methods of a seed start from the same weights and read the same batches. A completed
 training is cached, and FP32 is always among the methods.
@@ -16,6 +17,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +113,7 @@ class CodecTrainings:
         full: Sequence[dict[str, Any]],
     ) -> dict[str, Any]:
         each = [run["accuracy"] for run in runs]
+        losses = [_final(run) - _final(other) for run, other in zip(runs, full, strict=True)]
         means = {
             name: statistics.fmean(run[name] for run in runs)
             for name in ("sent", "noise")
@@ -125,6 +128,8 @@ class CodecTrainings:
             "deviation": deviation(each),
             **beside(each, [run["accuracy"] for run in full]),
             "each": each,
+            "loss above": statistics.fmean(losses),
+            "loss error": deviation(losses) / math.sqrt(len(losses)),
             **means,
             "loss": [
                 statistics.fmean(part) for part in zip(*(run["loss"] for run in runs), strict=True)
@@ -135,6 +140,12 @@ class CodecTrainings:
         """Return the rows in the order of tasks and methods, without those that no longer exist."""
         places = list(itertools.product(TASKS, self._methods))
         return [self._rows[place] for place in places if place in self._rows]
+
+
+def _final(run: Mapping[str, Any]) -> float:
+    """Return the mean loss of the last tenth of a training, or of all of a short one."""
+    losses = run["loss"]
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def run_rank(job: Mapping[str, Any], install: Install) -> None:
