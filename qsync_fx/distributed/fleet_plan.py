@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from qsync_fx.allocator.api import check_joint, find_plan
+from qsync_fx.allocator.api import check_joint, find_plan, get_allocator
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
@@ -197,8 +197,11 @@ class PlanSurvey:
             for name, part in result.problem.classes.items()
         }
         problem = replace(result.problem, classes=classes)
-        evaluation = evaluate_plan(problem, joint.plans, joint.evaluation.codecs)
-        return replace(joint, problem=problem, evaluation=evaluation, bound=None)
+        try:
+            return replace(get_allocator("milp").allocate(problem), notes=joint.notes)
+        except PlanError:
+            evaluation = evaluate_plan(problem, joint.plans, joint.evaluation.codecs)
+            return replace(joint, problem=problem, evaluation=evaluation, bound=None)
 
 
 def _updated(collective: Collective, links: LinkTimes) -> Collective:
