@@ -56,13 +56,13 @@ class Case:
 
     rates: tuple[str, ...]
     ranks: int = 2
-    ways: tuple[str, ...] = WAYS
+    methods: tuple[str, ...] = WAYS
 
 
 CASES = {
     "1 Gbps": Case((FAST,)),
     "650 Mbps and 1 Gbps": Case((SLOW, FAST)),
-    **{f"{rate} Mbps": Case((f"{rate}mbit",), ways=WAYS[2:]) for rate in (500, 700, 850, 1200)},
+    **{f"{rate} Mbps": Case((f"{rate}mbit",), methods=WAYS[2:]) for rate in (500, 700, 850, 1200)},
     "1 Gbps, 4 ranks": Case((FAST,), 4, (WAYS[0], WAYS[2])),
 }
 
@@ -100,7 +100,7 @@ def main() -> None:
     steps, scale = by_size(options.quick, (3, 0.1), (options.steps, 1.0))
     rows: list[Row] = []
     for name, case in CASES.items():
-        for variant in case.ways:
+        for variant in case.methods:
             row: dict[str, Any] = {"link": name, "way": variant, "ranks": case.ranks}
             if case.ranks == 2:
                 ideal = foreseen(variant, case.rates)
