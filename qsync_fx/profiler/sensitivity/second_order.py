@@ -35,6 +35,10 @@ from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, fl
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, put, tapped
 
+PROBE_BYTES: Final = 4 * 2**30
+"""Most bytes of the derivatives of all draws of a step; steps are repeated until the mean settles.
+"""
+
 
 @dataclass
 class Reach:
@@ -61,7 +65,7 @@ class Reach:
 
 @dataclass
 class SecondOrder:
-    """Method "second_order", with `draws` sign vectors per step.
+    """Method "second_order", with `draws` sign vectors per step, or fewer for a large model.
 
     The errors of an operator directly in front of a gate are known per element (`flipping`). The
     noise of other operators is measured for all gates once, then for `gates` of them per step, by
@@ -91,7 +95,8 @@ class SecondOrder:
         edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
         parameters = list(trained(step.captured.model).values())
-        result = probed(loss, parameters, [*edges, *ends], self.draws, step.generator)
+        draws = max(1, min(self.draws, PROBE_BYTES // max(1, _probe_bytes(taps.seen))))
+        result = probed(loss, parameters, [*edges, *ends], draws, step.generator)
         entries = {gate.name: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
         inputs = [
             _GateInput(gate, _gains(gate, result.gradients[entries[gate.name]], edges, step))
@@ -126,6 +131,12 @@ class SecondOrder:
             keys = [key for key in step.keys if key[0] in taps.unrecorded]
             squares |= Injected().of(step, keys)
         return squares
+
+
+def _probe_bytes(calls: Sequence[OperatorCall]) -> int:
+    """Return the bytes of a draw: derivatives by each tensor of a call and by its gradient."""
+    values = [tapped.value for call in calls for tapped in call.tensors.values()]
+    return 2 * sum(value.nbytes for value in values)
 
 
 KeyErrors = tuple[Sequence[Key], Sequence[Erring]]

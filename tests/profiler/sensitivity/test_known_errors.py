@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qsync_fx.profiler.sensitivity import second_order
 from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
 from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
@@ -102,3 +103,13 @@ def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -
         found, truth = SecondOrder(draws=256).look(now()), MonteCarlo().look(now())
     for key, square in truth.items():
         assert found[key] == pytest.approx(square, rel=0.25), key
+
+
+def test_large_models_have_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_models.build(lambda: stack(nn.GELU))
+    looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
+    with looking.at(0, batches()[0]) as now:
+        few, many = SecondOrder(draws=1).look(now()), SecondOrder(draws=3).look(now())
+        monkeypatch.setattr(second_order, "PROBE_BYTES", 1)
+        limited = SecondOrder(draws=3).look(now())
+    assert limited == few != many
