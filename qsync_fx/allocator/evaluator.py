@@ -389,6 +389,13 @@ class PlanEvaluator:
             available.pop(name, None)
 
 
+def without_peaks(problem: Problem) -> Problem:
+    """Return the problem without peak memory and its limits, which is faster to evaluate."""
+    parts = problem.classes.items()
+    classes = {name: replace(part, memory=None, training=None) for name, part in parts}
+    return replace(problem, classes=classes)
+
+
 def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation:
     """Return the evaluation with peaks added for classes that were evaluated without them."""
     figures = dict(result.classes)

@@ -89,7 +89,7 @@ class MilpSearch:
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
         classes = {
-            name: replace(part, times=CachedTimes(part.times))
+            name: replace(part, times=CachedTimes.of(part.times))
             for name, part in problem.classes.items()
         }
         for name, part in classes.items():
