@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond
+from qsync_fx.allocator.evaluator import (
+    CachedTimes,
+    Evaluation,
+    PeakMemoryEvaluator,
+    PlanEvaluator,
+    beyond,
+    recomputing,
+)
 from qsync_fx.allocator.feasibility import excess
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, uniforms
+from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem, uniforms
 from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.plan_states import states
 
 __all__ = ["DynamicBatches", "Uniform"]
 
@@ -110,11 +119,12 @@ class DynamicBatches:
 
 
 class SizedProblems:
-    """Problem with variable batches; each class and batch is built once."""
+    """Problem with variable batches; classes are built once per batch, peaks evaluated once."""
 
     def __init__(self, problem: Problem, resized: Resized) -> None:
         self.requested, self._resized = problem, resized
         self._parts: dict[tuple[str, int], DeviceClass] = {}
+        self._peaks: dict[object, int | None] = {}
 
     def problem(self, batches: Mapping[str, int]) -> Problem:
         cluster = self.requested.cluster
@@ -131,6 +141,19 @@ class SizedProblems:
             self._parts[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
         return self._parts[key]
 
+    def peak(self, name: str, batch: int, plan: Asked, budget: float = 1.0) -> int | None:
+        """Return the peak memory of a class in bytes; None if it is unknown.
+
+        `budget` is its activation memory budget.
+        """
+        key = name, batch, budget, tuple(plan.items())
+        if key not in self._peaks:
+            part, result = recomputing(self.part(name, batch), budget), None
+            if part.training is not None:
+                result = PeakMemoryEvaluator(part, states(part.graph, plan)).peak_bytes
+            self._peaks[key] = result
+        return self._peaks[key]
+
 
 class _Speeds:
     """Evaluations of the classes of a problem in some formats, by batch."""
@@ -138,26 +161,29 @@ class _Speeds:
     def __init__(self, sized: SizedProblems, formats: Callable[[Problem], Plans]) -> None:
         self._sized, self._formats = sized, formats
         self._before = local_batches(sized.requested)
-        self._evaluators: dict[tuple[str, int], PlanEvaluator] = {}
+        self._seconds: dict[tuple[str, int], float] = {}
 
     def seconds(self, name: str, batch: int) -> float:
         """Return the seconds of a step of a class without communication."""
-        return self._evaluator(name, batch).computing(name)
+        key = name, batch
+        if key not in self._seconds:
+            part, plan = self._sized.part(name, batch), self._plan(name, batch)
+            slowdown = self._sized.requested.cluster.devices[name].slowdown
+            times = CachedTimes.of(part.times)
+            self._seconds[key] = CostMapper(part.graph, times, plan).seconds * slowdown
+        return self._seconds[key]
 
     def fits(self, name: str, batch: int) -> bool:
         """Return whether a step of a class fits into its memory."""
         limit = self._sized.requested.classes[name].memory
         if limit is None:
             return True
-        return not beyond(float(self._evaluator(name, batch).peak(name) or 0), limit)
+        peak = self._sized.peak(name, batch, self._plan(name, batch))
+        return not beyond(float(peak or 0), limit)
 
-    def _evaluator(self, name: str, batch: int) -> PlanEvaluator:
-        key = name, batch
-        if key not in self._evaluators:
-            # The time and memory of one class do not depend on the batches of the others.
-            problem = self._sized.problem({**self._before, name: batch})
-            self._evaluators[key] = PlanEvaluator(problem, self._formats(problem))
-        return self._evaluators[key]
+    def _plan(self, name: str, batch: int) -> Asked:
+        # The time and memory of one class do not depend on the batches of the others.
+        return self._formats(self._sized.problem({**self._before, name: batch}))[name]
 
 
 def local_batches(problem: Problem) -> dict[str, int]:

@@ -225,6 +225,7 @@ class _Search:
     def allow_recomputation(self) -> None:
         """Allow activation memory budgets below 1 from now on."""
         self._levels.allow_recomputation(self._settings.budgets)
+        self._variances.clear()
 
     def evaluate_uniform_plans(self) -> None:
         """Evaluate uniform plans, with the problem's batches and in proportion to speed."""
@@ -392,15 +393,11 @@ class _Search:
             or self._order(evaluation) >= self._order(self.best.evaluation)
         ):
             return evaluation
-        classes = {
-            name: replace(
-                metrics,
-                peak_bytes=self._levels.peak(
-                    name, batches[name], budgets.get(name, 1.0), plans[name]
-                ),
-            )
-            for name, metrics in evaluation.classes.items()
-        }
+        classes = {}
+        for name, metrics in evaluation.classes.items():
+            budget = budgets.get(name, 1.0)
+            peak = self._sized.peak(name, batches[name], plans[name], budget)
+            classes[name] = replace(metrics, peak_bytes=peak)
         evaluation = replace(evaluation, classes=classes)
         self.tried.append(evaluation)
         if not evaluation.exceeds(problem):

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from qsync_fx.allocator.baselines import SizedProblems
 from qsync_fx.allocator.evaluator import (
     CachedTimes,
-    PeakMemoryEvaluator,
     PlanEvaluator,
     beyond,
     evaluate_plan,
@@ -31,11 +30,9 @@ from qsync_fx.allocator.evaluator import (
     recomputing,
 )
 from qsync_fx.allocator.milp.build_and_solve import ClassBound
-from qsync_fx.allocator.milp.format_variables import StateCosts
-from qsync_fx.allocator.milp.neighbour_terms import NeighbourTerms
+from qsync_fx.allocator.milp.format_variables import NeighbourTerms, StateCosts
 from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.problem import Asked, DeviceClass, Problem
-from qsync_fx.predictor.cost_mapper.plan_states import states
 
 Array = NDArray[np.float64]
 Estimate = Literal["lower", "relaxed", "upper"]
@@ -94,7 +91,6 @@ class JointLevels:
         self._levels: dict[str, list[Level]] = {name: [] for name in problem.classes}
         self._level = functools.cache(self._solve_level)
         self._bound = functools.cache(self._class_bound)
-        self._peaks: dict[object, int | None] = {}
         self._least = {
             name: _least_variance(part) * before[name] for name, part in problem.classes.items()
         }
@@ -225,16 +221,6 @@ class JointLevels:
             result[name] = best
         return result
 
-    def peak(self, name: str, batch: int, budget: float, plan: Asked) -> int | None:
-        """Return the peak memory of a class in bytes; None if it is unknown."""
-        key = name, batch, budget, tuple(plan.items())
-        if key not in self._peaks:
-            part, result = self.part(name, batch, budget), None
-            if part.training is not None:
-                result = PeakMemoryEvaluator(part, states(part.graph, plan)).peak_bytes
-            self._peaks[key] = result
-        return self._peaks[key]
-
     def _part(self, name: str, batch: int, budget: float) -> DeviceClass:
         """Return a class with a batch and an activation memory budget."""
         part = recomputing(self.sized.part(name, batch), budget)
@@ -273,7 +259,7 @@ class JointLevels:
     def _fits(self, name: str, batch: int, plan: Asked) -> bool:
         """Return whether a plan of a class fits into its memory without recomputation."""
         limit = self.sized.requested.classes[name].memory
-        return limit is None or not beyond(self.peak(name, batch, 1.0, plan) or 0, limit)
+        return limit is None or not beyond(self.sized.peak(name, batch, plan) or 0, limit)
 
     def _class_bound(self, name: str, batch: int) -> tuple[ClassBound, float]:
         """Return the relaxed program of a class without a limit of the memory, and its weight."""
