@@ -239,7 +239,7 @@ class _Search:
                 self._evaluate(batches, plans(self._sized.problem(batches)))
 
     def solve_equal_batches(self) -> None:
-        """Evaluate the exact plan of the problem's batches, unless its bound is not better."""
+        """Evaluate the exact plan of the problem's batches, unless bounds show it is not better."""
         limit, batches = self._limit(self.problem.seconds, self._samples), self._before
         if self.best is not None:
             seconds, variance = limit, self.problem.variance
@@ -247,17 +247,21 @@ class _Search:
                 seconds = self.best.evaluation.seconds
             else:
                 variance = self.best.evaluation.variance
-            for name, batch in batches.items():
-                self._levels.solve(name, batch, seconds, relaxed=True)
-            costs = (
-                self._levels.costs(name, self._samples, seconds, "lower")[batch]
-                for name, batch in batches.items()
-            )
-            if sum(costs) >= (variance or 0.0):
-                return
-        equal = self._levels.exact(self.problem, _START_GAP)
-        if equal.incumbent is not None:
-            self._evaluate(batches, equal.incumbent.plans)
+            for relaxed in (True, False):
+                for name, batch in batches.items():
+                    self._levels.solve(name, batch, seconds, relaxed)
+                bounds = (
+                    self._levels.costs(name, self._samples, seconds, "lower")[batch]
+                    for name, batch in batches.items()
+                )
+                if sum(bounds) >= (variance or 0.0):
+                    return
+        for problem in (without_peaks(self.problem), self.problem):
+            equal = self._levels.exact(problem, _START_GAP).incumbent
+            if equal is not None:
+                evaluation = self._evaluate(batches, equal.plans)
+                if evaluation is None or self._memory_fits(evaluation):
+                    return
 
     def least_variance(
         self, seconds: float | None, until: float | None = None, relaxed: bool = False

@@ -33,6 +33,7 @@ from qsync_fx.allocator.milp.build_and_solve import ClassBound
 from qsync_fx.allocator.milp.format_variables import NeighbourTerms, StateCosts
 from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.problem import Asked, DeviceClass, Problem
+from qsync_fx.predictor.cost_mapper.times import Schedule
 
 Array = NDArray[np.float64]
 Estimate = Literal["lower", "relaxed", "upper"]
@@ -91,6 +92,7 @@ class JointLevels:
         self._levels: dict[str, list[Level]] = {name: [] for name in problem.classes}
         self._level = functools.cache(self._solve_level)
         self._bound = functools.cache(self._class_bound)
+        self._schedules: dict[str, Schedule] = {}
         self._least = {
             name: _least_variance(part) * before[name] for name, part in problem.classes.items()
         }
@@ -265,7 +267,10 @@ class JointLevels:
         """Return the relaxed program of a class without a limit of the memory, and its weight."""
         problem = self._alone(name, batch, None, None)
         costs = StateCosts(problem.classes[name])
-        evaluator = PlanEvaluator(problem, problem.uniform())
+        others = {n: schedule for n, schedule in self._schedules.items() if n != name}
+        evaluator = PlanEvaluator(problem, problem.uniform(), schedules=others)
+        # Other classes keep their batches, so their schedules stay.
+        self._schedules |= {n: s for n, s in evaluator.schedules().items() if n != name}
         neighbours = NeighbourTerms(problem.classes[name]) if costs.differ else costs
         return ClassBound(problem, evaluator, neighbours), problem.weight(name)
 
