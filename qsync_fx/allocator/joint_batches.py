@@ -240,6 +240,8 @@ class _Search:
 
     def solve_equal_batches(self) -> None:
         """Evaluate the exact plan of the problem's batches, unless bounds show it is not better."""
+        if self._samples not in self._sizes:
+            return
         limit, batches = self._limit(self.problem.seconds, self._samples), self._before
         if self.best is not None:
             seconds, variance = limit, self.problem.variance
@@ -310,10 +312,12 @@ class _Search:
             self.least_variance(None, budget)
         if self.best is None:
             return 0.0
-        lower, share = self._relaxed_seconds(self.best.evaluation.seconds, budget), gap
+        # Limits are for the samples of a step before; all steps now have `_sizes[0]` samples.
+        scale = self._sizes[0] / self._samples
+        lower, share = self._relaxed_seconds(self.best.evaluation.seconds / scale, budget), gap
         undecided = list[float]()
         while not self.stopped:
-            upper = self.best.evaluation.seconds
+            upper = self.best.evaluation.seconds / scale
             if upper - lower <= gap * upper * (1 + TOLERANCE):
                 break
             # Limits that programs do not decide leave a gap, but shorter ones may still be refuted.
@@ -321,17 +325,17 @@ class _Search:
             limit = upper * (1 - gap)
             if upper - shortest > gap * upper:
                 limit = min(limit, shortest / (1 - share))
-            elif not undecided or limit >= min(undecided):
+            elif limit >= min(undecided, default=0.0):
                 break
             if share > gap:
                 limit = min(limit, (upper + shortest) / 2)
             bound = self.least_variance(limit, budget)
             if beyond(bound, budget):
                 lower = max(lower, limit)
-            elif beyond(self.best.evaluation.seconds, limit):
+            elif beyond(self.best.evaluation.seconds / scale, limit):
                 undecided.append(limit)
             share = min(2 * share, 0.5)
-        return lower
+        return lower * scale
 
     def _relaxed_seconds(self, upper: float, budget: float) -> float:
         """Return a limit of the seconds that relaxations refute, by bisection."""
