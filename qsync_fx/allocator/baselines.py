@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond
+from qsync_fx.allocator.evaluator import (
+    CachedTimes,
+    Evaluation,
+    PeakMemoryEvaluator,
+    PlanEvaluator,
+    beyond,
+    recomputing,
+)
 from qsync_fx.allocator.feasibility import excess
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, uniforms
+from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem, uniforms
 from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
+from qsync_fx.predictor.cost_mapper.plan_states import states
 
 __all__ = ["DynamicBatches", "Uniform"]
 
@@ -101,8 +110,8 @@ class DynamicBatches:
         """Return full-precision plans; raise `PlanError` if the batch of a class is unknown."""
         began = time.perf_counter()
         before = local_batches(problem)
-        sized = SizedProblems(problem, self.resized, self.formats)
-        after = _within_memory(sized, before, self.min_batch)
+        sized = SizedProblems(problem, self.resized)
+        after = balanced_batches(sized, self.formats, self.min_batch)
         result = sized.problem(after)
         answer = _best(result, [self.formats(result)], self.name)
         notes = (*answer.notes, *_notes(problem, before, after))
@@ -111,47 +120,71 @@ class DynamicBatches:
 
 
 class SizedProblems:
-    """Problem with variable batches; each class and batch is built and evaluated once."""
+    """Problem with variable batches; classes are built once per batch, peaks evaluated once."""
 
-    def __init__(
-        self, problem: Problem, resized: Resized, formats: Callable[[Problem], Plans] = full
-    ) -> None:
-        self.asked, self._resized, self._formats = problem, resized, formats
-        self._known: dict[tuple[str, int], DeviceClass] = {}
-        self._evaluators: dict[tuple[str, int], PlanEvaluator] = {}
+    def __init__(self, problem: Problem, resized: Resized) -> None:
+        self.requested, self._resized = problem, resized
+        self._parts: dict[tuple[str, int], DeviceClass] = {}
+        self._peaks: dict[object, int | None] = {}
 
     def problem(self, batches: Mapping[str, int]) -> Problem:
-        cluster = self.asked.cluster
+        cluster = self.requested.cluster
         devices = {
             name: replace(device, batch=batches[name]) for name, device in cluster.devices.items()
         }
         classes = {name: self.part(name, batch) for name, batch in batches.items()}
-        return replace(self.asked, classes=classes, cluster=replace(cluster, devices=devices))
+        return replace(self.requested, classes=classes, cluster=replace(cluster, devices=devices))
 
     def part(self, name: str, batch: int) -> DeviceClass:
-        key, before = (name, batch), self.asked.classes[name]
-        if key not in self._known:
+        key, before = (name, batch), self.requested.classes[name]
+        if key not in self._parts:
             result = self._resized(name, batch)
-            self._known[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
-        return self._known[key]
+            self._parts[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
+        return self._parts[key]
+
+    def peak(self, name: str, batch: int, plan: Asked, budget: float = 1.0) -> int | None:
+        """Return the peak memory of a class in bytes; None if it is unknown.
+
+        `budget` is its activation memory budget.
+        """
+        key = name, batch, budget, tuple(plan.items())
+        if key not in self._peaks:
+            part, result = recomputing(self.part(name, batch), budget), None
+            if part.training is not None:
+                result = PeakMemoryEvaluator(part, states(part.graph, plan)).peak_bytes
+            self._peaks[key] = result
+        return self._peaks[key]
+
+
+class _Speeds:
+    """Evaluations of the classes of a problem in some formats, by batch."""
+
+    def __init__(self, sized: SizedProblems, formats: Callable[[Problem], Plans]) -> None:
+        self._sized, self._formats = sized, formats
+        self._before = local_batches(sized.requested)
+        self._seconds: dict[tuple[str, int], float] = {}
 
     def seconds(self, name: str, batch: int) -> float:
         """Return the seconds of a step of a class without communication."""
-        return self._evaluator(name, batch).computing(name)
+        key = name, batch
+        if key not in self._seconds:
+            part, plan = self._sized.part(name, batch), self._plan(name, batch)
+            slowdown = self._sized.requested.cluster.devices[name].slowdown
+            times = CachedTimes.of(part.times)
+            self._seconds[key] = CostMapper(part.graph, times, plan).seconds * slowdown
+        return self._seconds[key]
 
-    def holds(self, name: str, batch: int) -> bool:
-        limit = self.asked.classes[name].memory
+    def fits(self, name: str, batch: int) -> bool:
+        """Return whether a step of a class fits into its memory."""
+        limit = self._sized.requested.classes[name].memory
         if limit is None:
             return True
-        return not beyond(float(self._evaluator(name, batch).peak(name) or 0), limit)
+        peak = self._sized.peak(name, batch, self._plan(name, batch))
+        return not beyond(float(peak or 0), limit)
 
-    def _evaluator(self, name: str, batch: int) -> PlanEvaluator:
-        key = name, batch
-        if key not in self._evaluators:
-            # The time and memory of one class do not depend on the batches of the others.
-            now = self.problem({**local_batches(self.asked), name: batch})
-            self._evaluators[key] = PlanEvaluator(now, self._formats(now))
-        return self._evaluators[key]
+    def _plan(self, name: str, batch: int) -> Asked:
+        # The time and memory of one class do not depend on the batches of the others.
+        return self._formats(self._sized.problem({**self._before, name: batch}))[name]
 
 
 def local_batches(problem: Problem) -> dict[str, int]:
@@ -166,25 +199,32 @@ def local_batches(problem: Problem) -> dict[str, int]:
     return result
 
 
-def _within_memory(sized: SizedProblems, before: Mapping[str, int], least: int) -> dict[str, int]:
-    """Return batches in proportion to speed; the other classes absorb samples that do not fit."""
-    counts = {name: device.count for name, device in sized.asked.cluster.devices.items()}
+def balanced_batches(
+    sized: SizedProblems, formats: Callable[[Problem], Plans], least: int = 1
+) -> dict[str, int]:
+    """Return batches in proportion to speed; the other classes absorb samples that do not fit.
+
+    `formats` returns the plans of a problem, whose speed counts. No batch is below `least`, unless
+    memory limits it.
+    """
+    speeds, before = _Speeds(sized, formats), local_batches(sized.requested)
+    counts = {name: device.count for name, device in sized.requested.cluster.devices.items()}
     left = sum(counts[name] * batch for name, batch in before.items())
     most: dict[str, int] = {}
     while len(most) < len(before):
         free = [name for name in before if name not in most]
-        result = _by_speed(sized, {name: before[name] for name in free}, counts, left, least)
-        full_up = [name for name in free if not sized.holds(name, result[name])]
+        result = _by_speed(speeds, {name: before[name] for name in free}, counts, left, least)
+        full_up = [name for name in free if not speeds.fits(name, result[name])]
         if not full_up:
             return {name: {**most, **result}[name] for name in before}
         for name in full_up:
-            most[name] = _most(sized, name, result[name])
+            most[name] = _most(speeds, name, result[name])
             left -= counts[name] * most[name]
     return {name: most[name] for name in before}
 
 
 def _by_speed(
-    sized: SizedProblems,
+    speeds: _Speeds,
     start: Mapping[str, int],
     counts: Mapping[str, int],
     samples: int,
@@ -196,13 +236,15 @@ def _by_speed(
         if now in visited:
             break
         visited.append(now)
-        speed = {name: batch / sized.seconds(name, batch) for name, batch in now.items()}
+        speed = {name: batch / speeds.seconds(name, batch) for name, batch in now.items()}
         now = _whole(_proportional(speed, counts, samples, least), counts, samples, least)
-    return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
+    return min(
+        visited, key=lambda result: (_off(result, counts, samples), _slowest(speeds, result))
+    )
 
 
-def _slowest(sized: SizedProblems, batches: Mapping[str, int]) -> float:
-    return max(sized.seconds(name, batch) for name, batch in batches.items())
+def _slowest(speeds: _Speeds, batches: Mapping[str, int]) -> float:
+    return max(speeds.seconds(name, batch) for name, batch in batches.items())
 
 
 def _proportional(
@@ -243,12 +285,12 @@ def _off(batches: Mapping[str, int], counts: Mapping[str, int], samples: int) ->
     return abs(sum(counts[name] * batch for name, batch in batches.items()) - samples)
 
 
-def _most(sized: SizedProblems, name: str, batch: int) -> int:
+def _most(speeds: _Speeds, name: str, batch: int) -> int:
     """Return the largest batch below `batch` that fits into memory; 1 if none does."""
     low, high = 1, batch
     while high - low > 1:
         middle = (low + high) // 2
-        if sized.holds(name, middle):
+        if speeds.fits(name, middle):
             low = middle
         else:
             high = middle

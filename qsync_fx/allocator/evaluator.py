@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import sympy
@@ -210,21 +211,28 @@ class PlanEvaluator:
     """Incremental evaluator of plans and codecs.
 
     `buckets` has the indices of the parameters in each gradient bucket. Codecs are FP32 by default.
+    `schedules` has the schedules of some classes under `plans`, if another evaluator has them.
     """
 
-    def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plans: Plans,
+        codecs: Codecs | None = None,
+        schedules: Mapping[str, Schedule] = MappingProxyType({}),
+    ) -> None:
         self.problem = problem
         self._times = {name: CachedTimes.of(item.times) for name, item in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
-        self._schedules: dict[str, Schedule] = {}
+        self._schedules = dict(schedules)
         self._memories: dict[str, PeakMemoryEvaluator] = {}
         self._seen: dict[tuple[str, tuple[StateNames, ...]], PeakMemoryEvaluator] = {}
         self._timeline: Timeline | None = None
         fleet = simulate(self.schedules(), problem.cluster)
-        parameters = next(iter(self._schedules.values())).parameters
+        parameters = self._schedules[next(iter(problem.classes))].parameters
         places = {p.path: index for index, p in enumerate(parameters)}
         # Gradients become ready in the same order under all plans, so that buckets do not change.
         self.buckets: Sequence[Sequence[int]] = [
@@ -387,6 +395,13 @@ class PlanEvaluator:
         self._timeline = None
         for available in (self._states, self._schedules, self._memories):
             available.pop(name, None)
+
+
+def without_peaks(problem: Problem) -> Problem:
+    """Return the problem without peak memory and its limits, which is faster to evaluate."""
+    parts = problem.classes.items()
+    classes = {name: replace(part, memory=None, training=None) for name, part in parts}
+    return replace(problem, classes=classes)
 
 
 def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation:

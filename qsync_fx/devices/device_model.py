@@ -200,6 +200,7 @@ def _check(least: int, **sizes: float) -> None:
             raise DeviceError(message, do=f"use {least} or more")
 
 
+@functools.lru_cache(maxsize=1024)
 def constants(device: Device, unit: str) -> tuple[Device, str]:
     """Return the device and unit whose fitted constants apply to products of `unit`.
 

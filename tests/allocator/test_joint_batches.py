@@ -29,6 +29,11 @@ from tests.support.planning.predicted_models import DrawnTimes
 from tests.support.tiers import ALL, chosen
 
 MEASURED = 3
+brute_force = settings(
+    max_examples=chosen([3], [4], [20])[0],
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 class PerSample(PlainTimes):
@@ -94,11 +99,7 @@ def every_joint_plan(problem: Problem, joint: JointBatches) -> list[Evaluation]:
     return result
 
 
-@settings(
-    max_examples=chosen([3], [4], [20])[0],
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@brute_force
 @given(
     seed=st.integers(0, 10**5).map(lambda number: 14 * number + 2 * (number % 2)),
     tight=st.floats(0.0, 0.15),
@@ -131,11 +132,7 @@ def test_joint_plan_is_that_of_brute_force(
     assert answer.gap <= GAP * (1 + 1e-6)
 
 
-@settings(
-    max_examples=chosen([3], [4], [20])[0],
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@brute_force
 @given(
     seed=st.integers(0, 10**5).map(lambda number: 14 * number + 2 * (number % 2)),
     tight=st.floats(0.0, 0.5),

@@ -17,6 +17,7 @@ from qsync_fx.allocator.milp.linear_program import (
     INFINITY,
     Expression,
     LinearProgram,
+    Relaxation,
     solve_with_fixing,
     total,
 )
@@ -81,9 +82,7 @@ def find(
     elif least == "memory":
         scale = _minimize_memory(program, devices)
     else:
-        scale = THOUSANDTHS / (max(variance.values(), default=0.0) or 1.0)
-        for variable, factor in variance.items():
-            program.costs[variable] += scale * factor
+        scale = _minimize_variance(program, variance)
     if limits.seconds is not None:
         most = THOUSANDTHS * limits.seconds / unit * (1 + TOLERANCE / 2)
         if evaluator.options.open:
@@ -94,9 +93,7 @@ def find(
                 program.row({variable: 1.0}, most=most - device.after)
     for device in devices:
         if (limit := limits.memory.get(device.name)) is not None:
-            for expression in device.live:
-                most = THOUSANDTHS * (1 + TOLERANCE / 2)
-                program.row(total((THOUSANDTHS / limit, expression)), most=most)
+            _limit_memory(program, device, limit)
     if limits.variance is not None and limits.variance < INFINITY:
         size = max([limits.variance, *variance.values()]) or 1.0
         most = THOUSANDTHS * limits.variance / size * (1 + TOLERANCE / 2)
@@ -118,6 +115,54 @@ def find(
         stopped=result.stopped,
         codecs=sends.chosen(values),
     )
+
+
+class ClassBound:
+    """Lower bound of the variance of the only open class of a problem, by limit of the seconds.
+
+    The bound is the LP relaxation of the class's program; its limit of the memory counts only if
+    `memory` has terms.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        evaluator: PlanEvaluator,
+        costs: OperatorCosts,
+        memory: MemoryTerms | None = None,
+    ) -> None:
+        (name,) = problem.open
+        self._unit = max(evaluator.seconds, 1e-12)
+        program = LinearProgram()
+        sends = sending(program, evaluator.options, self._unit)
+        device = device_program(program, problem, evaluator, name, costs, self._unit, memory, sends)
+        self._scale = _minimize_variance(program, device.variance)
+        self._after, self._ready = device.after, device.ready(program)
+        if memory is not None and (limit := problem.classes[name].memory) is not None:
+            _limit_memory(program, device, limit)
+        self._relaxation = Relaxation(program)
+
+    def variance(self, seconds: float) -> float:
+        """Return a lower bound of the variance of plans within a limit; infinite if none fits."""
+        most = THOUSANDTHS * seconds / self._unit * (1 + TOLERANCE / 2) - self._after
+        if most < 0:
+            return INFINITY
+        bound = self._relaxation.lower_bound(dict.fromkeys(self._ready, min(most, INFINITY)))
+        return max(bound / self._scale, 0.0)
+
+
+def _limit_memory(program: LinearProgram, device: DeviceProgram, limit: float) -> None:
+    for expression in device.live:
+        most = THOUSANDTHS * (1 + TOLERANCE / 2)
+        program.row(total((THOUSANDTHS / limit, expression)), most=most)
+
+
+def _minimize_variance(program: LinearProgram, variance: Expression) -> float:
+    """Make the variance the objective; return its scale."""
+    scale = THOUSANDTHS / (max(variance.values(), default=0.0) or 1.0)
+    for variable, factor in variance.items():
+        program.costs[variable] += scale * factor
+    return scale
 
 
 def _minimize_seconds(

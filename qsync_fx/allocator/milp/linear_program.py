@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import highspy
@@ -166,7 +167,7 @@ class LinearProgram:
 
         `start` has values for a warm start. `relaxed` solves the LP relaxation.
         """
-        highs = self._highs(relaxed, fixed or {})
+        highs = self.highs(relaxed, fixed or {})
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", float(seconds))
         if relaxed:
@@ -193,7 +194,7 @@ class LinearProgram:
         bound = min(objective, float(info.mip_dual_bound))
         return LpSolution(values, objective, bound, False, stopped)
 
-    def _highs(self, relaxed: bool, fixed: Values) -> highspy.Highs:
+    def highs(self, relaxed: bool, fixed: Values = MappingProxyType({})) -> highspy.Highs:
         """Return a HiGHS instance with the program; see `solve`."""
         highs: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
@@ -218,6 +219,31 @@ class LinearProgram:
             problem.integrality_ = [kinds[full] for full in self.whole]
         highs.passModel(problem)
         return highs
+
+
+class Relaxation:
+    """LP relaxation of a program, solved from its last basis after changes of upper bounds."""
+
+    def __init__(self, program: LinearProgram) -> None:
+        self._highs = program.highs(relaxed=True)
+        # Presolve would discard the basis.
+        self._highs.setOptionValue("presolve", "off")
+
+    def lower_bound(self, upper: Values) -> float:
+        """Return a lower bound of the program with other upper bounds of some variables.
+
+        It is infinite if the relaxation is infeasible.
+        """
+        for variable, value in upper.items():
+            self._highs.changeColBounds(variable, 0.0, value)
+        self._highs.run()
+        status, states = self._highs.getModelStatus(), highspy.HighsModelStatus
+        if status == states.kInfeasible:
+            return INFINITY
+        if status != states.kOptimal:
+            return -INFINITY
+        objective = float(self._highs.getInfo().objective_function_value)
+        return objective - _SLACK * abs(objective)
 
 
 def solve_with_fixing(

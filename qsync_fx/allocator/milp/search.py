@@ -25,9 +25,8 @@ from qsync_fx.allocator.codec_choice import Codecs
 from qsync_fx.allocator.evaluator import TOLERANCE, CachedTimes, Evaluation, PlanEvaluator
 from qsync_fx.allocator.milp.build_and_solve import Constraints, Solution, find, together
 from qsync_fx.allocator.milp.device_program import MemoryTerms
-from qsync_fx.allocator.milp.format_variables import OperatorCosts, StateCosts
+from qsync_fx.allocator.milp.format_variables import NeighbourTerms, OperatorCosts, StateCosts
 from qsync_fx.allocator.milp.linearized_memory import LinearizedMemory
-from qsync_fx.allocator.milp.neighbour_terms import NeighbourTerms
 from qsync_fx.allocator.milp.saved_tensors_bound import SavedTensorsBound
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, SolverIteration
 from qsync_fx.allocator.problem import Plans, Problem, uniforms
@@ -89,7 +88,7 @@ class MilpSearch:
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
         classes = {
-            name: replace(part, times=CachedTimes(part.times))
+            name: replace(part, times=CachedTimes.of(part.times))
             for name, part in problem.classes.items()
         }
         for name, part in classes.items():

@@ -211,7 +211,7 @@ class ModelGraph:
 
         return sized(self, sizes)
 
-    @property
+    @functools.cached_property
     def symbols(self) -> frozenset[str]:
         """Names of its symbolic sizes."""
         from qsync_fx.predictor.model.symbolic_sizes import symbols

@@ -8,6 +8,7 @@ read and never evaluated as code. Invariant: `read(written(size)) == size` for a
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -164,7 +165,7 @@ def symbols(graph: ModelGraph) -> frozenset[str]:
 
 def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     """Return the model with numbers for the named symbolic sizes."""
-    available = symbols(graph)
+    available = graph.symbols
     for name, number in value.items():
         if name not in available:
             do = "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
@@ -179,11 +180,15 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     def size(before: Size) -> Size:
         return now.get(before, before)
 
+    @functools.cache
+    def shaped(text: str) -> str:
+        return _shaped(text, value)
+
     values = [replace(v, numel=size(v.numel), fixed=size(v.fixed)) for v in graph.values]
     operators = []
     for operator in graph.operators:
         costs = {state: before.each(size) for state, before in operator.costs.items()}
-        operators.append(replace(operator, shape=_shaped(operator.shape, value), costs=costs))
+        operators.append(replace(operator, shape=shaped(operator.shape), costs=costs))
     return replace(graph, values=tuple(values), operators=tuple(operators))
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx import PlanError
 from qsync_fx.allocator import PlanEvaluator, PlanNoteKind, Problem
-from qsync_fx.allocator.milp import neighbour_terms
+from qsync_fx.allocator.milp import format_variables
 from qsync_fx.allocator.milp.linear_program import LinearProgram
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.milp.search import MilpSearch
@@ -169,7 +169,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
         near += incumbent.evaluation.variance <= best * 1.5
         bounds = []
         for columns in (0, 10**9):
-            monkeypatch.setattr(neighbour_terms, "COLUMNS", columns)
+            monkeypatch.setattr(format_variables, "COLUMNS", columns)
             search.compute_lower_bound()
             bound = search.state.lower_bound
             assert bound is not None
