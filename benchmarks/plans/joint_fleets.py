@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
 from benchmarks.plans.fleets import CatalogProfile, at_batch, symbolic
-from benchmarks.plans.trained_sensitivity import FOLDER, SAMPLES, TARGETS, measured, trained
-from benchmarks.support.harness import Row, arguments, by_size, finish, folder, selected, write_json
+from benchmarks.plans.trained_sensitivity import FOLDER_OPTION, TARGETS, trained_sensitivity
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
 
 COUNT: Final = 16
 AMPERE: Final = (8, 0)
@@ -113,7 +113,7 @@ class Models:
         profiles: dict[str, Any] = {}
         for name in names:
             graph = at_batch(self.graph(name), self.case.batch)
-            sensitivity = self._sensitivities[kind(name)].at_batch(SAMPLES, self.case.batch)
+            sensitivity = self._sensitivities[kind(name)]
             profiles[name] = CatalogProfile(graph, name, sensitivity, formats(name))
         wishes = PlanRequest(
             memory={fleet.training: "100%", fleet.inference: fleet.memory}, target=float("inf")
@@ -223,19 +223,14 @@ def main() -> None:
     options = arguments(
         __doc__,
         only={"help": "models whose names begin so", "default": None},
-        folder={"type": folder, "default": FOLDER, "help": "sensitivities of trained models"},
+        folder=FOLDER_OPTION,
     )
     rows: list[Row] = []
     cases = selected(options, by_size(options.quick, {"bert": QUICK["bert"]}, CASES))
     for name, case in cases.items():
-        if options.quick:
-            model, _ = trained(case, 2)
-            sensitivities = {target: measured(model, case, 1, target) for target in TARGETS}
-        else:
-            files = {target: Path(options.folder) / f"{name}.{target}.json" for target in TARGETS}
-            if missing := [path for path in files.values() if not path.exists()]:
-                raise SystemExit(f"{missing[0]} is missing: run trained_sensitivity.py first")
-            sensitivities = {target: Sensitivity.load(path) for target, path in files.items()}
+        sensitivities = {
+            target: trained_sensitivity(name, case, target, options) for target in TARGETS
+        }
         models = Models(case, sensitivities)
         for fleet in by_size(options.quick, ["V100 + T4"], [*FLEETS]):
             began = time.perf_counter()

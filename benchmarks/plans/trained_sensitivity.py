@@ -1,10 +1,10 @@
 """Sensitivities of the simulated fleets' models, each trained on real data before.
 A model of plans/fleet_models.py is trained with AdamW on small samples, and its sensitivity is then
 measured by "second_order" on samples of the fleet's size, in the formats of a T4 and of an L4. The
-sensitivities are written to --folder, from which joint_fleets.py reads them. Columns: "loss" is the
-mean of the first and "trained loss" of the last tenth of the steps; "variance fp16", and so on, are
-variances of the uniform plans, "noise" is the exact gradient's variance between batches; "seconds"
-is the duration of training and measurement.
+sensitivities are written to --folder, from which joint_fleets.py reads them.
+Columns: "loss" is the mean of the first and "trained loss" of the last tenth of the steps;
+"variance fp16", and so on, are variances of the uniform plans, "noise" is the exact gradient's
+variance between batches; "seconds" is the duration of training and measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from benchmarks.support.harness import Row, arguments, by_size, finish, folder, 
 
 TARGETS = {"t4": ("fp16", "int8"), "l4": ("tf32", "bf16", "int8")}
 """Formats of the devices for which a sensitivity is measured."""
-FOLDER = "runs/sensitivities"
+FOLDER_OPTION: dict[str, Any] = {
+    "type": folder,
+    "default": "runs/sensitivities",
+    "help": "folder with the sensitivities of the trained models (%(default)s)",
+}
 BATCH = 32
 SAMPLES, STEPS = 2, 4
 """Samples of a step of the measurement, and its number of steps."""
@@ -64,12 +68,25 @@ def measured(model: nn.Module, case: Case, steps: int, target: str = "t4") -> qs
     )
 
 
+def trained_sensitivity(name: str, case: Case, target: str, options: Any) -> qsync_fx.Sensitivity:
+    """Return a trained model's sensitivity for the batches of a fleet.
+
+    It is read from `options.folder`; with --quick, the model is trained for two steps instead.
+    """
+    if options.quick:
+        return measured(trained(case, 2)[0], case, 1, target).at_batch(SAMPLES, case.batch)
+    path = Path(options.folder) / f"{name}.{target}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run trained_sensitivity.py --only {name} first")
+    return qsync_fx.Sensitivity.load(path).at_batch(SAMPLES, case.batch)
+
+
 def main() -> None:
     options = arguments(
         __doc__,
         only={"help": "models whose names begin so", "default": None},
-        steps={"type": int, "default": 200, "help": f"steps of {BATCH} samples"},
-        folder={"type": folder, "default": FOLDER, "help": "where they are written"},
+        steps={"type": int, "default": 200, "help": f"steps of {BATCH} samples (%(default)s)"},
+        folder=FOLDER_OPTION,
     )
     rows: list[Row] = []
     for name, case in selected(options, by_size(options.quick, QUICK, CASES)).items():
