@@ -1,10 +1,10 @@
 """Sensitivities of the simulated fleets' models, each trained on real data before.
 A model of plans/fleet_models.py is trained with AdamW on small samples, and its sensitivity is then
 measured by "second_order" on samples of the fleet's size, in the formats of a T4 and of an L4. The
-sensitivities are written to --folder, from which joint_fleets.py reads them.
-Columns: "loss" is the mean of the first and "trained loss" of the last tenth of the steps;
-"variance fp16", and so on, are variances of the uniform plans, "noise" is the exact gradient's
-variance between batches; "seconds" is the duration of training and measurement.
+sensitivities are written to --folder, from which joint_fleets.py reads them. Columns: "loss" is the
+mean of the first and "trained loss" of the last tenth of the steps; "variance fp16", and so on, are
+variances of the uniform plans, "noise" is the exact gradient's variance between batches; "seconds"
+is the duration of training and measurement.
 """
 
 from __future__ import annotations
