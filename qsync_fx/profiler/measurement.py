@@ -408,10 +408,11 @@ def time_plans(
     with without_training(first.module, first.optimizer), compiling() as compile_under:
         timed = [session.timed_plans(formats, requested, repeats) for session in sessions]
         if first.progress:
-            cost = costs(timed)
-            cost += sensitivity_costs(timed[0].visited, sensitivity, len(formats))
+            visited = [item.visited for item in timed]
+            cost = costs(visited, len(timed[0].plans), [item.rounds for item in timed])
+            cost += sensitivity_costs(visited[0], sensitivity, len(formats))
             if joint_steps:
-                cost += sending_costs(timed[0].visited, ranks())
+                cost += sending_costs(visited[0], ranks())
             print(f"qsync: {cost}", file=sys.stderr, flush=True)
         compilations = sum(len(item.plans) for item in timed)
         with shown_progress("compiling", compilations, first.progress) as advance:
@@ -533,18 +534,17 @@ def sensitivity_seconds(observed: ObservedStep, name: str, formats: int) -> tupl
     return LEAST * each, STEPS * each
 
 
-def costs(timed: Sequence[TimedPlans]) -> str:
-    """Return the cost of measuring plans at each batch size."""
-    plans, seconds = len(timed[0].plans), [0.0, 0.0]
-    for item in timed:
-        passes = step_count(plans, item.rounds) * item.visited.seconds.full
-        estimate = estimated_seconds(item.visited, plans, passes)
+def costs(observed: Sequence[ObservedStep], plans: int, rounds: Sequence[int]) -> str:
+    """Return the cost of measuring plans at each batch size, in its number of rounds."""
+    count, seconds = len(observed), [0.0, 0.0]
+    steps = [step_count(plans, number) for number in rounds]
+    for item, number in zip(observed, steps, strict=True):
+        estimate = estimated_seconds(item, plans, number * item.seconds.full)
         seconds = [total + value for total, value in zip(seconds, estimate, strict=True)]
-    sizes = f" with {many(len(timed), 'batch size')}" if len(timed) > 1 else ""
-    steps = sum(step_count(plans, item.rounds) for item in timed)
+    sizes = f" with {many(count, 'batch size')}" if count > 1 else ""
     return (
-        f"measuring {timed[0].visited.model.name} under {many(plans, 'plan')}{sizes}: "
-        f"{many(plans * len(timed), 'compilation')} and {steps} steps, {_about(seconds)}"
+        f"measuring {observed[0].model.name} under {many(plans, 'plan')}{sizes}: "
+        f"{many(plans * count, 'compilation')} and {sum(steps)} steps, {_about(seconds)}"
     )
 
 

@@ -54,8 +54,8 @@ def test_difference_is_named_on_every_rank(tmp_path: Path) -> None:
         "rank 1: gradient_as_bucket_view=True; rank 0: gradient_as_bucket_view=False"),
         ("plan", "plan for the cluster", "rank 1: "),
         ("replanning", "replanning",
-        "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02, links=0.5); "
-"rank 0: none"),
+        "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02, links=0.5), "
+"samples stay; rank 0: none"),
         ("batch", "batch", "float32 of 2 dimensions, 3 samples; rank 0:"),
     ):  # fmt: skip
         assert ours[name]["rank"] == 1

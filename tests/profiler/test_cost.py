@@ -25,7 +25,10 @@ def _seconds(words: str) -> float:
 
 
 def test_cost_is_logged_with_and_without_cached_code(seen: ObservedStep) -> None:
-    text = costs(seen, 6, 7)
+    assert " 6 plans with 2 batch sizes: 12 compilations and 252 steps" in costs(
+        [seen, seen], 6, [7, 5]
+    )
+    text = costs([seen], 6, [7])
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
     found = re.search(r"about (.+) with the compiled code in torch's caches, (.+) without$", text)
     assert found is not None
