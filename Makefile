@@ -107,7 +107,7 @@ $(STAMP): $(DEMO_STAMP)
 	@touch $@
 
 # Without the Debian package, the demo uses smaller data from scikit-learn.
-demo: $(DEMO_STAMP) ## measure two unequal ranks, find a plan and train a ResNet under it (5 to 8 minutes the first time)
+demo: $(DEMO_STAMP) ## measure two unequal ranks, find a plan and train a ResNet under it (5 to 10 minutes the first time)
 	@if [ ! -d /usr/share/datasets/fashion-mnist ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "demo: fetching Fashion-MNIST"; \
 	  install="timeout 120 apt-get install -y -q -o DPkg::Lock::Timeout=30 dataset-fashion-mnist"; \
