@@ -108,7 +108,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
 def _rounds(job: Job, images: data.Data) -> int:
     """Return the runs of each plan in the profile, the same on both ranks.
 
-    There are fewer if a step takes long, and half as many if two batch sizes are measured.
+    There are fewer if steps are slow, and half as many if two batch sizes are measured.
     """
     model, _ = fresh(job, images)
     step, batch, seconds = step_of(images), next(batches(job, images, 0)), 0.0

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan, PlanError, RankError
 from qsync_fx.distributed import DistributedBatchSampler, average_by_batch, compress, guard
+from qsync_fx.distributed.fleet_plan import FleetPlan
 from qsync_fx.predictor.replayer.cluster import Exchange
 from qsync_fx.profiler.links import link_measurement
 from qsync_fx.profiler.profile import Collective
@@ -101,14 +102,12 @@ def unplanned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure, plan batches and formats, and train an epoch with the planned batches."""
-    model: Any = network()
-    x = dataset()[:][0]
-    plan = qsync_fx.distributed.measure_and_plan(
+def measured_plan(model: nn.Module, rank: int, **request: Any) -> FleetPlan:
+    """Measure two batch sizes and plan the batches of a fast and a slow rank."""
+    return qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
-        [x[: (8, 4)[rank]]],
+        [dataset()[: (8, 4)[rank]][0]],
         device_class=["fast", "slow"][rank],
         precisions=[["fp32"], ["fp32", "bf16"]][rank],
         batch=(16, 16),
@@ -117,7 +116,14 @@ def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         repeats=2,
         max_replans=1,
         progress=False,
+        **request,
     )
+
+
+def planned(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Measure, plan batches and formats, and train an epoch with the planned batches."""
+    model: Any = network()
+    plan = measured_plan(model, rank)
     options: Any = {"plan": plan, "inner_backend": "aot_eager"}
     model = DistributedDataParallel(torch.compile(model, backend="qsync", options=options))
     average_by_batch(model)
@@ -153,22 +159,7 @@ def coded_plan(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as patches:
         for name, value in slow_links.items():
             patches.enter_context(mock.patch.object(link_measurement, name, return_value=value))
-        plan = qsync_fx.distributed.measure_and_plan(
-            network(),
-            loss_of,
-            [dataset()[: (8, 4)[rank]][0]],
-            device_class=["fast", "slow"][rank],
-            precisions=[["fp32"], ["fp32", "bf16"]][rank],
-            codecs=("qsgd8",),
-            objective="fastest",
-            budget=1e9,
-            batch=(16, 16),
-            min_batch=2,
-            batch_sizes=[4, 8],
-            repeats=2,
-            max_replans=1,
-            progress=False,
-        )
+        plan = measured_plan(network(), rank, codecs=("qsgd8",), objective="fastest", budget=1e9)
     unequal = ClusterPlan(plan.classes, ranks=plan.ranks, codecs=plan.codecs, batches=BATCHES)
     result: dict[str, Any] = {"batches": dict(plan.batches), "codecs": dict(plan.codecs)}
     result["note"] = plan.notes.get("codecs")
