@@ -151,10 +151,10 @@ def coded_plan(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     Return the error of each mean gradient relative to the exact mean over samples, for the plan and
     for its codecs with fixed unequal batches.
     """
-    table: list[tuple[float, float]] = [(16, 1e-3), (2**10, 0.5)]
+    table = [(16, 1e-3), (2**10, 0.5)]
     slow_links = {
         "collectives": [Collective("gloo", 2, table)],
-        "exchanges": [Exchange("point_to_point", "all", 2, table)],
+        "exchanges": [Exchange("point_to_point", "all", 2, [*table])],
     }
     with contextlib.ExitStack() as patches:
         for name, value in slow_links.items():
