@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import bucket as geometry
+from qsync_fx.communication import bucket as geometry, point_to_point
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
 from qsync_fx.communication.collective import Collective
@@ -217,7 +217,7 @@ class Reducer:
         """Send this rank's shards to all, and write the shards of all ranks into `flats`."""
         parts = [bucket.parts(owner) for owner in range(len(self.members))]
         incoming = [
-            IncomingMessages(chunks_of(bucket.pieces, item), [owner], _cut(flats, item), add)
+            IncomingMessages(self._chunks(bucket, item), [owner], _cut(flats, item), add)
             for owner, item in enumerate(parts)
         ]
         mine = self._message(bucket, shards, parts[self.own], summed=True)
@@ -235,8 +235,16 @@ class Reducer:
     ) -> OutgoingMessage:
         both = zip(bucket.pieces, parts, strict=True)
         residuals = [self.state.residual(piece, part, summed) for piece, part in both]
-        chunks = chunks_of(bucket.pieces, parts)
-        return OutgoingMessage(chunks, parts, values, residuals, summed)
+        return OutgoingMessage(self._chunks(bucket, parts), parts, values, residuals, summed)
+
+    def _chunks(self, bucket: Bucket, parts: Sequence[slice]) -> list[Chunk]:
+        most, limit = point_to_point.VALUES, self.transport.chunk_bytes
+        if limit is not None:
+            sizes = [part.stop - part.start for part in parts]
+            both = zip(bucket.pieces, sizes, strict=True)
+            nbytes = sum(piece.codec.nbytes(size) for piece, size in both)
+            most = min(most, limit * sum(sizes) // max(nbytes, 1))
+        return chunks_of(bucket.pieces, parts, max(most, 1))
 
     def _exchange(
         self,

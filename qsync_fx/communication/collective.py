@@ -1,8 +1,9 @@
 """Exchange of coded gradients by collectives of the device's backend, such as NCCL.
 
-A bucket's reduce-scatter is an all-to-all, its all-gather an all-gather, one for each chunk, of
-coded bytes that stay in the memory of the device. Headers travel over a gloo group at the end of a
-step. Invariant: between two ends of a step, the host does not wait for the device.
+A bucket's reduce-scatter is an all-to-all, its all-gather an all-gather (between two ranks an
+all-to-all), one for each chunk, of coded bytes that stay in the memory of the device. Headers
+travel over a gloo group at the end of a step. Invariant: between two ends of a step, the host does
+not wait for the device.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ class Collective:
     device: torch.device
     name: str = field(default=COLLECTIVE, init=False)
     on_device: bool = field(default=True, init=False)
+    chunk_bytes: int | None = field(init=False)
     _memory: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
     _sent: list[list[MessageHeader]] = field(init=False)  # by receiver, since the last check
     _expected: list[list[tuple[str, MessageHeader]]] = field(init=False)  # by sender
 
     def __post_init__(self) -> None:
+        # gloo runs two collectives at once, and each uses one direction of a link after the other,
+        # so that a link idles for the time of a chunk. Smaller chunks cost more processor time.
+        self.chunk_bytes = 2**20 if self.device.type == "cpu" else None
         self._forget()
 
     def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:
@@ -61,13 +66,16 @@ class Collective:
         result = CollectiveTransfer(self, header, about, messages=world)
         for number in range(max(map(len, sizes))):
             sent = _chunk(sizes, number)
-            received = [sent[self.own]] * world
-            source = self._buffer("send", number, sum(sent))
-            target = self._buffer("receive", number, sum(received))
-            start = partial(distributed.all_to_all_single, target, source, received, sent)
-            chunks = torch.split(source, sent), torch.split(target, received)
-            result.add(*chunks, start if any(sent) else None)
-            result.nbytes += sum(sent) - sent[self.own]
+            mine = self._buffer("own", number, sent[self.own])
+            source, to = self._peers("send", number, sent)
+            target, by = self._peers("receive", number, [sent[self.own]] * world)
+            start = partial(distributed.all_to_all_single, target, source, by, to)
+            outgoing, incoming = (
+                [mine if index == self.own else part for index, part in enumerate(parts)]
+                for parts in (torch.split(source, to), torch.split(target, by))
+            )
+            result.add(outgoing, incoming, start if sum(to) + sum(by) else None)
+            result.nbytes += sum(to)
         return result
 
     def gather(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:
@@ -76,16 +84,35 @@ class Collective:
         result = CollectiveTransfer(self, header, about, messages=1)
         for number in range(max(map(len, sizes))):
             received = _chunk(sizes, number)
-            # In an all-gather, each rank sends equally many bytes.
-            width = max(received)
-            source = self._buffer("send", number, width)
-            target = self._buffer("receive", number, width * world)
-            start = partial(ALL_GATHER, target, source)
-            slots = target.view(world, width).unbind()
-            chunks = [slot[:size] for slot, size in zip(slots, received, strict=True)]
-            result.add([source[: received[self.own]]], chunks, start if width else None)
-            result.nbytes += width * (world - 1)
+            add = self._add_exchange if world == 2 else self._add_all_gather
+            add(result, number, received)
         return result
+
+    def _add_exchange(
+        self, result: CollectiveTransfer, number: int, received: Sequence[int]
+    ) -> None:
+        # Between two ranks this is an all-gather without padding, and gloo's all-gather copies
+        # all bytes once more.
+        mine = self._buffer("own", number, received[self.own])
+        target, by = self._peers("receive", number, received)
+        to = [0 if index == self.own else mine.numel() for index in range(len(received))]
+        start = partial(distributed.all_to_all_single, target, mine, by, to)
+        incoming = [mine if index == self.own else target for index in range(len(received))]
+        result.add([mine], incoming, start if any(received) else None)
+        result.nbytes += mine.numel()
+
+    def _add_all_gather(
+        self, result: CollectiveTransfer, number: int, received: Sequence[int]
+    ) -> None:
+        # In an all-gather, each rank sends equally many bytes.
+        width, world = max(received), len(received)
+        source = self._buffer("send", number, width)
+        target = self._buffer("receive", number, width * world)
+        start = partial(ALL_GATHER, target, source)
+        slots = target.view(world, width).unbind()
+        chunks = [slot[:size] for slot, size in zip(slots, received, strict=True)]
+        result.add([source[: received[self.own]]], chunks, start if width else None)
+        result.nbytes += width * (world - 1)
 
     def faults(self) -> Sequence[HeaderFault]:
         """Exchange the headers of the step over the CPU; return those that do not match."""
@@ -116,6 +143,11 @@ class Collective:
         rank, world = distributed.get_rank(self.control), distributed.get_world_size(self.control)
         text = f"rank {rank} cannot exchange {about} by {self}: {reason}"
         settle(self.control, rank, world, step, StepOutcome([text]))
+
+    def _peers(self, role: str, number: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return memory for messages of all members but this one, and their sizes."""
+        peers = [0 if index == self.own else size for index, size in enumerate(sizes)]
+        return self._buffer(role, number, sum(peers)), peers
 
     def _buffer(self, role: str, number: int, nbytes: int) -> Tensor:
         # The work of one exchange is queued before the next one writes to the same buffers.

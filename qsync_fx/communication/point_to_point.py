@@ -115,11 +115,8 @@ class Chunk:
         return slice(run.wire.start - begin, run.wire.stop - begin)
 
 
-def chunks_of(
-    pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None
-) -> list[Chunk]:
+def chunks_of(pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int) -> list[Chunk]:
     """Return the chunks of at most `most` values of a message with these parts of parameters."""
-    most = most or VALUES
     result: list[Chunk] = []
     runs: list[Run] = []
     begin, end, room = 0, HEADER, most
@@ -172,6 +169,7 @@ class PointToPoint:
     device: torch.device = CPU  # of the gradients
     name: str = field(default=POINT_TO_POINT, init=False)
     on_device: bool = field(default=False, init=False)
+    chunk_bytes: int | None = field(default=None, init=False)
     _memory: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
 
     def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> PointToPointTransfer:

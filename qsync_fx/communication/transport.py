@@ -76,6 +76,10 @@ class Transport(Protocol):
     def on_device(self) -> bool:
         """Whether messages are in the memory of the device of the gradients."""
 
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Most bytes of a chunk on average; None: only `point_to_point.VALUES` limits chunks."""
+
     def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> Transfer:
         """Start to send message i to member i; all messages to member i have `sizes[i]`.
 

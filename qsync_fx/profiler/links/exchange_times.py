@@ -48,15 +48,23 @@ def _messages(nbytes: int, group: Any) -> tuple[Phase, int]:
 
 
 def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, int]:
-    """Return two phases of collectives on device tensors that send `nbytes` per rank and phase."""
-    ranks = distributed.get_world_size(group)
+    """Return the collectives of a reduction that send `nbytes` per rank each, and their number."""
+    ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
     part = max(nbytes // (ranks - 1), 1)
-    sent = torch.zeros(ranks * part, dtype=torch.uint8, device=device)
+    peers = [0 if peer == rank else part for peer in range(ranks)]
+    sent = torch.zeros(part * (ranks - 1), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
 
+    def to_all() -> None:
+        distributed.all_to_all_single(received, sent, peers, peers, group=group)
+
+    if ranks == 2:
+        return to_all, 1
+    gathered = torch.empty(part * ranks, dtype=torch.uint8, device=device)
+
     def both() -> None:
-        distributed.all_to_all_single(received, sent, group=group)
-        ALL_GATHER(received, sent[:part], group=group)
+        to_all()
+        ALL_GATHER(gathered, sent[:part], group=group)
 
     return both, 2
 
