@@ -61,7 +61,7 @@ def main() -> None:
             "rounds": by_size(options.quick, 2, options.rounds),
         }
         rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
-    finish(options, rows, cases=True)
+    finish(options, rows, by="case")
 
 
 def rank(job: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Accuracy, bytes and noise by the parameters of codecs: bucket size, scale, layers.
 The study of low-precision communication (Grubic et al., EDBT 2018, section 5.1) compares QSGD in 4
 bits with 512 and 8192 values per bucket, 1bitSGD* with 64 and 512, scales by the largest magnitude
-and by the 2-norm, and quantized convolutions only against all layers. Two processes train as in
-codec_accuracy.py, whose codecs have the first of each pair of parameters. Rows are as
-codec_trainings.py describes them, with the columns "bucket", "scale" and "layers".
+and by the 2-norm, levels at equal distances and at powers of two, and quantized convolutions only
+against all layers. Two processes train as in codec_accuracy.py, whose codecs have the first of each
+pair of parameters. Rows are as codec_trainings.py describes them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -72,11 +73,51 @@ class ByLayer(Codec):
         self.codec.decode(wire, values, add, last)
 
 
+@dataclass(frozen=True)
+class PowersOfTwo(Codec):
+    """QSGD in 4 bits with the levels 0, 1/64, 1/32, ..., 1 of the largest magnitude of a unit."""
+
+    size: int = 512
+    name: str = "qsgd4, powers of two"
+
+    @property
+    def unit(self) -> int:
+        return self.size
+
+    def nbytes(self, n: int) -> int:
+        return -(-n // self.size) * (4 + self.size // 2)
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Feedback = None) -> None:
+        units = functional.pad(values, (0, -values.numel() % self.size)).view(-1, self.size)
+        scale = units.abs().amax(1, keepdim=True)
+        inputs = torch.where(scale > 0, units.abs() / scale, 0.0)
+        lower = torch.bucketize(inputs, LEVELS[:-1], right=True) - 1
+        begins, ends = LEVELS[lower], LEVELS[lower + 1]
+        generator = torch.Generator().manual_seed(hash((draw.seed, draw.stream, draw.first)))
+        random = torch.rand(units.shape, generator=generator)
+        codes = lower + (random < (inputs - begins) / (ends - begins)) + 8 * (units < 0)
+        codes = codes.to(torch.uint8).flatten()
+        coded = [scale.flatten().view(torch.uint8), codes[0::2] | codes[1::2] << 4]
+        wire[: self.nbytes(values.numel())].copy_(torch.cat(coded))
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        n = values.numel()
+        count = -(-n // self.size)
+        scale = wire[: 4 * count].clone().view(torch.float32)
+        packed = wire[4 * count : self.nbytes(n)]
+        codes = torch.stack([packed & 15, packed >> 4], 1).view(count, self.size).long()
+        signed = torch.where(codes < 8, 1.0, -1.0) * LEVELS[codes % 8]
+        decoded = (scale[:, None] * signed).flatten()[:n]
+        values.copy_(values + decoded if add else decoded)
+
+
+LEVELS = torch.tensor([0.0, *(2.0**power for power in range(-6, 1))])
 QSGD, ONEBIT = Qsgd(4, 512), Reshaped(64)
 ALL: dict[str, Codec] = {
     "qsgd4, 512": QSGD,
     "qsgd4, 8192": Qsgd(4, 8192),
     "qsgd4, 512, 2-norm": Qsgd(4, 512, "two"),
+    "qsgd4, 512, powers of two": PowersOfTwo(),
     "qsgd2, 128": Qsgd(2, 128),
     "qsgd2, 128, 2-norm": Qsgd(2, 128, "two"),
     "1bit*, 64": ONEBIT,

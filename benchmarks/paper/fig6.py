@@ -2,7 +2,7 @@
 The model is VGG-16-BN on ClusterA (16 V100 and 16 T4 of the catalog), with the sensitivities of
 benchmarks/plans/fleets.py. The recovered plan may take no longer than the uniform plan. "step_ms"
 and "waiting_*_ms" are predicted times, "variance" is the plan's, and "operators" counts the T4's
-formats. --picture draws the tracks of the JSON files in --folder, which ui.perfetto.dev displays.
+formats. --picture draws the tracks of the JSON files in --timelines, which ui.perfetto.dev opens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import plots
 from benchmarks.plans.fleet_models import CASES, QUICK
-from benchmarks.plans.fleets import COUNTS, VARIANCES, narrow, problem, traced
+from benchmarks.plans.fleets import COUNTS, narrow, problem, traced
+from benchmarks.plans.trained_sensitivity import FOLDER_OPTION, trained_sensitivity
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, to_write
 
 COLORS = {
@@ -41,7 +42,8 @@ COLORS = {
 def main() -> None:
     options = arguments(
         __doc__,
-        folder={
+        folder=FOLDER_OPTION,
+        timelines={
             "type": folder,
             "default": "runs/paper",
             "help": "where timelines for ui.perfetto.dev are written (%(default)s)",
@@ -50,7 +52,7 @@ def main() -> None:
     )
     model = by_size(options.quick, "resnet", "vgg16bn")
     case = (by_size(options.quick, QUICK, CASES))[model]
-    graphs, sensitivity = traced(case)
+    graphs, sensitivity = traced(case), trained_sensitivity(model, case, "t4", options)
     planning = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
     rows: list[Row] = []
     timelines: dict[str, Timeline] = {}
@@ -59,7 +61,7 @@ def main() -> None:
         "ours": MilpAllocator().allocate(planning),
     }.items():
         timelines[name] = timeline = PlanEvaluator(planning, answer.plans).timeline
-        timeline.save_perfetto(options.folder / f"fig6-{name}.json")
+        timeline.save_perfetto(options.timelines / f"fig6-{name}.json")
         rows.append(
             {
                 "model": model,
@@ -75,7 +77,7 @@ def main() -> None:
         )
     if options.picture:
         plots.save(draw(timelines), options.picture)
-    finish(options, rows, note=VARIANCES)
+    finish(options, rows)
 
 
 def draw(timelines: Mapping[str, Timeline]) -> Any:

@@ -43,6 +43,7 @@ class Case:
         batch: samples per device and step in a fleet.
         small: size of a sample in training here, for which a step takes about a second.
         rate: learning rate of AdamW.
+        probed: samples of a step of the sensitivity's measurement; one image of VGG-16 takes 15 GB.
     """
 
     build: Callable[[], nn.Module]
@@ -51,6 +52,7 @@ class Case:
     batch: int
     small: int
     rate: float
+    probed: int = 2
 
     def inputs(self, samples: int, seed: int = 0) -> Inputs:
         """Return samples of the fleet's size."""
@@ -172,10 +174,22 @@ CASES = {
         rate=1e-3,
     ),
     "vgg16": Case(
-        lambda: Vgg(norms=False), images("images"), size=IMAGES, batch=128, small=32, rate=1e-4
+        lambda: Vgg(norms=False),
+        images("images"),
+        size=IMAGES,
+        batch=128,
+        small=32,
+        rate=1e-4,
+        probed=1,
     ),
     "vgg16bn": Case(
-        lambda: Vgg(norms=True), images("images"), size=IMAGES, batch=128, small=32, rate=1e-4
+        lambda: Vgg(norms=True),
+        images("images"),
+        size=IMAGES,
+        batch=128,
+        small=32,
+        rate=1e-4,
+        probed=1,
     ),
     "bert": Case(lambda: bert(12), questions, size=WORDS, batch=12, small=64, rate=1e-4),
 }

@@ -10,9 +10,8 @@ widest narrow format that fits into memory, and plans must reach its step time. 
 names exceeded limits. Rows "orderings" say whether the paper's orderings of throughput (Tables IV
 and V) are reproduced: ours >= uniform, ours >= dynamic batch sizing >= full precision.
 
-Each model is traced once per device, with a symbolic batch size. Variances come from the heuristic
-"depth" on random weights and two samples (`VARIANCES`). They give all allocators the same
-objective; they do not measure accuracy.
+Each model is traced once per device, with a symbolic batch size. Sensitivities are measured by
+"second_order" on trained models (trained_sensitivity.py writes them to --folder).
 """
 
 from __future__ import annotations
@@ -43,21 +42,16 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import benchmarks.support.indicators  # noqa: F401 - registers "depth"
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
+from benchmarks.plans.trained_sensitivity import FOLDER_OPTION, trained_sensitivity
 from benchmarks.support.baselines import FullPrecision
-from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_cases
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
 COUNTS = (16, 2048)
 CLUSTERS = {"A": Cluster.load("cluster-a"), "B": Cluster.load("cluster-b")}
 TRACED = 2
 SLACK = 1e-9
-VARIANCES = (
-    'Variances come from the heuristic "depth" on random weights and two samples, '
-    "until measured sensitivities replace them."
-)
-"""Note in the result file."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +79,11 @@ def symbolic(
     return build_model_graph(qsync_fx.explain(model, **inputs, options={"target": device}), formats)
 
 
-def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
-    """Return the graph of each device with a symbolic batch size, and the sensitivity on a T4."""
+def traced(case: Case) -> dict[str, ModelGraph]:
+    """Return the graph of each device with a symbolic batch size."""
     torch.manual_seed(0)
-    model, inputs = case.build().train(), case.inputs(TRACED)
-    graphs = {device: symbolic(model, case, device, FORMATS[device]) for device in FORMATS}
-    torch._dynamo.reset()
-    narrow = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
-    sensitivity = qsync_fx.sensitivity(
-        model,
-        lambda model, batch: model(**batch),
-        [inputs],
-        "depth",
-        precisions=narrow,
-        steps=1,
-        fraction=1.0,
-        options={"target": "t4"},
-    )
-    return graphs, sensitivity
+    model = case.build().train()
+    return {device: symbolic(model, case, device, FORMATS[device]) for device in FORMATS}
 
 
 def problem(
@@ -251,15 +232,19 @@ def orderings(
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"help": "models whose names begin so", "default": None})
+    options = arguments(
+        __doc__,
+        only={"help": "models whose names begin so", "default": None},
+        folder=FOLDER_OPTION,
+    )
     rows: list[Row] = []
     # fig6.py covers the other quick case.
     for model, case in selected(
         options, by_size(options.quick, {"bert": QUICK["bert"]}, CASES)
     ).items():
         began = time.perf_counter()
-        graphs, sensitivity = traced(case)
-        print(f"{model}: traced and looked at in {time.perf_counter() - began:.0f} s", flush=True)
+        graphs, sensitivity = traced(case), trained_sensitivity(model, case, "t4", options)
+        print(f"{model}: traced in {time.perf_counter() - began:.0f} s", flush=True)
         for count in COUNTS:
             unlimited = problem(graphs, sensitivity, case.batch, count, None)
             for fleet, memory in (("A", None), ("B", allowed(unlimited))):
@@ -272,8 +257,8 @@ def main() -> None:
                 rows.append(orderings(model, fleet, count, answers_by_name))
                 print(f"{model}: {fleet} with {2 * count} devices", flush=True)
         if options.json:
-            write_json(options.json, rows, quick=options.quick, note=VARIANCES)
-    finish(options, rows, note=VARIANCES)
+            write_cases(options.json, rows, quick=options.quick, by="model")
+    finish(options, rows, by="model")
 
 
 if __name__ == "__main__":

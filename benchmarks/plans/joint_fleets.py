@@ -3,15 +3,18 @@ Times and memory are predicted from the catalog; sensitivities are measured by "
 trained models (trained_sensitivity.py writes them to --folder). Plans, with 16 GPUs of each kind:
 "uniform" has the widest narrow format that fits on the inference GPUs, "qsync" is the exact plan
 within the step time of "uniform" at equal batches, "dynamic-batches" has the widest formats and
-batches in proportion to speed, "joint at its time" is the joint plan of least variance within the
-step time of "qsync", and "joint at its variance" the fastest within the variance of "qsync".
+batches in proportion to speed, "checkpointing" the widest formats at equal batches with as much
+recomputation on inference GPUs as their memory requires, "joint at its time" is the joint plan of
+least variance within the step time of "qsync", and "joint at its variance" the fastest within the
+variance of "qsync"; both may recompute.
 Training GPUs keep their widest format, TF32 from Ampere on. "free" plans let all GPUs choose:
 "free uniform" has 16 bits on all, "free joint" is the fastest joint plan within its variance.
 Columns: "variance" of the mean gradient by rounding, "batches" per device, "narrow" operators on
-the inference GPUs, "gap" to the lower bound, "found_in" in seconds. Rows "gains": "speed" is the
-throughput of "joint at its variance" relative to the best of "uniform", "qsync" and
-"dynamic-batches" with at most the variance of "qsync"; "variance" is the variance of "joint at its
-time" relative to "qsync", "free speed" the throughput of "free joint" relative to "free uniform".
+the inference GPUs, "saved" the share of activations that each class saves if it recomputes, "gap"
+to the lower bound, "found_in" in seconds. Rows "gains": "speed" is the throughput of "joint at its
+variance" relative to the best plan that changes one thing, with at most the variance of "qsync";
+"variance" is the variance of "joint at its time" relative to "qsync", "free speed" the throughput
+of "free joint" relative to "free uniform".
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ import torch
 from qsync_fx import Sensitivity
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.api import get_allocator
-from qsync_fx.allocator.baselines import DynamicBatches, Uniform
-from qsync_fx.allocator.evaluator import evaluate_plan, resized
-from qsync_fx.allocator.joint_batches import JointBatches
+from qsync_fx.allocator.baselines import DynamicBatches
+from qsync_fx.allocator.evaluator import evaluate_plan, recomputing, resized
+from qsync_fx.allocator.joint_batches import BUDGETS, JointBatches
 from qsync_fx.allocator.plan_result import Allocator
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
@@ -44,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
 from benchmarks.plans.fleets import CatalogProfile, at_batch, symbolic
 from benchmarks.plans.trained_sensitivity import FOLDER_OPTION, TARGETS, trained_sensitivity
-from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_json
+from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_cases
 
 COUNT: Final = 16
 AMPERE: Final = (8, 0)
@@ -52,22 +55,27 @@ AMPERE: Final = (8, 0)
 
 @dataclass(frozen=True)
 class Fleet:
-    """Training and inference GPUs, 16 each; `memory` limits an inference GPU.
+    """Training and inference GPUs, 16 of each kind; `memory` limits an inference GPU.
 
     With 32% of a T4, INT8 fits at the batches of fleet_models.py, and FP16 does not (ResNet-50).
     """
 
-    training: str
-    inference: str
+    training: tuple[str, ...]
+    inference: tuple[str, ...]
     memory: str = "100%"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.training, *self.inference)
 
 
 FLEETS: Final = {
-    "V100 + T4": Fleet("v100", "t4"),
-    "V100 + T4, 32% of memory": Fleet("v100", "t4", "32%"),
-    "A100 + L4": Fleet("a100", "l4"),
-    "H100 + A10": Fleet("h100", "a10"),
-    "RTX 3090 + RTX 2080 Ti": Fleet("rtx-3090", "rtx-2080-ti"),
+    "V100 + T4": Fleet(("v100",), ("t4",)),
+    "V100 + T4, 32% of memory": Fleet(("v100",), ("t4",), "32%"),
+    "A100 + L4": Fleet(("a100",), ("l4",)),
+    "H100 + A10": Fleet(("h100",), ("a10",)),
+    "RTX 3090 + RTX 2080 Ti": Fleet(("rtx-3090",), ("rtx-2080-ti",)),
+    "V100 + A100 + T4 + L4": Fleet(("v100", "a100"), ("t4", "l4")),
 }
 
 
@@ -103,39 +111,65 @@ class Models:
 
     def problem(self, fleet: Fleet, free: bool) -> Problem:
         """Return the problem of a fleet at equal batches, without a limit of the seconds."""
-        names = (fleet.training, fleet.inference)
         node = Cluster.load("cluster-a").devices["t4"].node
         devices = {
             name: ClusterDevice(COUNT, device=name, batch=self.case.batch, node=node)
-            for name in names
+            for name in fleet.names
         }
         cluster = replace(Cluster.load("cluster-a"), devices=devices)
         profiles: dict[str, Any] = {}
-        for name in names:
+        for name in fleet.names:
             graph = at_batch(self.graph(name), self.case.batch)
             sensitivity = self._sensitivities[kind(name)]
             profiles[name] = CatalogProfile(graph, name, sensitivity, formats(name))
-        wishes = PlanRequest(
-            memory={fleet.training: "100%", fleet.inference: fleet.memory}, target=float("inf")
-        )
+        memory = dict.fromkeys(fleet.training, "100%")
+        memory |= dict.fromkeys(fleet.inference, fleet.memory)
+        wishes = PlanRequest(memory=memory, target=float("inf"))
         problem, _ = build_problem(cluster, profiles, wishes)
-        if free:  # The objective fixes the fastest class to its widest format.
-            parts = {n: replace(part, fixed_plan=None) for n, part in problem.classes.items()}
-            return replace(problem, classes=parts)
-        training = problem.classes[fleet.training]
-        widest = replace(training, formats=formats(fleet.training)[:1])
-        return replace(problem, classes={**problem.classes, fleet.training: widest})
+        # The objective fixes the fastest class to its widest format.
+        parts = {name: replace(part, fixed_plan=None) for name, part in problem.classes.items()}
+        if not free:
+            for name in fleet.training:
+                parts[name] = replace(parts[name], formats=formats(name)[:1])
+        return replace(problem, classes=parts)
 
 
 @dataclass(frozen=True)
-class SixteenBits:
-    """Allocator of the widest narrow format of each GPU, BF16 on some and FP16 on others."""
+class UniformByDevice:
+    """Allocator of each GPU's format number `position`, widest first, or of its only format."""
 
-    name: str = "16 bits"
+    position: int
+    name: str = "uniform"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        plans = {name: part.uniform(formats(name)[1]) for name, part in problem.classes.items()}
+        plans = {
+            name: part.uniform(part.formats[min(self.position, len(part.formats) - 1)])
+            for name, part in problem.classes.items()
+        }
         return PlanResult(problem, plans, evaluate_plan(problem, plans), self.name)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Allocator of the widest formats, and of the least recomputation that meets all limits."""
+
+    name: str = "checkpointing"
+
+    def allocate(self, problem: Problem) -> PlanResult:
+        plans = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
+        result = PlanResult(problem, plans, evaluate_plan(problem, plans), self.name)
+        for budget in BUDGETS:
+            if result.fits:
+                break
+            parts = {
+                name: recomputing(part, budget) if len(part.formats) > 1 else part
+                for name, part in problem.classes.items()
+            }
+            changed = replace(problem, classes=parts)
+            budgets = {name: budget for name, part in parts.items() if len(part.formats) > 1}
+            evaluation = evaluate_plan(changed, plans)
+            result = PlanResult(changed, plans, evaluation, self.name, memory_budgets=budgets)
+        return result
 
 
 def throughput(answer: PlanResult) -> float:
@@ -160,8 +194,11 @@ class Comparison:
             return None
         over = answer.evaluation.exceeds(answer.problem)
         devices = answer.problem.cluster.devices
-        narrow = formats(self.fleet.inference)[1:]
-        plan = answer.plans[self.fleet.inference]
+        chosen = [
+            (fmt, formats(name)[0])
+            for name in self.fleet.inference
+            for fmt in answer.plans[name].values()
+        ]
         self.rows.append(
             self.named
             | {
@@ -169,8 +206,9 @@ class Comparison:
                 "samples_per_second": throughput(answer),
                 "variance": answer.evaluation.variance,
                 "batches": "/".join(str(device.batch) for device in devices.values()),
-                "narrow": sum(fmt in narrow for fmt in plan.values()),
-                "operators": len(plan),
+                "narrow": sum(fmt != widest for fmt, widest in chosen),
+                "operators": len(chosen),
+                "saved": dict(answer.memory_budgets) or None,
                 "gap": answer.gap,
                 "found_in": answer.took,
                 "why not": ", ".join(f"{limit} +{by:.3g}" for limit, by in over.items()) or None,
@@ -184,13 +222,15 @@ class Comparison:
         free = self.models.problem(self.fleet, free=True)
 
         def joint(problem: Problem) -> JointBatches:
-            return JointBatches(lambda name, n: self.models.resized(problem.classes[name], n))
+            return JointBatches(
+                lambda name, n: self.models.resized(problem.classes[name], n), budgets=BUDGETS
+            )
 
         gains: dict[str, Any] = self.named | {"plan": "gains"}
         uniform = None
-        for fmt in formats(self.fleet.inference)[1:]:
+        for position in range(1, max(len(formats(name)) for name in self.fleet.inference)):
             if uniform is None:
-                uniform = self.solve("uniform", Uniform(fmt), problem)
+                uniform = self.solve("uniform", UniformByDevice(position), problem)
         if uniform is not None:
             timed = replace(problem, seconds=uniform.evaluation.seconds)
             qsync = self.solve("qsync", get_allocator("milp"), timed)
@@ -199,18 +239,20 @@ class Comparison:
                 DynamicBatches(lambda name, n: self.models.resized(problem.classes[name], n)),
                 problem,
             )
+            checkpointing = self.solve("checkpointing", Checkpointing(), problem)
             same_time = self.solve("joint at its time", joint(problem), timed)
             if qsync is not None:
                 limit = qsync.evaluation.variance
                 fastest = replace(problem, least="seconds", variance=limit)
                 faster = self.solve("joint at its variance", joint(problem), fastest)
-                single = [item for item in (uniform, qsync, dynamic) if item is not None]
+                compared = (uniform, qsync, dynamic, checkpointing)
+                single = [item for item in compared if item is not None]
                 best = max(throughput(p) for p in single if p.evaluation.variance <= limit)
                 if faster is not None:
                     gains["speed"] = throughput(faster) / best
                 if same_time is not None and limit:
                     gains["variance"] = same_time.evaluation.variance / limit
-        everywhere = self.solve("free uniform", SixteenBits(), free)
+        everywhere = self.solve("free uniform", UniformByDevice(1), free)
         if everywhere is not None:
             fastest = replace(free, least="seconds", variance=everywhere.evaluation.variance)
             answer = self.solve("free joint", joint(free), fastest)
@@ -237,8 +279,8 @@ def main() -> None:
             rows += Comparison(models, name, fleet).compare()
             print(f"{name}: {fleet} in {time.perf_counter() - began:.0f} s", flush=True)
             if options.json:
-                write_json(options.json, rows, quick=options.quick)
-    finish(options, rows)
+                write_cases(options.json, rows, quick=options.quick, by="model")
+    finish(options, rows, by="model")
 
 
 if __name__ == "__main__":

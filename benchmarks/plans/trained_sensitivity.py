@@ -33,8 +33,8 @@ FOLDER_OPTION: dict[str, Any] = {
     "help": "folder with the sensitivities of the trained models (%(default)s)",
 }
 BATCH = 32
-SAMPLES, STEPS = 2, 4
-"""Samples of a step of the measurement, and its number of steps."""
+STEPS = 4
+"""Steps of the measurement, each with `Case.probed` samples."""
 
 
 def trained(case: Case, steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
@@ -60,7 +60,7 @@ def measured(model: nn.Module, case: Case, steps: int, target: str = "t4") -> qs
     return qsync_fx.sensitivity(
         model,
         lambda model, batch: model(**batch),
-        [case.inputs(SAMPLES, seed) for seed in range(steps)],
+        [case.inputs(case.probed, seed) for seed in range(steps)],
         precisions=TARGETS[target],
         steps=steps,
         fraction=1.0,
@@ -74,11 +74,11 @@ def trained_sensitivity(name: str, case: Case, target: str, options: Any) -> qsy
     It is read from `options.folder`; with --quick, the model is trained for two steps instead.
     """
     if options.quick:
-        return measured(trained(case, 2)[0], case, 1, target).at_batch(SAMPLES, case.batch)
+        return measured(trained(case, 2)[0], case, 1, target).at_batch(case.probed, case.batch)
     path = Path(options.folder) / f"{name}.{target}.json"
     if not path.exists():
         raise SystemExit(f"{path} is missing: run trained_sensitivity.py --only {name} first")
-    return qsync_fx.Sensitivity.load(path).at_batch(SAMPLES, case.batch)
+    return qsync_fx.Sensitivity.load(path).at_batch(case.probed, case.batch)
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def row(name: str, case: Case, options: Any) -> Row:
         "trained loss": statistics.fmean(losses[-part:]),
         **variance,
         "noise": noise,
-        "samples": SAMPLES,
+        "samples": case.probed,
         "seconds": time.perf_counter() - began,
     }
 

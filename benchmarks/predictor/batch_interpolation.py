@@ -115,7 +115,7 @@ def main() -> None:
             # A case takes minutes: write its rows before the next one starts.
             write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
-    finish(options, rows, cases=True)
+    finish(options, rows, by="case")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main() -> None:
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
             rows += judged(name, Path(folder))
-    finish(options, rows, cases=True)
+    finish(options, rows, by="case")
 
 
 def rank(rank_index: int, job: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ def main() -> None:
             }
             for name in times
         ]
-    finish(options, rows, cases=True)
+    finish(options, rows, by="case")
 
 
 if __name__ == "__main__":

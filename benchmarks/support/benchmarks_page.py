@@ -253,6 +253,10 @@ OTHERS = {
         "Compilation of all CUDA kernels for each architecture, without a GPU.",
         "make test-cuda-compile",
     ),
+    "hybrid_batches": (
+        "Hybrid training on two ranks, whose images are planned, too.",
+        "python benchmarks/plans/hybrid.py --plan-batches --runs 5",
+    ),
     "gpu_tests": ("Tests of kernels, training and models on a GPU.", "make test-gpu"),
     "gpu_tune": (
         "Products by the kernels that `qsync tune` selects, compared with torch's.",
@@ -281,6 +285,21 @@ def _peak(variant: str) -> Figure:
         having(variant=f"qsync {variant}"),
     )
     return Figure("saved_memory", label, "peak_to_peer", where, most=1)
+
+
+def _hybrid(name: str, less: float) -> list[Figure]:
+    return [
+        Figure(name, "step longer than uniform", "longer", form="{:+.1%}", most=0.02),
+        Figure(name, "error of the predicted step", magnitude("off"), form="{:.1%}", most=0.05),
+        Figure(name, "variance removed, compared with uniform", "less", form="{:.0%}", least=less),
+        Figure(
+            name,
+            "accuracy above uniform, points",
+            lambda row: 100 * (row["accuracy"] - row["uniform_accuracy"]),
+            form="{:+.2f}",
+            least=0,
+        ),
+    ]
 
 
 def _kernel_speed(label: str, threads: int = 1, kind: str = "", **columns: object) -> Figure:
@@ -603,16 +622,9 @@ PLANS = [
         form="{:.1%}",
         most=0.01,
     ),
-    Figure("hybrid", "step longer than uniform", "longer", form="{:+.1%}", most=0.02),
-    Figure("hybrid", "error of the predicted step", magnitude("off"), form="{:.1%}", most=0.05),
-    Figure("hybrid", "variance removed, compared with uniform", "less", form="{:.0%}", least=0.3),
-    Figure(
-        "hybrid",
-        "accuracy above uniform, points",
-        lambda row: 100 * (row["accuracy"] - row["uniform_accuracy"]),
-        form="{:+.2f}",
-        least=0,
-    ),
+    *_hybrid("hybrid", less=0.3),
+    *_hybrid("hybrid_batches", less=0.5),
+    Figure("hybrid_batches", "idle time of a rank, of the step", "idle", form="{:.1%}", most=0.03),
 ]
 PAPERS = [
     Figure(

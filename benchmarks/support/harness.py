@@ -158,29 +158,25 @@ def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str
     return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
 
-def finish(
-    options: argparse.Namespace, rows: Sequence[Row], cases: bool = False, note: str | None = None
-) -> None:
+def finish(options: argparse.Namespace, rows: Sequence[Row], by: str | None = None) -> None:
     """Print the rows as a table and write them to the file of `--json`.
 
-    With `cases`, rows of other cases stay in the file. A note is printed and written with the rows.
+    With `by`, such as "case", rows with other values of this column stay in the file.
     """
     show(rows)
-    more = {}
-    if note is not None:
-        more["note"] = note
-        print(note)
     if options.json:
-        write = {True: write_cases, False: write_json}[cases]
-        write(options.json, rows, quick=options.quick, **more)
+        if by is None:
+            write_json(options.json, rows, quick=options.quick)
+        else:
+            write_cases(options.json, rows, quick=options.quick, by=by)
         print(f"written: {options.json}")
 
 
-def write_cases(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
-    """Write rows as `write_json` does, but retain the file's rows of other cases."""
-    done = {row["case"] for row in rows}
-    others = [row for row in standing(path, quick) if row["case"] not in done]
-    write_json(path, [*others, *rows], quick=quick, **more)
+def write_cases(path: Path, rows: Sequence[Row], quick: bool = False, by: str = "case") -> None:
+    """Write rows as `write_json` does, but retain the file's rows with other values of `by`."""
+    done = {row[by] for row in rows}
+    others = [row for row in standing(path, quick) if row[by] not in done]
+    write_json(path, [*others, *rows], quick=quick)
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -1,5 +1,5 @@
-"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs,
-goes on, and says where it ran.
+"""Experiments of benchmarks/paper: a pair of ranks in one process, quick runs, resumption, and the
+machine of each row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.paper.support.pair import Pair
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.support.harness import write_json
 from qsync_fx.allocator import PlanEvaluator
+from qsync_fx.communication.codecs.codec import Draw
 from tests.support import experiment_tables, tiers
 from tests.support.distributed import pair_rank
 from tests.support.planning.allocation_problems import fleet
@@ -187,6 +188,27 @@ def rows_of(script: str, task: str, options: list[str], folder: Path) -> dict[st
     status = forks.run(PAPER / f"{script}.py", arguments, os.environ, log, folder)
     assert status == 0, log.read_text()
     return {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("size", [1, 511, 1024, 1300])
+def test_levels_at_powers_of_two_are_rounded_to_without_bias(size: int) -> None:
+    codec, levels = codec_parameters.PowersOfTwo(), codec_parameters.LEVELS
+    torch.manual_seed(size)
+    values, mean, draws = torch.randn(size), torch.zeros(size), 400
+    values[0] = 0.0
+    wire = torch.zeros(codec.nbytes(size), dtype=torch.uint8)
+    for draw in range(draws):
+        decoded = torch.zeros(size)
+        codec.encode(values, wire, Draw(seed=draw))
+        codec.decode(wire, decoded)
+        mean += decoded / draws
+    scale = values[:512].abs().max()
+    found = decoded[:512].abs() / scale if scale else decoded[:512]
+    assert torch.isclose(found[:, None], levels).any(1).all()
+    # The standard deviation of a value is at most half the largest distance of two levels.
+    assert (mean - values).abs().max() < 6 * 0.25 * values.abs().max() / draws**0.5 + 1e-6
+    codec.decode(wire, decoded, add=True)
+    assert decoded[0] == 0.0
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 4), (8,)])

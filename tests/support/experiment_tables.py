@@ -67,12 +67,26 @@ def fig6() -> str:
         "variance": lambda row: f"{row['variance']:.3g}",
         "T4": _operators,
     }
-    return f"{table_of('fig6', columns)}\n\n{note_of('fig6')}"
+    return table_of("fig6", columns)
 
 
-def fleets_note() -> str:
-    """Return the source of the variances of the fleets."""
-    return note_of("fleets")
+def fleets() -> str:
+    """Return steps per second and variance of each allocator on 16 V100 and 16 T4."""
+    by_case: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows_of("fleets"):
+        if row["devices"] == 32 and row["allocator"] != "orderings":
+            memory = {"A": "all", "B": "little"}[row["cluster"]]
+            by_case.setdefault((row["model"], memory), {})[row["allocator"]] = row
+    columns = ["uniform", "milp", "paper", "dynamic-batches", "full-precision"]
+    rows = ([*case, *(_speed(found[name]) for name in columns)] for case, found in by_case.items())
+    return f"{_source('fleets')}\n\n{markdown(['model', 'memory of a T4', *columns], rows)}"
+
+
+def _speed(row: Row) -> str:
+    if "steps_per_second" not in row or "memory" in (row["why not"] or ""):
+        return "does not fit"
+    variance = row["variance"]
+    return f"{row['steps_per_second']:.2f}, {variance:{',.0f' if variance >= 100 else '.2g'}}"
 
 
 def gpu_linear_missed() -> str:
@@ -141,6 +155,85 @@ def hybrid() -> str:
     return table_of("hybrid", columns)
 
 
+def hybrid_batches() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "seed": lambda row: str(row["seed"]),
+        "images": lambda row: row["batches"],
+        "step": lambda row: f"{row['step_ms']:.1f} ms",
+        "longer than uniform": lambda row: f"{row['longer']:+.1%}",
+        "prediction error (goal 5%)": lambda row: f"{row['off']:+.1%}",
+        "less variance (goal 50%)": lambda row: f"{row['less']:.0%}",
+        "idle (goal 3%)": lambda row: f"{row['idle']:.1%}",
+        "memory, of the cap": lambda row: f"{row['peak_to_cap']:.0%}",
+        "accuracy": lambda row: f"{row['accuracy']:.2%}",
+        "uniform's": lambda row: f"{row['uniform_accuracy']:.2%}",
+    }
+    return table_of("hybrid_batches", columns)
+
+
+def contributions() -> str:
+    """Return the mean predictions of each choice of `hybrid_batches`, relative to uniform BF16."""
+    runs = [row["predicted"] for row in rows_of("hybrid_batches")]
+    uniform = next(iter(runs[0]))
+
+    def cells(choice: str) -> list[str]:
+        pairs = [(run[choice], run[uniform]) for run in runs if run[choice] is not None]
+        speed, variance = (
+            [mine[column] / other[column] for mine, other in pairs]
+            for column in ("images per second", "variance")
+        )
+        return [
+            choice,
+            f"{statistics.fmean(speed):.2f} ({min(speed):.2f} to {max(speed):.2f})",
+            f"{statistics.fmean(variance):.3f}",
+            f"{len(pairs)} of {len(runs)}",
+        ]
+
+    head = ["plan", "images per second / uniform", "variance / uniform", "runs with such a plan"]
+    return f"{_source('hybrid_batches')}\n\n{markdown(head, map(cells, runs[0]))}"
+
+
+def joint_fleets() -> str:
+    """Return a row per model and fleet: throughput and variance of plans relative to "uniform"."""
+    plans: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows_of("joint_fleets"):
+        if row["plan"] != "gains" and ("variance" not in row or row["why not"]):
+            continue
+        plans.setdefault((row["model"], row["fleet"]), {})[row["plan"]] = row
+    names = {
+        "formats": "qsync",
+        "batches": "dynamic-batches",
+        "recomputation": "checkpointing",
+        "joint, least variance": "joint at its time",
+        "joint, fastest": "joint at its variance",
+    }
+
+    def cells(key: tuple[str, str], found: Mapping[str, Row]) -> list[str]:
+        base = found["uniform"]
+        joint = [row for plan, row in found.items() if "joint" in plan]
+        gap, took = (max(row[column] for row in joint) for column in ("gap", "found_in"))
+        compared = [
+            ", ".join(
+                f"{found[plan][column] / base[column]:{form}}"
+                for column, form in (("samples_per_second", ".2f"), ("variance", ".2g"))
+            )
+            if plan in found
+            else "does not fit"
+            for plan in names.values()
+        ]
+        free = found["gains"].get("free speed")
+        return [
+            *key,
+            *compared,
+            "" if free is None else f"{free:.2f}",
+            f"{gap:.1%}, {took:.0f} s",
+        ]
+
+    head = ["model", "GPUs, 16 each", *names, "free", "largest gap, longest search"]
+    table = markdown(head, [cells(key, found) for key, found in plans.items()])
+    return f"{_source('joint_fleets')}\n\n{table}"
+
+
 def ddp_accuracy() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row["case"],
@@ -199,10 +292,13 @@ TABLES = {
         zero_point,
         convergence,
         hybrid,
+        hybrid_batches,
+        contributions,
+        joint_fleets,
         ddp_accuracy,
         replay_accuracy,
         huge_pages,
-        fleets_note,
+        fleets,
         gpu_linear_missed,
     )
 }
@@ -211,24 +307,18 @@ TABLES = {
 def table_of(
     name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool
 ) -> str:
+    rows = ([cell(row) for cell in columns.values()] for row in rows_of(name) if shown(row))
+    return f"{_source(name)}\n\n{markdown(list(columns), rows)}"
+
+
+def _source(name: str) -> str:
+    """Return the machine, versions, date and path of a result file."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
     machine = found["machine"]
-    where = (
-        f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, "
-        f"{machine['kernels']} kernels"
-    )
-    date, torch = found["date"][:10], found["versions"]["torch"]
-    rows = ([cell(row) for cell in columns.values()] for row in found["rows"] if shown(row))
-    return (
-        f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n"
-        f"{markdown(list(columns), rows)}"
-    )
-
-
-def note_of(name: str) -> str:
-    """Return the note of a file of results."""
-    note: str = json.loads((RESULTS / f"{name}.json").read_text())["note"]
-    return note
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    versions = f"{machine['kernels']} kernels, torch {found['versions']['torch']}"
+    file = f"{found['date'][:10]}, `benchmarks/results/{name}.json`"
+    return f"{machine['cpu']}, {threads}, {versions}, {file}:"
 
 
 def rows_of(name: str) -> Sequence[Row]:

@@ -1,4 +1,4 @@
-"""Data-parallel trainings of two ranks over loopback with gradient codecs, and their table rows.
+"""Data-parallel trainings over loopback with gradient codecs, and their table rows.
 
 A row is the mean over all seeds: final "accuracy" and its standard "deviation", "points" is the
 difference to FP32 in percentage points and "error" its standard error, "each" lists the seeds'
@@ -34,7 +34,6 @@ from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
 from benchmarks.support.harness import by_size, show, standing, write_json
 
-RANKS = 2
 WHOLE = "fp32"
 PARTS = 20
 """Number of segments of a training whose mean losses are reported."""
@@ -52,10 +51,14 @@ class CodecTrainings:
         script: the file that a rank runs: it calls `run_rank`.
         options: command-line options, with `experiment.OPTIONS`.
         methods: all methods in the order of rows, FP32 first.
+        ranks: number of processes of a training.
     """
 
-    def __init__(self, script: str, options: argparse.Namespace, methods: Sequence[str]) -> None:
+    def __init__(
+        self, script: str, options: argparse.Namespace, methods: Sequence[str], ranks: int = 2
+    ) -> None:
         self._script, self._options, self._methods = script, options, methods
+        self._ranks = ranks
         cache = options.partial / f"{Path(script).stem}.json"
         self._cache = RunCache(by_size(options.quick, None, cache))
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -99,7 +102,7 @@ class CodecTrainings:
         results: dict[str, Any] = {}
         if missing:
             job = {"settings": missing, "cache": None if path is None else str(path)}
-            results = found_by(self._script, job, RANKS, None, seconds=DAY)
+            results = found_by(self._script, job, self._ranks, None, seconds=DAY)
         return {
             method: self._cache.get(run, lambda method=method: results[method])  # type: ignore[misc]
             for method, run in settings.items()
@@ -152,10 +155,11 @@ def run_rank(job: Mapping[str, Any], install: Install) -> None:
     """Run one rank: one training per method; rank 0 caches each result."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
+    ranks = distributed.get_world_size()
     cache = RunCache(None if job["cache"] is None else Path(job["cache"]))
     results: dict[str, Any] = {}
     for method, run in job["settings"].items():
-        training = TASKS[run["task"]](RANKS, run["seed"], run["quick"])
+        training = TASKS[run["task"]](ranks, run["seed"], run["quick"])
         results[method] = trained(training, method, run["seed"], install)
         if distributed.get_rank() == 0:
             cache.get(run, lambda method=method: results[method])  # type: ignore[misc]
