@@ -651,6 +651,7 @@ PAPERS = [
     _less("table4", "ours", UNIFORM, "network", "cluster"),
     _more_accurate("table6", "ours", UNIFORM, "network", "cluster"),
     _less("table6", "ours", UNIFORM, "network", "cluster"),
+    Figure("fig4", "share of casts in an operator's time, %", "casts_%", form="{:.0f}"),
     _less("fig6", "ours", {"plan": "uniform"}),
     *(
         Figure(
