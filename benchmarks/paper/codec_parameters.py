@@ -28,11 +28,8 @@ from qsync_fx.distributed import compress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.communication.ranks import told
-from benchmarks.paper.support.codec_trainings import WHOLE, CodecTrainings, run_rank
-from benchmarks.paper.support.experiment import OPTIONS
-from benchmarks.paper.support.studied import TASKS, Training
-from benchmarks.support.harness import arguments, selected
+from benchmarks.paper.support import codec_trainings
+from benchmarks.paper.support.studied import Training
 
 KERNEL_DIMENSIONS = 4
 
@@ -138,24 +135,12 @@ METHODS = {
 }
 
 
-def main() -> None:
-    if (job := told()) is not None:
-        run_rank(job, install)
-        return
-    options = arguments(__doc__, None, **OPTIONS)
-    torch.set_num_threads(1)
-    trainings = CodecTrainings(__file__, options, [WHOLE, *CODECS])
-    for task in selected(options, {task: TASKS[task] for task in METHODS}):
-        trainings.add(task, METHODS[task])
-    trainings.show()
-
-
 def install(
     ddp: DistributedDataParallel, method: str, training: Training, optimizer: Optimizer, seed: int
 ) -> Any:
     """Install a codec of `CODECS`; return its compressor, or None in FP32."""
-    return None if method == WHOLE else compress(ddp, CODECS[method], seed=seed)
+    return None if method == codec_trainings.WHOLE else compress(ddp, CODECS[method], seed=seed)
 
 
 if __name__ == "__main__":
-    main()
+    codec_trainings.main(__file__, __doc__, METHODS, install)

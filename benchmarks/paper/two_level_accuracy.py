@@ -1,10 +1,10 @@
 """Accuracy of training with two-level reductions in few bits, and of DUO, on four ranks.
 Four processes in two simulated nodes train as in codec_accuracy.py, with half as many steps of
 twice the samples. "8 and 4 bits, h" has gradients in 8 bits inside nodes and 4 bits with the
-Hadamard transform between them, as SDP4Bit; "4 and 4 bits" has 4 bits on both levels, as the
-gradients of ZeRO++. Both round stochastically, and both of those systems also compress weights,
-which these trainings do not. "duo4" is DUO's fast reduction in 4 bits with the same nodes. Rows are
-as codec_trainings.py describes them.
+Hadamard transform between them, as SDP4Bit; "4 and 4 bits" has 4 bits on both levels, as
+ZeRO++. Both round stochastically. SDP4Bit and ZeRO++ also compress weights, these trainings only
+gradients. "duo4" is DUO's fast reduction in 4 bits with the same nodes. Rows are as
+codec_trainings.py describes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,30 +20,15 @@ from qsync_fx.distributed import compress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.communication.ranks import told
-from benchmarks.paper.support.codec_trainings import WHOLE, CodecTrainings, run_rank
-from benchmarks.paper.support.experiment import OPTIONS
-from benchmarks.paper.support.studied import TASKS, Training
-from benchmarks.support.harness import arguments, selected
+from benchmarks.paper.support import codec_trainings
+from benchmarks.paper.support.studied import Training
 
 RANKS, NODE = 4, 2
 """Ranks in total and in a node."""
 DUO = "duo4"
 LEVELS = {"8 and 4 bits, h": ("qsgd8", "qsgd4h"), "4 and 4 bits": ("qsgd4", "qsgd4")}
 """Codecs inside and between nodes."""
-COMPARED = ("ResNet-8, images", "GPT, next word")
-
-
-def main() -> None:
-    if (job := told()) is not None:
-        run_rank(job, install)
-        return
-    options = arguments(__doc__, None, **OPTIONS)
-    torch.set_num_threads(1)
-    trainings = CodecTrainings(__file__, options, [WHOLE, *LEVELS, DUO], RANKS)
-    for task in selected(options, {task: TASKS[task] for task in COMPARED}):
-        trainings.add(task, [*LEVELS, DUO])
-    trainings.show()
+METHODS = dict.fromkeys(("ResNet-8, images", "GPT, next word"), (*LEVELS, DUO))
 
 
 def install(
@@ -53,11 +37,11 @@ def install(
     """Install a method; return its compressor, or None in FP32."""
     if method == DUO:
         return compress(ddp, DUO, optimizer=optimizer, hierarchical=NODE, seed=seed)
-    if method == WHOLE:
+    if method == codec_trainings.WHOLE:
         return None
     inside, between = LEVELS[method]
     return compress(ddp, between, inside=inside, hierarchical=NODE, seed=seed)
 
 
 if __name__ == "__main__":
-    main()
+    codec_trainings.main(__file__, __doc__, METHODS, install, RANKS)

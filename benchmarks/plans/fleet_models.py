@@ -43,7 +43,7 @@ class Case:
         batch: samples per device and step in a fleet.
         small: size of a sample in training here, for which a step takes about a second.
         rate: learning rate of AdamW.
-        probed: samples of a step of the sensitivity's measurement; one image of VGG-16 takes 15 GB.
+        probed: samples of a step of the sensitivity's measurement; one image of VGG-16 needs 15 GB.
     """
 
     build: Callable[[], nn.Module]
@@ -173,24 +173,18 @@ CASES = {
         small=64,
         rate=1e-3,
     ),
-    "vgg16": Case(
-        lambda: Vgg(norms=False),
-        images("images"),
-        size=IMAGES,
-        batch=128,
-        small=32,
-        rate=1e-4,
-        probed=1,
-    ),
-    "vgg16bn": Case(
-        lambda: Vgg(norms=True),
-        images("images"),
-        size=IMAGES,
-        batch=128,
-        small=32,
-        rate=1e-4,
-        probed=1,
-    ),
+    **{
+        name: Case(
+            functools.partial(Vgg, norms),
+            images("images"),
+            size=IMAGES,
+            batch=128,
+            small=32,
+            rate=1e-4,
+            probed=1,
+        )
+        for name, norms in {"vgg16": False, "vgg16bn": True}.items()
+    },
     "bert": Case(lambda: bert(12), questions, size=WORDS, batch=12, small=64, rate=1e-4),
 }
 QUICK = {

@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.plans.fleet_models import CASES, QUICK, Case
 from benchmarks.plans.fleets import CatalogProfile, at_batch, symbolic
 from benchmarks.plans.trained_sensitivity import FOLDER_OPTION, TARGETS, trained_sensitivity
+from benchmarks.support.baselines import FullPrecision
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_cases
 
 COUNT: Final = 16
@@ -156,17 +157,14 @@ class Checkpointing:
     name: str = "checkpointing"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        plans = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
-        result = PlanResult(problem, plans, evaluate_plan(problem, plans), self.name)
+        result = FullPrecision().allocate(problem)
+        inference = [name for name, part in problem.classes.items() if len(part.formats) > 1]
         for budget in BUDGETS:
             if result.fits:
                 break
-            parts = {
-                name: recomputing(part, budget) if len(part.formats) > 1 else part
-                for name, part in problem.classes.items()
-            }
-            changed = replace(problem, classes=parts)
-            budgets = {name: budget for name, part in parts.items() if len(part.formats) > 1}
+            parts = {name: recomputing(problem.classes[name], budget) for name in inference}
+            changed = replace(problem, classes={**problem.classes, **parts})
+            plans, budgets = result.plans, dict.fromkeys(inference, budget)
             evaluation = evaluate_plan(changed, plans)
             result = PlanResult(changed, plans, evaluation, self.name, memory_budgets=budgets)
         return result

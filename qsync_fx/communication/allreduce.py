@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import bucket as geometry, point_to_point
+from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
 from qsync_fx.communication.collective import Collective
@@ -238,13 +238,7 @@ class Reducer:
         return OutgoingMessage(self._chunks(bucket, parts), parts, values, residuals, summed)
 
     def _chunks(self, bucket: Bucket, parts: Sequence[slice]) -> list[Chunk]:
-        most, limit = point_to_point.VALUES, self.transport.chunk_bytes
-        if limit is not None:
-            sizes = [part.stop - part.start for part in parts]
-            both = zip(bucket.pieces, sizes, strict=True)
-            nbytes = sum(piece.codec.nbytes(size) for piece, size in both)
-            most = min(most, limit * sum(sizes) // max(nbytes, 1))
-        return chunks_of(bucket.pieces, parts, max(most, 1))
+        return chunks_of(bucket.pieces, parts, most_bytes=self.transport.chunk_bytes)
 
     def _exchange(
         self,

@@ -66,16 +66,10 @@ class Collective:
         result = CollectiveTransfer(self, header, about, messages=world)
         for number in range(max(map(len, sizes))):
             sent = _chunk(sizes, number)
-            mine = self._buffer("own", number, sent[self.own])
-            source, to = self._peers("send", number, sent)
-            target, by = self._peers("receive", number, [sent[self.own]] * world)
-            start = partial(distributed.all_to_all_single, target, source, by, to)
-            outgoing, incoming = (
-                [mine if index == self.own else part for index, part in enumerate(parts)]
-                for parts in (torch.split(source, to), torch.split(target, by))
-            )
-            result.add(outgoing, incoming, start if sum(to) + sum(by) else None)
-            result.nbytes += sum(to)
+            mine, to = self._buffer("own", number, sent[self.own]), self._without_own(sent)
+            source = self._buffer("send", number, sum(to))
+            outgoing = self._with_own(torch.split(source, to), mine)
+            self._add_all_to_all(result, number, outgoing, source, to, [mine.numel()] * world)
         return result
 
     def gather(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:
@@ -84,22 +78,32 @@ class Collective:
         result = CollectiveTransfer(self, header, about, messages=1)
         for number in range(max(map(len, sizes))):
             received = _chunk(sizes, number)
-            add = self._add_exchange if world == 2 else self._add_all_gather
-            add(result, number, received)
+            if world > 2:
+                self._add_all_gather(result, number, received)
+                continue
+            # An all-gather would pad the messages, and gloo's copies all bytes once more.
+            mine = self._buffer("own", number, received[self.own])
+            to = self._without_own([mine.numel()] * world)
+            self._add_all_to_all(result, number, [mine], mine, to, received)
         return result
 
-    def _add_exchange(
-        self, result: CollectiveTransfer, number: int, received: Sequence[int]
+    def _add_all_to_all(
+        self,
+        result: CollectiveTransfer,
+        number: int,
+        outgoing: Sequence[Tensor],
+        source: Tensor,
+        to: Sequence[int],
+        received: Sequence[int],
     ) -> None:
-        # Between two ranks this is an all-gather without padding, and gloo's all-gather copies
-        # all bytes once more.
+        """Add a chunk; `source` has the messages to other members, with `to` bytes each."""
+        by = self._without_own(received)
+        target = self._buffer("receive", number, sum(by))
+        start = partial(distributed.all_to_all_single, target, source, by, to)
         mine = self._buffer("own", number, received[self.own])
-        target, by = self._peers("receive", number, received)
-        to = [0 if index == self.own else mine.numel() for index in range(len(received))]
-        start = partial(distributed.all_to_all_single, target, mine, by, to)
-        incoming = [mine if index == self.own else target for index in range(len(received))]
-        result.add([mine], incoming, start if any(received) else None)
-        result.nbytes += mine.numel()
+        incoming = self._with_own(torch.split(target, by), mine)
+        result.add(outgoing, incoming, start if sum(to) + sum(by) else None)
+        result.nbytes += sum(to)
 
     def _add_all_gather(
         self, result: CollectiveTransfer, number: int, received: Sequence[int]
@@ -144,10 +148,11 @@ class Collective:
         text = f"rank {rank} cannot exchange {about} by {self}: {reason}"
         settle(self.control, rank, world, step, StepOutcome([text]))
 
-    def _peers(self, role: str, number: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return memory for messages of all members but this one, and their sizes."""
-        peers = [0 if index == self.own else size for index, size in enumerate(sizes)]
-        return self._buffer(role, number, sum(peers)), peers
+    def _without_own(self, sizes: Sequence[int]) -> list[int]:
+        return [0 if index == self.own else size for index, size in enumerate(sizes)]
+
+    def _with_own(self, parts: Sequence[Tensor], mine: Tensor) -> list[Tensor]:
+        return [mine if index == self.own else part for index, part in enumerate(parts)]
 
     def _buffer(self, role: str, number: int, nbytes: int) -> Tensor:
         # The work of one exchange is queued before the next one writes to the same buffers.

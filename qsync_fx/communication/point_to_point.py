@@ -115,8 +115,22 @@ class Chunk:
         return slice(run.wire.start - begin, run.wire.stop - begin)
 
 
-def chunks_of(pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int) -> list[Chunk]:
-    """Return the chunks of at most `most` values of a message with these parts of parameters."""
+def chunks_of(
+    pieces: Sequence[ParameterSlice],
+    parts: Sequence[slice],
+    most: int | None = None,
+    most_bytes: int | None = None,
+) -> list[Chunk]:
+    """Return the chunks of a message with these parts of parameters.
+
+    A chunk has at most `most` values, by default `VALUES`, and on average at most `most_bytes`.
+    """
+    most = most or VALUES
+    if most_bytes is not None:
+        sizes = [part.stop - part.start for part in parts]
+        both = zip(pieces, sizes, strict=True)
+        nbytes = sum(piece.codec.nbytes(size) for piece, size in both)
+        most = max(min(most, most_bytes * sum(sizes) // max(nbytes, 1)), 1)
     result: list[Chunk] = []
     runs: list[Run] = []
     begin, end, room = 0, HEADER, most

@@ -28,11 +28,18 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.communication.ranks import found_by
-from benchmarks.paper.support.experiment import beside, deviation
+from benchmarks.communication.ranks import found_by, told
+from benchmarks.paper.support.experiment import OPTIONS, beside, deviation
 from benchmarks.paper.support.run_cache import RunCache
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
-from benchmarks.support.harness import by_size, show, standing, write_json
+from benchmarks.support.harness import (
+    arguments,
+    by_size,
+    selected,
+    show,
+    standing,
+    write_json,
+)
 
 WHOLE = "fp32"
 PARTS = 20
@@ -143,6 +150,34 @@ class CodecTrainings:
         """Return the rows in the order of tasks and methods, without those that no longer exist."""
         places = list(itertools.product(TASKS, self._methods))
         return [self._rows[place] for place in places if place in self._rows]
+
+
+def main(
+    script: str,
+    description: str | None,
+    methods: Mapping[str, Sequence[str]],
+    install: Install,
+    ranks: int = 2,
+) -> None:
+    """Run a script of these trainings, or one of its ranks.
+
+    Args:
+        script: the file, which calls this function with the same arguments on a rank.
+        description: its docstring.
+        methods: methods of each task, to compare with FP32.
+        install: see `Install`.
+        ranks: number of processes of a training.
+    """
+    if (job := told()) is not None:
+        run_rank(job, install)
+        return
+    options = arguments(description, None, **OPTIONS)
+    torch.set_num_threads(1)
+    every = dict.fromkeys(itertools.chain([WHOLE], *methods.values()))
+    trainings = CodecTrainings(script, options, [*every], ranks)
+    for task in selected(options, methods):
+        trainings.add(task, methods[task])
+    trainings.show()
 
 
 def _final(run: Mapping[str, Any]) -> float:
