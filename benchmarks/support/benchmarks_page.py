@@ -630,6 +630,19 @@ PLANS = [
         form="{:.1f}",
         most=3,
     ),
+    *(
+        Figure(
+            "batch_move",
+            f"first step with another batch, {shapes} shapes, s",
+            "move_s",
+            having(way=shapes),
+            "{:.1f}",
+        )
+        for shapes in ("static", "automatic", "dynamic")
+    ),
+    Figure(
+        "batch_move", "dynamic shapes: time of a step / static", "to_static", having(way="dynamic")
+    ),
     *_hybrid("hybrid", less=0.3),
     *_hybrid("hybrid_batches", less=0.5),
     Figure("hybrid_batches", "idle time of a rank, of the step", "idle", form="{:.1%}", most=0.03),
