@@ -45,8 +45,8 @@ def plans_of(looked_model: Looked, batch: int) -> dict[str, PlanResult]:
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
     experiment = OnImages(options)
-    batch = experiment.images.size.batch
     for name, looked_model in experiment.networks():
+        batch = experiment.images(name).size.batch
         planning = problem(looked_model, batch, memory=capped(problem(looked_model, batch)))
         for indicator, answer in plans_of(looked_model, batch).items():
             plan, evaluation = answer.plans[SLOW], evaluate_plan(planning, answer.plans)

@@ -1,9 +1,10 @@
 """QSync's Tables IV and V: accuracy and throughput of training methods on two clusters.
 The methods are full precision, dynamic batch sizing, uniform precision and this project's plans.
-ClusterA is a V100 in FP32 and a T4 of the catalog; ClusterB limits the T4's memory. Throughput is
-predicted for a wide network on the catalog's devices, and a narrow network with the same operators
-is trained (paper/support/devices.py). The uniform plan is the widest narrow format that fits, and
-"ours" must reach its step time. "oracle" is FP32 on both ranks, regardless of limits. Columns:
+ClusterA is a V100 in FP32 and a T4 of the catalog; ClusterB limits the T4's memory, unless INT8
+saves none. Throughput is predicted for a wide network on the catalog's devices, and a narrow
+network with the same operators is trained (paper/support/images.py). The uniform plan is the widest
+narrow format that fits, and both of "ours" must reach its step time: one is of the paper's search,
+the other of the exact allocator. "oracle" is FP32 on both ranks, regardless of limits. Columns:
 "accuracy" is the mean over seeds of training on a CPU, with BF16 for FP16, and "deviation" its
 standard deviation; "steps_per_second", "variance", "peak_mb" and "waiting_ms" are predicted;
 "allowed_mb" is the memory limit; "batches" are the ranks' batch sizes.
@@ -19,14 +20,16 @@ from typing import Any
 
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.baselines import DynamicBatches
-from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.evaluator import evaluate_plan, resized
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.devices import SLOW, Looked, capped, problem, within
+from benchmarks.paper.support.devices import NARROW, SLOW, Looked, capped, problem, within
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
+from benchmarks.paper.support.images import NETWORKS, Network
 from benchmarks.plans.fleets import narrow
 from benchmarks.support.baselines import FullPrecision
 from benchmarks.support.harness import Row, arguments, show
@@ -45,15 +48,20 @@ def answers(looked_model: Looked, planning: Problem) -> Iterator[tuple[str, Plan
     yield "oracle", FullPrecision().allocate(planning)
     yield "dynamic batches", DynamicBatches(other).allocate(planning)  # type: ignore[arg-type]
     yield "uniform", uniform
-    yield "ours", MilpAllocator().allocate(within(planning, uniform.evaluation.seconds))
+    limited = within(planning, uniform.evaluation.seconds)
+    yield "ours, paper's search", PrecisionRecovery().allocate(limited)
+    yield "ours", MilpAllocator().allocate(limited)
 
 
 def rows(
     looked_model: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
 ) -> Iterator[Row]:
     """Yield one row per cluster and training method."""
-    memory = capped(problem(looked_model, batch, optimizer=optimizer))
-    for cluster, allowed in (("A", None), ("B", memory)):
+    unlimited = problem(looked_model, batch, optimizer=optimizer)
+    memory = capped(unlimited)
+    widest = evaluate_plan(unlimited, unlimited.uniform(NARROW[0])).classes[SLOW].peak_bytes
+    limits = {"A": None, "B": memory} if memory < (widest or 0) else {"A": None}
+    for cluster, allowed in limits.items():
         for method, answer in answers(
             looked_model, problem(looked_model, batch, optimizer=optimizer, memory=allowed)
         ):
@@ -75,9 +83,9 @@ def rows(
             }
 
 
-def main() -> None:
-    options = arguments(__doc__, None, **OPTIONS)
-    experiment = OnImages(options)
+def main(description: str | None, known: Mapping[str, Network]) -> None:
+    options = arguments(description, None, **OPTIONS)
+    experiment = OnImages(options, known)
     for name, looked_model in experiment.networks():
 
         def train(
@@ -85,10 +93,10 @@ def main() -> None:
         ) -> Mapping[str, Any]:
             return experiment.row(name, label, plan, batches)
 
-        for row in rows(looked_model, experiment.images.size.batch, train):
+        for row in rows(looked_model, experiment.images(name).size.batch, train):
             experiment.add({"network": name, **row})
     show(experiment.rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, NETWORKS)

@@ -109,10 +109,16 @@ def resnet(depths: list[int], widths: list[int], kind: str) -> nn.Module:
     return Loss(ResNetForImageClassification(config))
 
 
-def bert(layers: int) -> nn.Module:
+def bert(layers: int, width: int = 768) -> nn.Module:
     from transformers import BertConfig, BertForQuestionAnswering
 
-    return Loss(BertForQuestionAnswering(BertConfig(num_hidden_layers=layers)))
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+    )
+    return Loss(BertForQuestionAnswering(config))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -228,15 +228,32 @@ def network(name: str, precision: str, steps: int) -> Row:
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    estimates = several(
-        model, loss, batches, METHODS, [precision], steps=steps, fraction=1.0, optimizer=optimizer
-    )
-    *methods, truth = estimates
-    agreements = {estimate.method: agreement(estimate, truth, precision) for estimate in methods}
     return {
         "case": name,
+        **compared(model, loss, batches, METHODS, precision, steps=steps, optimizer=optimizer),
+    }
+
+
+def compared(
+    model: nn.Module,
+    step: Callable[[Any, Any], Tensor],
+    batches: Sequence[Any],
+    methods: Sequence[str],
+    precision: str,
+    **how: Any,
+) -> Row:
+    """Return the agreement of methods with the last one, which is the reference.
+
+    `how` are options of `several`.
+    """
+    estimates = several(model, step, batches, methods, [precision], fraction=1.0, **how)
+    *compared_methods, truth = estimates
+    agreements = {
+        estimate.method: agreement(estimate, truth, precision) for estimate in compared_methods
+    }
+    return {
         "precision": precision,
-        "steps": steps,
+        "steps": how["steps"],
         "operators": agreements["second_order"].operators,
         "spread": agreements["second_order"].spread,
         "floor": floor(truth, precision),
@@ -244,6 +261,7 @@ def network(name: str, precision: str, steps: int) -> Row:
         **{
             f"{method}/truth": agreements[method].ratio
             for method in ("second_order", "injected", "depth", "paper")
+            if method in agreements
         },
         **{
             f"{estimate.method} s": estimate.seconds

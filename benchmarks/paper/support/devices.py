@@ -1,12 +1,12 @@
 """Allocation problems for a V100 in FP32 and a T4 in FP16 or INT8, both from the device catalog.
 
 A CPU trains the plans, with BF16 instead of FP16 (`trained`): BF16 has fewer mantissa bits and
-needs no loss scaling. A network that a CPU trains in minutes is too narrow for a GPU: there FP16 on
-a T4 is no faster than FP32, and a plan has no trade-off. Each plan is therefore made for a wide
-network with the same operators, and trained in the narrow network.
+needs no loss scaling. In a network that a CPU trains in seconds, FP16 on a T4 is no faster than
+FP32, and a plan has no trade-off. A plan can therefore be made for a wide network and trained in a
+narrow one.
 
-Invariant: seconds and bytes are predictions for the wide network at the trained batch size;
-variance and accuracy belong to the narrow network. Both networks have the same operators.
+Invariant: seconds and bytes are predictions for the planned network at the trained batch size;
+variance and accuracy belong to the trained network. Both have the same operators.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Looked:
     """Graphs and sensitivities of a network.
 
     Attributes:
-        graphs: of the wide network by device name, with a symbolic batch size.
+        graphs: of the planned network by device name, with a symbolic batch size.
         sensitivities: of the trained network, by method.
     """
 
@@ -55,16 +55,16 @@ class Looked:
 
 def looked(
     model: nn.Module,
-    wide: nn.Module,
+    planned: nn.Module,
     step: Any,
     batches: Sequence[Any],
     inputs: Sequence[Tensor],
     methods: Sequence[str],
 ) -> Looked:
-    """Trace the wide network and estimate the sensitivities of the trained one.
+    """Trace the planned network and estimate the sensitivities of the trained one.
 
     Args:
-        inputs: of the wide network's forward; dimension 0 is the batch.
+        inputs: of the planned network's forward; dimension 0 is the batch.
 
     Raises:
         ValueError: the two networks have different operators.
@@ -76,7 +76,7 @@ def looked(
         for tensor in marked:
             torch._dynamo.mark_dynamic(tensor, 0)
         graphs[device] = build_model_graph(
-            qsync_fx.explain(wide, *marked, options={"target": device}), formats
+            qsync_fx.explain(planned, *marked, options={"target": device}), formats
         )
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
@@ -89,7 +89,7 @@ def looked(
         if estimate.variance.keys() != adjustable:
             different = sorted(adjustable ^ estimate.variance.keys())
             raise ValueError(
-                f"the network that is trained and the wide one have other operators: {different}"
+                f"the trained network and the planned one have different operators: {different}"
             )
     return Looked(graphs, {estimate.method: estimate for estimate in estimates})
 

@@ -20,8 +20,8 @@ from benchmarks.paper.support.devices import Looked, looked, trained
 from benchmarks.paper.support.images import (
     NETWORKS,
     QUICK,
-    WIDE,
     Images,
+    Network,
     Size,
     Trainer,
     built,
@@ -129,40 +129,50 @@ class OnImages(Experiment):
 
     Args:
         options: command-line options.
+        known: networks to select from.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.images = Images(
-            by_size(options.quick, QUICK, Size()), by_size(options.quick, "digits", None)
+    def __init__(
+        self, options: argparse.Namespace, known: Mapping[str, Network] = NETWORKS
+    ) -> None:
+        self._known = known
+        self._source = by_size(options.quick, "digits", None)
+        data = Images(Size(), self._source).name
+        super().__init__(
+            options, "trained", by_size(options.quick, QUICK, Size()).epochs, images=data
         )
-        super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
         """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
-        for name in list(selected(self._options, NETWORKS))[by_size(self.quick, -1, 0) :]:
+        for name in list(selected(self._options, self._known))[by_size(self.quick, -1, 0) :]:
             yield name, self.look(name)
 
+    def images(self, name: str) -> Images:
+        """Return the images of a network's training."""
+        return Images(by_size(self.quick, QUICK, self._known[name].size), self._source)
+
     def look(self, name: str) -> Looked:
-        """Return the wide network's graphs and the trained network's sensitivities."""
-        images = self.images
-        model, wide = (
-            built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name])
+        """Return the planned network's graphs and the trained network's sensitivities."""
+        images, network = self.images(name), self._known[name]
+        model, planned = (
+            built(build, images.classes, 0)
+            for build in (network.build, network.planned or network.build)
         )
         data = images.subset(0)
         steps = by_size(self.quick, 1, LOOKED)
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
-        return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)
+        return looked(model, planned, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(
         self, name: str, label: str, plan: Mapping[str, str], batches: Sequence[int]
     ) -> dict[str, Any]:
         """Return the accuracy over all seeds of a T4 plan, trained with a V100 in FP32."""
-        low = trained(plan)
+        low, images = trained(plan), self.images(name)
         settings = {
             "network": name,
-            "images": self.images.name,
-            "size": asdict(self.images.size),
+            "images": images.name,
+            "size": asdict(images.size),
             "batches": list(batches),
             "plan": low.to_json(),
         }
@@ -170,5 +180,5 @@ class OnImages(Experiment):
         return self.accuracy(
             f"{name}, {label}",
             settings,
-            lambda: Trainer(NETWORKS[name], self.images, plans, batches),
+            lambda: Trainer(self._known[name], images, plans, batches),
         )

@@ -10,7 +10,7 @@ same order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,6 @@ from qsync_fx import Plan
 
 
 @dataclass(frozen=True)
-class Network:
-    """Network and its learning rate.
-
-    Attributes:
-        build: creates the network for a number of classes.
-        rate: learning rate for a global batch of 256.
-    """
-
-    build: Callable[[int], nn.Module]
-    rate: float
-
-
-@dataclass(frozen=True)
 class Size:
     """Size of a training.
 
@@ -58,7 +45,30 @@ class Size:
     batch: int = 64
 
 
+@dataclass(frozen=True)
+class Network:
+    """Network and its learning rate.
+
+    Attributes:
+        build: creates the network for a number of classes.
+        rate: learning rate for a global batch of 256.
+        planned: creates the network that plans are made for: with the same operators and enough
+            channels to occupy a GPU. None if it is the trained network.
+        size: of a training.
+    """
+
+    build: Callable[[int], nn.Module]
+    rate: float
+    planned: Callable[[int], nn.Module] | None = None
+    size: Size = Size()
+
+
 QUICK = Size(256, 128, 1, 32)
+
+
+def resnet(classes: int, width: int = 8) -> nn.Module:
+    """Return the ResNet of the examples, for images of one channel."""
+    return ResNet(classes, width=width)
 
 
 def vgg_bn(classes: int, width: int = 8) -> nn.Module:
@@ -72,14 +82,9 @@ def vgg_bn(classes: int, width: int = 8) -> nn.Module:
 
 
 NETWORKS = {
-    "ResNet-8": Network(lambda classes: ResNet(classes, width=8), 0.2),
-    "VGG-6-BN": Network(vgg_bn, 0.1),
+    "ResNet-8": Network(resnet, 0.2, lambda classes: resnet(classes, width=128)),
+    "VGG-6-BN": Network(vgg_bn, 0.1, lambda classes: vgg_bn(classes, width=128)),
 }
-WIDE: Mapping[str, Callable[[int], nn.Module]] = {
-    "ResNet-8": lambda classes: ResNet(classes, width=128),
-    "VGG-6-BN": lambda classes: vgg_bn(classes, width=128),
-}
-"""Wide variant of each network, with enough channels to occupy a GPU; plans are made for it."""
 
 
 def loss(model: Any, part: Inputs) -> Tensor:

@@ -1,0 +1,140 @@
+"""Steps of DUO by the number of micro-batches: how much of the slow reduction is hidden.
+Two ranks train an MLP with 7 MB of gradients over a link of 100 Mbps (links.py; loopback without
+root). Gradients are accumulated under no_sync over 1 to 16 micro-batches. "none" reduces nothing,
+"1bit*" has only the fast reduction of "duo1", and "fp32" is DistributedDataParallel alone. All ways
+run interleaved. Columns: median "seconds" of a step; "exposed" is the time above "none", "slow" the
+time of the FP32 reduction at the link's rate, and "hidden" the part of it that DUO's step does not
+add to that of "1bit*". The slow reduction can hide only if it takes no longer than the passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.distributed import compress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication import links
+from benchmarks.communication.ranks import found_by, told
+from benchmarks.support.harness import Row, arguments, by_size, finish
+
+RATE = "100mbit"
+NONE, FAST, DUO, FULL = "none", "1bit*", "duo1", "fp32"
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+SAMPLES, INPUTS, WIDTH, CLASSES = 256, 784, 1024, 10
+"""Samples of a micro-batch, and the widths of the MLP."""
+
+
+def main() -> None:
+    if (job := told()) is not None:
+        rank(job)
+        return
+    options = arguments(
+        __doc__, repeats={"type": int, "default": 7, "help": "steps of each (%(default)s)"}
+    )
+    torch.set_num_threads(1)
+    rate = RATE if links.told_missing("loopback") is None else None
+    job = {
+        "counts": by_size(options.quick, MICRO_BATCHES[:2], MICRO_BATCHES),
+        "repeats": by_size(options.quick, 2, options.repeats),
+    }
+    measured = found_by(__file__, job, 2, rate, seconds=1800)
+    finish(options, [row for count in job["counts"] for row in rows(measured, rate, count)])
+
+
+def rows(measured: dict[str, Any], rate: str | None, count: int) -> list[Row]:
+    seconds = {way: statistics.median(by[str(count)]) for way, by in measured["seconds"].items()}
+    # Each of two ranks sends half of the gradients in each phase of an all-reduce.
+    slow = 32 * measured["values"] / links.bits_per_second(rate) if rate else None
+    made: list[Row] = []
+    for way, value in seconds.items():
+        hidden = None
+        if way == DUO and slow is not None:
+            hidden = 1 - max(0.0, value - seconds[FAST]) / slow
+        made.append(
+            {
+                "rate": rate or "loopback",
+                "micro-batches": count,
+                "way": way,
+                "seconds": value,
+                "exposed": value - seconds[NONE],
+                "slow": slow,
+                "hidden": hidden,
+            }
+        )
+    return made
+
+
+def rank(job: dict[str, Any]) -> None:
+    """Run one rank."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    trainings = [Training(way) for way in (NONE, FAST, DUO, FULL)]
+    seconds: dict[str, dict[int, list[float]]] = {
+        training.way: {count: [] for count in job["counts"]} for training in trainings
+    }
+    for count in job["counts"]:
+        for turn in range(job["repeats"] + 1):
+            for training in trainings:
+                distributed.barrier()
+                # The first of two steps starts the slow reduction that the second one hides. A
+                # barrier between them would wait for it.
+                training.step(count)
+                begin = time.perf_counter()
+                training.step(count)
+                if turn:
+                    seconds[training.way][count].append(time.perf_counter() - begin)
+                training.flush()
+    values = sum(p.numel() for p in trainings[0].ddp.parameters())
+    if distributed.get_rank() == 0:
+        Path(job["path"]).write_text(json.dumps({"seconds": seconds, "values": values}))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+class Training:
+    """Training of an MLP with one way to reduce gradients."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        layers = [nn.Linear(INPUTS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        self.ddp = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)))
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), 0.01, momentum=0.9)
+        self.inputs = torch.randn(SAMPLES, INPUTS)
+        self.labels = torch.randint(CLASSES, (SAMPLES,))
+        self.handle: Any = None
+        if way == DUO:
+            self.handle = compress(self.ddp, way, optimizer=self.optimizer)
+        elif way == FAST:
+            compress(self.ddp, way)
+
+    def step(self, count: int) -> None:
+        """Accumulate gradients over `count` micro-batches, reduce them and step."""
+        for index in range(count):
+            is_reduced = index == count - 1 and self.way != NONE
+            with contextlib.nullcontext() if is_reduced else self.ddp.no_sync():
+                loss = F.cross_entropy(self.ddp(self.inputs), self.labels) / count
+                loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def flush(self) -> None:
+        """Wait for DUO's slow reduction."""
+        if self.way == DUO:
+            self.handle.flush()
+
+
+if __name__ == "__main__":
+    main()
