@@ -27,6 +27,13 @@ if ALL_GATHER is None:
     ALL_GATHER = distributed.all_gather_into_tensor
 
 
+def chunk_bytes(device: torch.device) -> int | None:
+    """Return the largest number of bytes of a message in a collective; None for no limit."""
+    # gloo runs two collectives at once, and each uses one direction of a link after the other,
+    # so that a link idles for the time of a chunk. Smaller chunks cost more processor time.
+    return 2**20 if device.type == "cpu" else None
+
+
 @dataclass(frozen=True)
 class CollectiveGroups:
     """Process groups of a rank for collectives on its device, which no other code uses."""
@@ -55,9 +62,7 @@ class Collective:
     _expected: list[list[tuple[str, MessageHeader]]] = field(init=False)  # by sender
 
     def __post_init__(self) -> None:
-        # gloo runs two collectives at once, and each uses one direction of a link after the other,
-        # so that a link idles for the time of a chunk. Smaller chunks cost more processor time.
-        self.chunk_bytes = 2**20 if self.device.type == "cpu" else None
+        self.chunk_bytes = chunk_bytes(self.device)
         self._forget()
 
     def scatter(self, header: MessageHeader, about: str, sizes: Sizes) -> CollectiveTransfer:

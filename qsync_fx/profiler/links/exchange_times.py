@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from qsync_fx.communication.collective import ALL_GATHER
+from qsync_fx.communication.collective import ALL_GATHER, chunk_bytes
 from qsync_fx.communication.control_group import CPU, carrying, control
 from qsync_fx.communication.point_to_point import exchange
 from qsync_fx.predictor.replayer.cluster import TRANSPORTS, Exchange, RankGroup, Transport
@@ -48,25 +48,31 @@ def _messages(nbytes: int, group: Any) -> tuple[Phase, int]:
 
 
 def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, int]:
-    """Return the collectives of a reduction that send `nbytes` per rank each, and their number."""
+    """Return the collectives of a reduction that send `nbytes` per rank each, and their number.
+
+    They are cut into the chunks of the transport, which are all under way at once.
+    """
     ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
     part = max(nbytes // (ranks - 1), 1)
-    peers = [0 if peer == rank else part for peer in range(ranks)]
-    sent = torch.zeros(part * (ranks - 1), dtype=torch.uint8, device=device)
-    received = torch.empty_like(sent)
+    most = chunk_bytes(device) or part
+    to_all, to_gather = [], []
+    for begin in range(0, part, most):
+        size = min(most, part - begin)
+        peers = [0 if peer == rank else size for peer in range(ranks)]
+        sent = torch.zeros(size * (ranks - 1), dtype=torch.uint8, device=device)
+        target = torch.empty_like(sent)
+        to_all.append(partial(distributed.all_to_all_single, target, sent, peers, peers))
+        gathered = torch.empty(size * ranks, dtype=torch.uint8, device=device)
+        to_gather.append(partial(ALL_GATHER, gathered, sent[:size]))
+    phases = [to_all] if ranks == 2 else [to_all, to_gather]
 
-    def to_all() -> None:
-        distributed.all_to_all_single(received, sent, peers, peers, group=group)
+    def run() -> None:
+        for starts in phases:
+            works = [start(group=group, async_op=True) for start in starts]
+            for work in works:
+                work.wait()
 
-    if ranks == 2:
-        return to_all, 1
-    gathered = torch.empty(part * ranks, dtype=torch.uint8, device=device)
-
-    def both() -> None:
-        to_all()
-        ALL_GATHER(gathered, sent[:part], group=group)
-
-    return both, 2
+    return run, len(phases)
 
 
 def exchange_seconds(
