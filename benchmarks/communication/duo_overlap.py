@@ -55,19 +55,21 @@ def main() -> None:
 
 
 def rows(measured: dict[str, Any], rate: str | None, count: int) -> list[Row]:
-    seconds = {way: statistics.median(by[str(count)]) for way, by in measured["seconds"].items()}
+    seconds = {
+        method: statistics.median(by[str(count)]) for method, by in measured["seconds"].items()
+    }
     # Each of two ranks sends half of the gradients in each phase of an all-reduce.
     slow = 32 * measured["values"] / links.bits_per_second(rate) if rate else None
     made: list[Row] = []
-    for way, value in seconds.items():
+    for method, value in seconds.items():
         hidden = None
-        if way == DUO and slow is not None:
+        if method == DUO and slow is not None:
             hidden = 1 - max(0.0, value - seconds[FAST]) / slow
         made.append(
             {
                 "rate": rate or "loopback",
                 "micro-batches": count,
-                "way": way,
+                "way": method,
                 "seconds": value,
                 "exposed": value - seconds[NONE],
                 "slow": slow,
@@ -81,9 +83,9 @@ def rank(job: dict[str, Any]) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    trainings = [Training(way) for way in (NONE, FAST, DUO, FULL)]
+    trainings = [Training(method) for method in (NONE, FAST, DUO, FULL)]
     seconds: dict[str, dict[int, list[float]]] = {
-        training.way: {count: [] for count in job["counts"]} for training in trainings
+        training.method: {count: [] for count in job["counts"]} for training in trainings
     }
     for count in job["counts"]:
         for turn in range(job["repeats"] + 1):
@@ -95,7 +97,7 @@ def rank(job: dict[str, Any]) -> None:
                 begin = time.perf_counter()
                 training.step(count)
                 if turn:
-                    seconds[training.way][count].append(time.perf_counter() - begin)
+                    seconds[training.method][count].append(time.perf_counter() - begin)
                 training.flush()
     values = sum(p.numel() for p in trainings[0].ddp.parameters())
     if distributed.get_rank() == 0:
@@ -107,23 +109,23 @@ def rank(job: dict[str, Any]) -> None:
 class Training:
     """Training of an MLP with one way to reduce gradients."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, method: str) -> None:
+        self.method = method
         layers = [nn.Linear(INPUTS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
         self.ddp = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), 0.01, momentum=0.9)
         self.inputs = torch.randn(SAMPLES, INPUTS)
         self.labels = torch.randint(CLASSES, (SAMPLES,))
         self.handle: Any = None
-        if way == DUO:
-            self.handle = compress(self.ddp, way, optimizer=self.optimizer)
-        elif way == FAST:
-            compress(self.ddp, way)
+        if method == DUO:
+            self.handle = compress(self.ddp, method, optimizer=self.optimizer)
+        elif method == FAST:
+            compress(self.ddp, method)
 
     def step(self, count: int) -> None:
         """Accumulate gradients over `count` micro-batches, reduce them and step."""
         for index in range(count):
-            is_reduced = index == count - 1 and self.way != NONE
+            is_reduced = index == count - 1 and self.method != NONE
             with contextlib.nullcontext() if is_reduced else self.ddp.no_sync():
                 loss = F.cross_entropy(self.ddp(self.inputs), self.labels) / count
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -132,7 +134,7 @@ class Training:
 
     def flush(self) -> None:
         """Wait for DUO's slow reduction."""
-        if self.way == DUO:
+        if self.method == DUO:
             self.handle.flush()
 
 

@@ -83,9 +83,9 @@ def rows(
             }
 
 
-def main(description: str | None, known: Mapping[str, Network]) -> None:
+def main(description: str | None, networks: Mapping[str, Network]) -> None:
     options = arguments(description, None, **OPTIONS)
-    experiment = OnImages(options, known)
+    experiment = OnImages(options, networks)
     for name, looked_model in experiment.networks():
 
         def train(

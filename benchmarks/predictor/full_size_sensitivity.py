@@ -21,19 +21,19 @@ from benchmarks.predictor.sensitivity import compared
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected
 
 METHODS = ("second_order", "injected", "depth", "paper", "monte_carlo")
-STEPS = {"bf16": 24, "int8": 12}
+STEPS = {"int8": 6, "bf16": 8}
 """Measured steps by precision."""
 CASES = {
     "ResNet-18": Case(
         lambda: resnet([2, 2, 2, 2], [64, 128, 256, 512], "basic"),
         images("pixel_values"),
         size=64,
-        batch=32,
+        batch=16,
         small=64,
         rate=1e-3,
     ),
     "BERT-small": Case(
-        functools.partial(bert, 4, 512), questions, size=64, batch=16, small=64, rate=1e-4
+        functools.partial(bert, 4, 512), questions, size=64, batch=8, small=64, rate=1e-4
     ),
 }
 

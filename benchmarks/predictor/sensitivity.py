@@ -240,20 +240,20 @@ def compared(
     batches: Sequence[Any],
     methods: Sequence[str],
     precision: str,
-    **how: Any,
+    **settings: Any,
 ) -> Row:
     """Return the agreement of methods with the last one, which is the reference.
 
-    `how` are options of `several`.
+    `settings` are options of `several`.
     """
-    estimates = several(model, step, batches, methods, [precision], fraction=1.0, **how)
+    estimates = several(model, step, batches, methods, [precision], fraction=1.0, **settings)
     *compared_methods, truth = estimates
     agreements = {
         estimate.method: agreement(estimate, truth, precision) for estimate in compared_methods
     }
     return {
         "precision": precision,
-        "steps": how["steps"],
+        "steps": settings["steps"],
         "operators": agreements["second_order"].operators,
         "spread": agreements["second_order"].spread,
         "floor": floor(truth, precision),

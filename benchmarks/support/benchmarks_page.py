@@ -518,6 +518,30 @@ COMMUNICATION = [
         )
         if any(row["way"] == codec for row in runs_of("codec_accuracy")[0]["rows"])
     ),
+    *(
+        Figure(
+            result,
+            "accuracy above FP32, points",
+            "points",
+            lambda row: row["way"] != "fp32",
+            "{:+.2f}",
+        )
+        for result in ("codec_parameters", "two_level_accuracy")
+    ),
+    Figure(
+        "duo_overlap",
+        "part of DUO's slow reduction that is hidden, 1 micro-batch",
+        "hidden",
+        lambda row: row["hidden"] is not None and row["micro-batches"] == 1,
+        "{:.0%}",
+    ),
+    Figure(
+        "duo_overlap",
+        "part of DUO's slow reduction that is hidden, 8 or 16 micro-batches",
+        "hidden",
+        lambda row: row["hidden"] is not None and row["micro-batches"] >= 8,
+        "{:.0%}",
+    ),
     Figure(
         "aqgb_fig3",
         "overlap with AQGB, as a share of communication, with the paper's links",
@@ -557,12 +581,13 @@ PREDICTIONS = [
     Figure("memory_accuracy", "error of peak memory, %", magnitude("error"), has("real_mb")),
     *(
         Figure(
-            "sensitivity",
+            result,
             f"`{method}`: rank correlation with quantized passes",
             method,
             has("floor"),
             least=least,
         )
+        for result in ("sensitivity", "full_size_sensitivity")
         for method, least in {"second_order": 0.9, "injected": 0.95, "paper": None}.items()
     ),
     Figure(
@@ -662,8 +687,12 @@ PAPERS = [
     Figure("table3", "dPRO's model: error of a step, %", "dPRO's view, error_%"),
     _more_accurate("table4", "ours", UNIFORM, "network", "cluster"),
     _less("table4", "ours", UNIFORM, "network", "cluster"),
-    _more_accurate("table6", "ours", UNIFORM, "network", "cluster"),
-    _less("table6", "ours", UNIFORM, "network", "cluster"),
+    *(
+        figure(result, plan, UNIFORM, "network", "cluster")
+        for result in ("table4_unscaled", "table6")
+        for plan in ("ours", "ours, paper's search")
+        for figure in (_more_accurate, _less)
+    ),
     Figure("fig4", "share of casts in an operator's time, %", "casts_%", form="{:.0f}"),
     _less("fig6", "ours", {"plan": "uniform"}),
     *(

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.support.experiment_tables import Row, accuracy_of, percent, rows_of, table_of
+from tests.support.experiment_tables import Row, accuracy_of, percent, rows_of, source, table_of
 from tests.support.pages import markdown
 
 
 def codec_accuracy() -> str:
+    return _trainings("codec_accuracy")
+
+
+def codec_parameters() -> str:
+    return _trainings("codec_parameters")
+
+
+def two_level_accuracy() -> str:
+    return _trainings("two_level_accuracy")
+
+
+def _trainings(name: str) -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "network": lambda row: row["task"],
         "gradients": lambda row: f"`{row['way']}`",
@@ -19,13 +31,27 @@ def codec_accuracy() -> str:
         "points above FP32": lambda row: (
             "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
+        "coding error": lambda row: f"{row['noise']:.3g}" if "noise" in row else "",
         "seeds": lambda row: str(len(row["each"])),
         "date": lambda row: row.get("date", ""),
     }
-    sizes = dict.fromkeys(
-        f"{row['task']}: {row['size']}" for row in rows_of("codec_accuracy") if "size" in row
+    sizes = dict.fromkeys(f"{row['task']}: {row['size']}" for row in rows_of(name) if "size" in row)
+    return "\n".join([table_of(name, columns), "", *(f"{size}." for size in sizes)])
+
+
+def duo_overlap() -> str:
+    """Return the seconds of a step by the number of micro-batches, and the hidden part."""
+    steps: dict[int, dict[str, Row]] = {}
+    for row in rows_of("duo_overlap"):
+        steps.setdefault(row["micro-batches"], {})[row["way"]] = row
+    ways = ["none", "1bit*", "duo1", "fp32"]
+    rows = (
+        [str(count), *(f"{found[way]['seconds']:.2f} s" for way in ways), percent(hidden)]
+        for count, found in steps.items()
+        if (hidden := found["duo1"]["hidden"]) is not None
     )
-    return "\n".join([table_of("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
+    head = ["micro-batches", "no reduction", *(f"`{way}`" for way in ways[1:]), "hidden"]
+    return f"{source('duo_overlap')}\n\n{markdown(head, rows)}"
 
 
 def aqgb_fig3() -> str:
@@ -92,5 +118,14 @@ def slow_links() -> str:
 
 TABLES = {
     made.__name__: made
-    for made in (codec_accuracy, aqgb_fig3, slow_links, gradient_codecs, gpu_codecs)
+    for made in (
+        codec_accuracy,
+        codec_parameters,
+        two_level_accuracy,
+        duo_overlap,
+        aqgb_fig3,
+        slow_links,
+        gradient_codecs,
+        gpu_codecs,
+    )
 }

@@ -54,6 +54,10 @@ def table4() -> str:
     return table_of("table4", {"network": lambda row: row["network"], **_ways("table4")})
 
 
+def table4_unscaled() -> str:
+    return table_of("table4_unscaled", _ways("table4_unscaled"))
+
+
 def table6() -> str:
     return table_of("table6", _ways("table6"))
 
@@ -79,7 +83,7 @@ def fleets() -> str:
             by_case.setdefault((row["model"], memory), {})[row["allocator"]] = row
     columns = ["uniform", "milp", "paper", "dynamic-batches", "full-precision"]
     rows = ([*case, *(_speed(found[name]) for name in columns)] for case, found in by_case.items())
-    return f"{_source('fleets')}\n\n{markdown(['model', 'memory of a T4', *columns], rows)}"
+    return f"{source('fleets')}\n\n{markdown(['model', 'memory of a T4', *columns], rows)}"
 
 
 def _speed(row: Row) -> str:
@@ -190,7 +194,7 @@ def contributions() -> str:
         ]
 
     head = ["plan", "images per second / uniform", "variance / uniform", "runs with such a plan"]
-    return f"{_source('hybrid_batches')}\n\n{markdown(head, map(cells, runs[0]))}"
+    return f"{source('hybrid_batches')}\n\n{markdown(head, map(cells, runs[0]))}"
 
 
 def joint_fleets() -> str:
@@ -231,7 +235,7 @@ def joint_fleets() -> str:
 
     head = ["model", "GPUs, 16 each", *names, "free", "largest gap, longest search"]
     table = markdown(head, [cells(key, found) for key, found in plans.items()])
-    return f"{_source('joint_fleets')}\n\n{table}"
+    return f"{source('joint_fleets')}\n\n{table}"
 
 
 def ddp_accuracy() -> str:
@@ -286,6 +290,7 @@ TABLES = {
         table2,
         table3,
         table4,
+        table4_unscaled,
         table6,
         fig6,
         fig8,
@@ -308,10 +313,10 @@ def table_of(
     name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool
 ) -> str:
     rows = ([cell(row) for cell in columns.values()] for row in rows_of(name) if shown(row))
-    return f"{_source(name)}\n\n{markdown(list(columns), rows)}"
+    return f"{source(name)}\n\n{markdown(list(columns), rows)}"
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     """Return the machine, versions, date and path of a result file."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
     machine = found["machine"]

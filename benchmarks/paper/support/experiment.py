@@ -129,13 +129,13 @@ class OnImages(Experiment):
 
     Args:
         options: command-line options.
-        known: networks to select from.
+        networks: to select from.
     """
 
     def __init__(
-        self, options: argparse.Namespace, known: Mapping[str, Network] = NETWORKS
+        self, options: argparse.Namespace, networks: Mapping[str, Network] = NETWORKS
     ) -> None:
-        self._known = known
+        self._networks = networks
         self._source = by_size(options.quick, "digits", None)
         data = Images(Size(), self._source).name
         super().__init__(
@@ -144,16 +144,16 @@ class OnImages(Experiment):
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
         """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
-        for name in list(selected(self._options, self._known))[by_size(self.quick, -1, 0) :]:
+        for name in list(selected(self._options, self._networks))[by_size(self.quick, -1, 0) :]:
             yield name, self.look(name)
 
     def images(self, name: str) -> Images:
         """Return the images of a network's training."""
-        return Images(by_size(self.quick, QUICK, self._known[name].size), self._source)
+        return Images(by_size(self.quick, QUICK, self._networks[name].size), self._source)
 
     def look(self, name: str) -> Looked:
         """Return the planned network's graphs and the trained network's sensitivities."""
-        images, network = self.images(name), self._known[name]
+        images, network = self.images(name), self._networks[name]
         model, planned = (
             built(build, images.classes, 0)
             for build in (network.build, network.planned or network.build)
@@ -180,5 +180,5 @@ class OnImages(Experiment):
         return self.accuracy(
             f"{name}, {label}",
             settings,
-            lambda: Trainer(self._known[name], images, plans, batches),
+            lambda: Trainer(self._networks[name], images, plans, batches),
         )
