@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.plans.fleet_models import QUICK, Case, bert, images, questions, resnet
 from benchmarks.plans.trained_sensitivity import trained
 from benchmarks.predictor.sensitivity import compared
-from benchmarks.support.harness import Row, arguments, by_size, finish, selected
+from benchmarks.support.harness import Row, arguments, by_size, selected, show, write_cases
 
 METHODS = ("second_order", "injected", "depth", "paper", "monte_carlo")
 STEPS = {"int8": 6, "bf16": 8}
@@ -66,7 +66,9 @@ def main() -> None:
             )
             rows.append({"case": name, **row})
             print({key: value for key, value in row.items() if key != "each"}, flush=True)
-    finish(options, rows, by="case")
+            if options.json:
+                write_cases(options.json, rows, options.quick)
+    show([{key: value for key, value in row.items() if key != "each"} for row in rows])
 
 
 if __name__ == "__main__":
