@@ -2,9 +2,9 @@
 Two ranks train an MLP with 7 MB of gradients over a link of 100 Mbps (links.py; loopback without
 root). Gradients are accumulated under no_sync over 1 to 16 micro-batches. "none" reduces nothing,
 "1bit*" has only the fast reduction of "duo1", and "fp32" is DistributedDataParallel alone. All ways
-run interleaved. Columns: median "seconds" of a step; "exposed" is the time above "none", "slow" the
-time of the FP32 reduction at the link's rate, and "hidden" the part of it that DUO's step does not
-add to that of "1bit*". The slow reduction can hide only if it takes no longer than the passes.
+run interleaved. Columns: median "seconds" of a step; "exposed" is the time above "none", which is
+that of the passes. "hidden" is the time by which DUO's step is shorter than both reductions in
+turn, relative to the time that can hide: the shorter of the passes and the FP32 reduction.
 """
 
 from __future__ import annotations
@@ -58,25 +58,19 @@ def rows(measured: dict[str, Any], rate: str | None, count: int) -> list[Row]:
     seconds = {
         method: statistics.median(by[str(count)]) for method, by in measured["seconds"].items()
     }
-    # Each of two ranks sends half of the gradients in each phase of an all-reduce.
-    slow = 32 * measured["values"] / links.bits_per_second(rate) if rate else None
-    made: list[Row] = []
-    for method, value in seconds.items():
-        hidden = None
-        if method == DUO and slow is not None:
-            hidden = 1 - max(0.0, value - seconds[FAST]) / slow
-        made.append(
-            {
-                "rate": rate or "loopback",
-                "micro-batches": count,
-                "way": method,
-                "seconds": value,
-                "exposed": value - seconds[NONE],
-                "slow": slow,
-                "hidden": hidden,
-            }
-        )
-    return made
+    passes, slow = seconds[NONE], seconds[FULL] - seconds[NONE]
+    hidden = (seconds[FAST] + slow - seconds[DUO]) / min(passes, slow)
+    return [
+        {
+            "rate": rate or "loopback",
+            "micro-batches": count,
+            "way": method,
+            "seconds": value,
+            "exposed": value - passes,
+            "hidden": hidden if method == DUO else None,
+        }
+        for method, value in seconds.items()
+    ]
 
 
 def rank(job: dict[str, Any]) -> None:
@@ -99,9 +93,8 @@ def rank(job: dict[str, Any]) -> None:
                 if turn:
                     seconds[training.method][count].append(time.perf_counter() - begin)
                 training.flush()
-    values = sum(p.numel() for p in trainings[0].ddp.parameters())
     if distributed.get_rank() == 0:
-        Path(job["path"]).write_text(json.dumps({"seconds": seconds, "values": values}))
+        Path(job["path"]).write_text(json.dumps({"seconds": seconds}))
     distributed.barrier()
     distributed.destroy_process_group()
 
