@@ -251,7 +251,7 @@ def compared(
     agreements = {
         estimate.method: agreement(estimate, truth, precision) for estimate in compared_methods
     }
-    return {
+    row: Row = {
         "precision": precision,
         "steps": settings["steps"],
         "operators": agreements["second_order"].operators,
@@ -274,6 +274,7 @@ def compared(
             if estimate.method in DRAWN
         },
     }
+    return {key: None if value != value else value for key, value in row.items()}
 
 
 def rounded(sensitivity: Sensitivity, precision: str) -> list[float | None]:
@@ -385,7 +386,7 @@ def main() -> None:
             for more in by_size(options.quick, (), MORE):
                 if float(row["floor"]) < FLOOR:
                     row = network(name, precision, more * steps)
-            rows.append({key: None if value != value else value for key, value in row.items()})
+            rows.append(row)
             if options.json:
                 write_json(
                     options.json, rows, options.quick

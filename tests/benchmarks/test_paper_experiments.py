@@ -82,7 +82,7 @@ def test_plan_of_the_wide_network_covers_the_trained_operators() -> None:
     }
     assert len(disturbed) == 2
     assert set(devices.problem(known, 16).uniform("int8")["t4"]) == disturbed
-    with pytest.raises(ValueError, match="other operators"):
+    with pytest.raises(ValueError, match="different operators"):
         look(network(64, nn.Linear(4, 4)))
 
 
