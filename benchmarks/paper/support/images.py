@@ -9,6 +9,7 @@ same order.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,11 +92,16 @@ def loss(model: Any, part: Inputs) -> Tensor:
     return F.cross_entropy(model(part[0]), part[1])
 
 
+@functools.cache
+def _loaded(source: str | None) -> Data:
+    return load(source)
+
+
 class Images:
     """Normalized images; each seed trains on a subset."""
 
     def __init__(self, size: Size, source: str | None = None) -> None:
-        self.size, self._data = size, load(source)
+        self.size, self._data = size, _loaded(source)
         self.classes, self.name = self._data.classes, self._data.name
 
     def subset(self, seed: int) -> Data:

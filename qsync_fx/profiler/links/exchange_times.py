@@ -62,9 +62,10 @@ def _collectives(nbytes: int, group: Any, device: torch.device) -> tuple[Phase, 
         sent = torch.zeros(size * (ranks - 1), dtype=torch.uint8, device=device)
         target = torch.empty_like(sent)
         to_all.append(partial(distributed.all_to_all_single, target, sent, peers, peers))
-        gathered = torch.empty(size * ranks, dtype=torch.uint8, device=device)
-        to_gather.append(partial(ALL_GATHER, gathered, sent[:size]))
-    phases = [to_all] if ranks == 2 else [to_all, to_gather]
+        if ranks > 2:
+            gathered = torch.empty(size * ranks, dtype=torch.uint8, device=device)
+            to_gather.append(partial(ALL_GATHER, gathered, sent[:size]))
+    phases = [to_all, to_gather] if to_gather else [to_all]
 
     def run() -> None:
         for starts in phases:
