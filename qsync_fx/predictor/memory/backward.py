@@ -364,20 +364,27 @@ def recomputed(forward: Forward, backward: Sequence[Task], budget: float) -> Rec
         if before <= 0:
             unchanged.add(index)  # torch's partitioner ignores the budget of such graphs
         elif after >= budget * before:
-            kernels |= _knapsack(forward, tasks, before, budget)
+            kernels |= _knapsack(forward, tasks, read, before, budget)
     return RecomputedTasks(forward, backward, kernels, unchanged)
 
 
-def _knapsack(forward: Forward, tasks: Mapping[int, Task], before: int, budget: float) -> set[int]:
+def _knapsack(
+    forward: Forward, tasks: Mapping[int, Task], read: Set[Buffer], before: int, budget: float
+) -> set[int]:
     """Return the kernels of a graph, products and quantizers, that torch's knapsack does not save.
 
-    Only products have floating-point operations. `before` are the saved bytes without a budget.
+    Only products have floating-point operations. `read` are the buffers that the backward pass
+    reads, and `before` is their size in bytes, both without a budget.
     """
     sizes: dict[int, int] = {}
-    for index, task in tasks.items():
+    needed = set(read)
+    for index, task in sorted(tasks.items(), reverse=True):
+        if needed.isdisjoint(task.writes):
+            continue  # the backward pass does not depend on it
+        needed |= task.reads
         if task.library and forward.multiplies(forward.graph.operator(task.operator)):
             sizes[index] = sum(buffer.bytes for buffer in task.writes)
-    indices = sorted(sizes, key=lambda index: -sizes[index])
+    indices = sorted(sizes, key=lambda index: (-sizes[index], index))
     shares = [sizes[index] / before for index in indices]
     work = [_forward_flops(forward, tasks[index]) for index in indices]
     _, _, repeated = dp_knapsack(shares, work, budget)
@@ -386,10 +393,14 @@ def _knapsack(forward: Forward, tasks: Mapping[int, Task], before: int, budget: 
 
 def _forward_flops(forward: Forward, task: Task) -> float:
     index = forward.graph.places[task.operator]
-    operator = forward.graph.operators[index]
-    if all(buffer.name != forward.graph.values[operator.result].name for buffer in task.writes):
+    operator, matrices = forward.graph.operators[index], forward.matrices.get(index)
+    results = {forward.graph.values[operator.result].name}
+    # Without a fused kernel, attention is two products of equal size: scores and result.
+    scores = set() if matrices is None else {matrices.scores.name}
+    if results.union(scores).isdisjoint(buffer.name for buffer in task.writes):
         return 1.0
-    return float(max(whole(operator.costs[forward.states.names[index]].forward.flops), 1))
+    flops = whole(operator.costs[forward.states.names[index]].forward.flops)
+    return float(max(flops // (2 if scores else 1), 1))
 
 
 def _unread_bytes(forward: Forward, read: Set[Buffer], index: int) -> int:
@@ -408,7 +419,9 @@ def _unread_bytes(forward: Forward, read: Set[Buffer], index: int) -> int:
                 continue
             factor = forward.factors.get((place, argument), root)
             is_factor = forward.multiplies(operator) and factor is None
-            (used if is_factor or graph.values[root].name in names else unread).add(root)
+            is_normed = argument == 0 and "norm" in operator.row
+            is_used = is_factor or is_normed or graph.values[root].name in names
+            (used if is_used else unread).add(root)
     values = [graph.values[root] for root in unread - used]
     return sum(value_bytes(value, value.own) for value in values)
 
@@ -480,7 +493,7 @@ class RecomputedTasks:
                 reads = (read for task in tasks for read in task.reads if read != buffer)
                 needed = frozenset[Buffer]().union(*(sources.get(read, ()) for read in reads))
                 if buffer in wanted:
-                    if sum(item.bytes for item in needed if item not in result) >= buffer.bytes > 0:
+                    if sum(item.bytes for item in needed if item not in result) > buffer.bytes > 0:
                         needed = frozenset({buffer})
                     result |= dict.fromkeys(needed)
             sources[buffer] = needed
@@ -493,9 +506,10 @@ class RecomputedTasks:
         result = set(self._forward.outputs)
         origin: dict[Buffer, int] = {}
         for place, task in enumerate(self._forward_tasks):
-            index = self.graphs.get(task.operator, -1)
-            result.update(read for read in task.reads if origin.get(read, index) != index)
-            origin |= dict.fromkeys(task.writes, index)
+            index = self.graphs.get(task.operator)
+            if index is not None:  # no operator: results of the model are materialized
+                result.update(read for read in task.reads if origin.get(read, index) != index)
+                origin |= dict.fromkeys(task.writes, index)
             fixed = task.library and place not in self._kernels
             if fixed or index in self._unchanged:
                 result.update(task.writes)
