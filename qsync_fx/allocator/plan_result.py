@@ -368,6 +368,8 @@ def limit_lines(answer: PlanResult) -> Iterator[str]:
 def bound_line(answer: PlanResult) -> str:
     """Return a sentence on the lower bound of the objective."""
     bound = "no bound is known"
+    if answer.ran is not None:
+        bound += " for the measured costs"  # other plans have only predicted ones
     if answer.bound is not None and answer.gap != 1:  # a bound of 0 holds for every plan
         figure = f"step below {duration(answer.bound)}"
         if answer.problem.least == "variance":

@@ -96,6 +96,7 @@ def test_printed_result() -> None:
     assert text.count("limits the plan") == 1
     assert f"{answer.evaluation.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))
+    assert "no bound is known for the measured costs" in str(replace(answer, bound=None, ran=1))
 
 
 def test_variance_and_formats_are_printed_as_shares() -> None:
