@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -20,15 +19,13 @@ from qsync_fx.distributed import compress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.communication.ranks import told
-from benchmarks.paper.support.codec_trainings import WHOLE, CodecTrainings, run_rank
-from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support import codec_trainings
+from benchmarks.paper.support.codec_trainings import WHOLE
 from benchmarks.paper.support.studied import METHODS, TASKS, Training
-from benchmarks.support.harness import arguments, selected
 
 PEER = "powerSGD_hook"
 WAYS = (
-    *(WHOLE, "fp16", "bf16", "1bit", "1bit*"),
+    *("fp16", "bf16", "1bit", "1bit*"),
     *("qsgd2", "qsgd4", "qsgd4h", "qsgd8", "qsgd16", "aqgb12", "aqgb"),
     *("duo0", "duo1", "duo2", "duo4", PEER),
 )
@@ -39,30 +36,6 @@ torch's documentation recommends starting with 1 and doubling until the accuracy
 """
 PEER_BEGINS = 0.1
 """Fraction of the training in FP32 before PowerSGD starts, as its documentation recommends."""
-
-
-def main() -> None:
-    if (job := told()) is not None:
-        run_rank(job, install)
-        return
-    options = arguments(
-        __doc__,
-        None,
-        **OPTIONS,
-        way={
-            "action": "append",
-            "choices": WAYS[1:],
-            "metavar": "NAME",
-            "help": "method to compare with FP32; repeatable; by default all",
-        },
-    )
-    torch.set_num_threads(1)
-    trainings = CodecTrainings(__file__, options, WAYS)
-    for task in selected(options, TASKS):
-        methods = set(METHODS.get(task, WAYS)) & set(options.way or WAYS)
-        if methods - {WHOLE}:
-            trainings.add(task, sorted(methods))
-    trainings.show()
 
 
 def install(
@@ -81,4 +54,5 @@ def install(
 
 
 if __name__ == "__main__":
-    main()
+    methods = {task: METHODS.get(task, WAYS) for task in TASKS}
+    codec_trainings.main(__file__, __doc__, methods, install)

@@ -171,12 +171,20 @@ def main(
     if (job := told()) is not None:
         run_rank(job, install)
         return
-    options = arguments(description, None, **OPTIONS)
-    torch.set_num_threads(1)
     every = dict.fromkeys(itertools.chain([WHOLE], *methods.values()))
+    choice = {
+        "action": "append",
+        "choices": [*every][1:],
+        "metavar": "NAME",
+        "help": "method to compare with FP32; repeatable; by default all",
+    }
+    options = arguments(description, None, **OPTIONS, way=choice)
+    torch.set_num_threads(1)
     trainings = CodecTrainings(script, options, [*every], ranks)
     for task in selected(options, methods):
-        trainings.add(task, methods[task])
+        chosen = [name for name in methods[task] if name in (options.way or every)]
+        if chosen:
+            trainings.add(task, chosen)
     trainings.show()
 
 
