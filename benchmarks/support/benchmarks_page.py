@@ -665,14 +665,22 @@ PLANS = [
     *_hybrid("hybrid_batches", less=0.5),
     Figure("hybrid_batches", "idle time of a rank, of the step", "idle", form="{:.1%}", most=0.03),
 ]
+FLOOR = "int8, floor"
 PAPERS = [
     Figure(
         "convergence",
         "low precision: accuracy above FP32, points",
         "points",
-        lambda row: row["format"] != "fp32",
+        lambda row: row["format"] not in ("fp32", FLOOR),
         "{:+.2f}",
         least=-0.3,
+    ),
+    Figure(
+        "convergence",
+        "INT8 rounded down: accuracy above FP32, points",
+        "points",
+        having(format=FLOOR),
+        "{:+.2f}",
     ),
     _more_accurate("table2", "second_order", {"indicator": "random"}, "network"),
     _more_accurate("table2", "second_order, milp", {"indicator": "random"}, "network"),

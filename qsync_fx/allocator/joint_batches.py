@@ -190,7 +190,7 @@ class _Search:
         self.problem, self._settings = problem, settings
         self.best: _Joint | None = None
         self.tried: list[Evaluation] = []
-        self.stopped = False
+        self.stopped, self._refuted = False, 0.0
         fixed = settings.given_batches
         self._before = _given_batches(problem) if fixed else local_batches(problem)
         self._sized = SizedProblems(problem, settings.resized)
@@ -341,15 +341,17 @@ class _Search:
         return lower * scale
 
     def _relaxed_seconds(self, upper: float, budget: float) -> float:
-        """Return a limit of the seconds that relaxations refute, by bisection."""
-        lower = 0.0
-        while upper - lower > _RELAXED_GAP * upper and not self.stopped:
-            limit = (lower + upper) / 2
+        """Return a limit of the seconds that relaxations refute, by bisection.
+
+        Relaxations have no limit of the memory, so recomputation does not change what they refute.
+        """
+        while upper - self._refuted > _RELAXED_GAP * upper and not self.stopped:
+            limit = (self._refuted + upper) / 2
             if beyond(self.least_variance(limit, budget, relaxed=True), budget):
-                lower = limit
+                self._refuted = limit
             else:
                 upper = limit
-        return lower
+        return self._refuted
 
     # Plans
 

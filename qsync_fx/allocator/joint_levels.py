@@ -98,9 +98,14 @@ class JointLevels:
         }
 
     def allow_recomputation(self, budgets: Sequence[float]) -> None:
-        """Allow activation memory budgets below 1 from now on."""
+        """Allow activation memory budgets below 1 from now on.
+
+        Relaxations stay, since they have no limit of the memory; levels of fixed plans have one.
+        """
         self._budgets = budgets
-        self._levels = {name: [] for name in self._levels}
+        for name, levels in self._levels.items():
+            is_fixed = self.sized.requested.classes[name].fixed_plan is not None
+            self._levels[name] = [lv for lv in levels if lv.relaxed and not is_fixed]
 
     def total(self, batches: Mapping[str, int]) -> int:
         """Return the samples of a step."""
