@@ -257,6 +257,10 @@ OTHERS = {
         "Hybrid training on two ranks, whose images are planned, too.",
         "python benchmarks/plans/hybrid.py --plan-batches --runs 5",
     ),
+    "two_bits": (
+        "ResNet-8 with gradients in 2 bits by QSGD, with more seeds.",
+        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, images" --way qsgd2 --seeds 14',
+    ),
     "gpu_tests": ("Tests of kernels, training and models on a GPU.", "make test-gpu"),
     "gpu_tune": (
         "Products by the kernels that `qsync tune` selects, compared with torch's.",
@@ -526,7 +530,7 @@ COMMUNICATION = [
             lambda row: row["way"] != "fp32",
             "{:+.2f}",
         )
-        for result in ("codec_parameters", "two_level_accuracy")
+        for result in ("codec_parameters", "two_bits", "two_level_accuracy")
     ),
     Figure(
         "duo_overlap",
