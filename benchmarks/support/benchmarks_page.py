@@ -258,8 +258,8 @@ OTHERS = {
         "python benchmarks/plans/hybrid.py --plan-batches --runs 5",
     ),
     "two_bits": (
-        "ResNet-8 with gradients in 2 bits by QSGD, with more seeds.",
-        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, images" --way qsgd2 --seeds 14',
+        "ResNet-8 with gradients in 2 bits by QSGD, 14 seeds.",
+        'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --way qsgd2 --seeds 14',
     ),
     "gpu_tests": ("Tests of kernels, training and models on a GPU.", "make test-gpu"),
     "gpu_tune": (
