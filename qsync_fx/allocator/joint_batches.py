@@ -343,7 +343,7 @@ class _Search:
     def _relaxed_seconds(self, upper: float, budget: float) -> float:
         """Return a limit of the seconds that relaxations refute, by bisection.
 
-        Relaxations have no limit of the memory, so recomputation does not change what they refute.
+        Relaxations have no limit of the memory, so they hold with recomputation, too.
         """
         while upper - self._refuted > _RELAXED_GAP * upper and not self.stopped:
             limit = (self._refuted + upper) / 2
