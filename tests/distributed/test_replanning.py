@@ -50,8 +50,8 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
             "of the optimizer's state, which is kept"
         )
         if case == "slower" and not any(report["after"] for report in ours["replanned"]):
-            # Some CPUs with a BF16 unit compute these products faster in FP32.
-            assert second.result["bf16 ratio"] > 0.9, ours["told"]
+            # On a CPU whose BF16 unit is slower than FP32, the survey has no other plan.
+            assert not first.result["other"], ours["told"]
             continue
         decided = switched(ours["replanned"])
         assert change in {cause.change for cause in decided.causes if cause.rank == 1}, ours["told"]

@@ -393,14 +393,15 @@ def _knapsack(
 
 def _forward_flops(forward: Forward, task: Task) -> float:
     index = forward.graph.places[task.operator]
-    operator, matrices = forward.graph.operators[index], forward.matrices.get(index)
-    results = {forward.graph.values[operator.result].name}
-    # Without a fused kernel, attention is two products of equal size: scores and result.
-    scores = set() if matrices is None else {matrices.scores.name}
-    if results.union(scores).isdisjoint(buffer.name for buffer in task.writes):
+    operator = forward.graph.operators[index]
+    products = {forward.graph.values[operator.result].name}
+    if (matrices := forward.matrices.get(index)) is not None:
+        # Without a fused kernel, attention is two products of equal size.
+        products.add(matrices.scores.name)
+    if products.isdisjoint(buffer.name for buffer in task.writes):
         return 1.0
     flops = whole(operator.costs[forward.states.names[index]].forward.flops)
-    return float(max(flops // (2 if scores else 1), 1))
+    return float(max(flops // len(products), 1))
 
 
 def _unread_bytes(forward: Forward, read: Set[Buffer], index: int) -> int:

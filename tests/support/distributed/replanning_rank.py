@@ -27,7 +27,7 @@ from qsync_fx.distributed import (
     compress,
     guard,
 )
-from qsync_fx.distributed.fleet_plan import FleetPlan, PlanSurvey
+from qsync_fx.distributed.fleet_plan import FleetConditions, FleetPlan, PlanSurvey
 from qsync_fx.distributed.memory_use import held_bytes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.replayer.cluster import Exchange
@@ -124,20 +124,11 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     # No step is a hundred times as slow: only memory counts.
     how = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
     less = trained(plan, rank, how, takes_memory)
-    ratio = seconds("bf16") / seconds("fp32")
-    return {"before": plan.to_json(), "slower": slower, "memory": less, "bf16 ratio": ratio}
-
-
-def seconds(precision: str) -> float:
-    """Return the shortest CPU time of ten steps of rank 1 in one format."""
-    torch._dynamo.reset()
-    compiled = torch.compile(network(), backend="qsync", options={"precision": precision})  # type: ignore[arg-type]
-    x, times = batch(1, 0), []
-    for _ in range(12):
-        start = time.thread_time()
-        loss_of(compiled, x).backward()
-        times.append(time.thread_time() - start)
-    return min(times[2:])
+    other = False
+    if plan.survey is not None:  # on rank 0
+        slowed = FleetConditions(slowdowns={"slow": job["times"]})
+        other = plan.survey.answer(slowed).as_plan().classes["slow"] != plan.classes["slow"]
+    return {"before": plan.to_json(), "slower": slower, "memory": less, "other": other}
 
 
 def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
