@@ -10,7 +10,6 @@ from typing import Literal
 from qsync_fx.allocator.codec_choice import CodecSearchSpace
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.formats import FORMATS
-from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
 from qsync_fx.predictor.cost_mapper.times import Times
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory.peak_memory import Anchor, TrainingMemory
@@ -111,11 +110,6 @@ class DeviceClass:
             return fmt
         runs = self.runs(operator, fmt)
         return next((name for name in available if self.runs(operator, name) == runs), available[0])
-
-    @cached_property
-    def tables(self) -> Tables:
-        """Indexed tables of the graph, built once and shared by all programs."""
-        return Tables(self.graph)
 
     @cached_property
     def _omegas(self) -> dict[tuple[str, str], float]:

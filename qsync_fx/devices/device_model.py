@@ -133,18 +133,27 @@ class Device:
             k, r, s: output channels, height and width of the kernel window.
             stride, padding: one number, or (vertical, horizontal).
         """
-        down, across = _pair(stride)
-        vertical, horizontal = _pair(padding)
-        _check(1, n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
-        _check(0, padding=min(vertical, horizontal))
+        sizes = (n, c, h, w, k, r, s, *_pair(stride), *_pair(padding))
+        return self.convolutions_seconds([sizes], precision, product)[0]
+
+    def convolutions_seconds(
+        self,
+        sizes: Sequence[tuple[int, ...]],
+        precision: str | Precision,
+        product: Product = "output",
+    ) -> list[float]:
+        """Return the seconds of several convolutions, as `conv_seconds`.
+
+        Sizes are n, c, h, w, k, r, s, vertical and horizontal stride, and vertical and horizontal
+        padding. It takes little more time for many convolutions than for one.
+        """
         if product not in PRODUCTS:
             raise DeviceError(f"unknown product {product!r}", do=nearest(str(product), PRODUCTS))
-        if r > h + 2 * vertical or s > w + 2 * horizontal:
-            message = f"the window of {r} x {s} is larger than the input of {h} x {w}"
-            do = "use a smaller window, or a larger input or padding"
-            raise DeviceError(f"{message} with padding {vertical}, {horizontal}", do=do)
-        sizes = (n, c, h, w, k, r, s, down, across, vertical, horizontal)
-        return _convolution(self, sizes, self.unit(precision).name, product)
+        for each in sizes:
+            _check_convolution(*each)
+        if not sizes:
+            return []
+        return _convolutions(self, tuple(sizes), self.unit(precision).name, product)
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
         """Return the seconds of an all-reduce of `nbytes` bytes over devices in one server."""
@@ -238,15 +247,40 @@ def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> 
     return float(multiplied(by, on, m, n, k, layout, operand_bytes, result_bytes)[0])
 
 
+def _check_convolution(
+    n: int,
+    c: int,
+    h: int,
+    w: int,
+    k: int,
+    r: int,
+    s: int,
+    down: int,
+    across: int,
+    above: int,
+    left: int,
+) -> None:
+    _check(1, n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
+    _check(0, padding=min(above, left))
+    if r > h + 2 * above or s > w + 2 * left:
+        message = f"the window of {r} x {s} is larger than the input of {h} x {w}"
+        do = "use a smaller window, or a larger input or padding"
+        raise DeviceError(f"{message} with padding {above}, {left}", do=do)
+
+
 @functools.lru_cache(maxsize=65536)
-def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Product) -> float:
+def _convolutions(
+    device: Device, sizes: tuple[tuple[int, ...], ...], unit: str, product: Product
+) -> list[float]:
     source, name = constants(device, unit)
     fmt = precision(unit)
     fitted = source.convolutions.get(name, {})
     by = fitted.get(product) or fitted.get(PRODUCTS[0]) or _USUAL
-    on, shape, width = device.machine(unit), GemmShape.of(*sizes), fmt.dtype.itemsize
+    shape = GemmShape.of(*zip(*sizes, strict=True))
     tensor_cores = device.kind == "gpu" and fmt is not FP32
-    return float(convolved(by, on, shape, product, width, tensor_cores)[0])
+    on, width = device.machine(unit), fmt.dtype.itemsize
+    result: list[float] = convolved(by, on, shape, product, width, tensor_cores).tolist()
+    return result
 
 
 _USUAL = ConvolutionSpec(

@@ -8,9 +8,10 @@ its host needs to issue it (`Device.host`).
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import PurePath
@@ -140,6 +141,7 @@ class DeviceTimes:
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
         self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
+        self._convolutions = functools.cache(self._convolution_seconds)
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
         """Return the times of another model; the memory of its loss is unknown."""
@@ -238,10 +240,7 @@ class DeviceTimes:
         self, sides: ProductShape | ConvolutionShape, part: Product, fmt: Precision
     ) -> float:
         if isinstance(sides, ConvolutionShape):
-            s = sides
-            return self.device.conv_seconds(
-                s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part
-            )
+            return self._convolutions(self.device.unit(fmt), part)[sides]
         # In the column-major terms of BLAS.
         rows = sides.m * sides.batch
         if part == "output":
@@ -249,6 +248,19 @@ class DeviceTimes:
         if part == "input_gradient":
             return self.device.gemm_seconds(sides.k, rows, sides.n, fmt, "nn")
         return self.device.gemm_seconds(sides.k, sides.n * sides.batch, sides.m, fmt, "nt")
+
+    def _convolution_seconds(
+        self, unit: Precision, part: Product
+    ) -> Mapping[ConvolutionShape, float]:
+        """Return the seconds of one product of all convolutions of the model."""
+        sides = dict.fromkeys(self.sides(operator.id) for operator in self.graph.operators)
+        shapes = [item for item in sides if isinstance(item, ConvolutionShape)]
+        sizes = [
+            (s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.stride, s.padding, s.padding)
+            for s in shapes
+        ]
+        seconds = self.device.convolutions_seconds(sizes, unit, part)
+        return dict(zip(shapes, seconds, strict=True))
 
     def _gradients(self, operator: ModelOperator) -> list[Product]:
         products: tuple[Product, Product] = ("input_gradient", "weight_gradient")

@@ -48,7 +48,7 @@ class Casting:
     ) -> None:
         self.program, self.formats, self.times, self.segment = program, formats, times, segment
         self.graph = formats.graph
-        self.tables = formats.part.tables
+        self.tables = formats.graph.tables
 
     def charges(self) -> Iterator[CostTerm]:
         """Yield the times of all casts."""

@@ -312,7 +312,7 @@ class CostMapper:
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times
-        self._tables = tables = Tables(graph)
+        self._tables = tables = graph.tables
         self._outside, self._optimizer = times.outside(), times.optimizer()
         self._cascade = IncrementalCascade(graph, planned(graph, requested))
         self._undo: list[tuple[int, str]] = []

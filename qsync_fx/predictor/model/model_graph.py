@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import sympy
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.formats import FORMATS, Precision, promoted
@@ -18,6 +20,9 @@ from qsync_fx.graph.cost_algebra import Cost, Size
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path
+
+if TYPE_CHECKING:
+    from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
 
 Name = str | None
 """Name of a format; None for "no format"."""
@@ -214,9 +219,22 @@ class ModelGraph:
     @functools.cached_property
     def symbols(self) -> frozenset[str]:
         """Names of its symbolic sizes."""
-        from qsync_fx.predictor.model.symbolic_sizes import symbols
+        return frozenset(str(symbol) for size in self.symbolic for symbol in size.free_symbols)
 
-        return symbols(self)
+    @functools.cached_property
+    def symbolic(self) -> tuple[sympy.Basic, ...]:
+        """Its distinct sizes that are not numbers."""
+        from qsync_fx.predictor.model.symbolic_sizes import sizes_of
+
+        sizes = dict.fromkeys(sizes_of(self))
+        return tuple(size for size in sizes if isinstance(size, sympy.Basic))
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """Casts of the graph; they do not depend on its sizes, and `at` keeps them."""
+        from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
+
+        return Tables(self)
 
     def save(self, path: Path) -> None:
         """Write the model to a JSON file atomically; raise `ProfileError` if that fails."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 import sympy
 
 from qsync_fx.errors import ProfileError, nearest
-from qsync_fx.graph.cost_algebra import ON_NUMBERS, Size, numbers
-from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.graph.cost_algebra import ON_NUMBERS, Cost, Size, numbers
+from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
 from qsync_fx.serialization.strict_json import Malformed
 from qsync_fx.torch_internals import sympy_functions
 
@@ -157,10 +157,27 @@ _SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
 """Dimensions of a tensor in the description of its shape."""
 
 
-def symbols(graph: ModelGraph) -> frozenset[str]:
-    """Return the names of a model's symbolic sizes."""
-    sizes = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
-    return frozenset(str(symbol) for size in sizes for symbol in size.free_symbols)
+class _SizedCosts(Mapping[StateNames, Cost]):
+    """Costs of an operator with numbers for symbolic sizes, computed when they are read.
+
+    A search sizes a model for a hundred batches, and reads few of the costs of each.
+    """
+
+    def __init__(self, symbolic: Mapping[StateNames, Cost], now: Mapping[Size, Size]) -> None:
+        self._symbolic, self._now = symbolic, now
+        self._known: dict[StateNames, Cost] = {}
+
+    def __getitem__(self, state: StateNames) -> Cost:
+        if state not in self._known:
+            cost = self._symbolic[state]
+            self._known[state] = cost.each(lambda size: self._now.get(size, size))
+        return self._known[state]
+
+    def __iter__(self) -> Iterator[StateNames]:
+        return iter(self._symbolic)
+
+    def __len__(self) -> int:
+        return len(self._symbolic)
 
 
 def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
@@ -174,22 +191,25 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
             raise ProfileError(f"the model has no symbolic size {name!r}", do=do)
         if type(number) is not int or number < 1:
             raise ProfileError(f"a size is a whole number from 1, not {number!r}", where=name)
-    distinct = [size for size in dict.fromkeys(sizes_of(graph)) if isinstance(size, sympy.Basic)]
-    now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, value), strict=True))
-
-    def size(before: Size) -> Size:
-        return now.get(before, before)
+    now: dict[Size, Size]
+    now = dict(zip(graph.symbolic, numbers(graph.symbolic, value), strict=True))
 
     @functools.cache
     def shaped(text: str) -> str:
         return _shaped(text, value)
 
-    values = [replace(v, numel=size(v.numel), fixed=size(v.fixed)) for v in graph.values]
-    operators = []
-    for operator in graph.operators:
-        costs = {state: before.each(size) for state, before in operator.costs.items()}
-        operators.append(replace(operator, shape=shaped(operator.shape), costs=costs))
-    return replace(graph, values=tuple(values), operators=tuple(operators))
+    values = [
+        replace(v, numel=now.get(v.numel, v.numel), fixed=now.get(v.fixed, v.fixed))
+        for v in graph.values
+    ]
+    operators = [
+        replace(item, shape=shaped(item.shape), costs=_SizedCosts(item.costs, now))
+        for item in graph.operators
+    ]
+    result = replace(graph, values=tuple(values), operators=tuple(operators))
+    # Cached properties that do not depend on sizes.
+    vars(result).update(tables=graph.tables, places=graph.places)
+    return result
 
 
 def _shaped(text: str, value: Mapping[str, int]) -> str:
