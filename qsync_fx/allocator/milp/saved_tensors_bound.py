@@ -19,7 +19,7 @@ from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.backward import Backward
-from qsync_fx.predictor.memory.buffers import GATES, GATHERS, Buffer, Category, attends, whole
+from qsync_fx.predictor.memory.buffers import GATES, GATHERS, Buffer, Category, attends
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.peak_memory import StepMemory
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
@@ -258,9 +258,7 @@ class SavedTensorsBound:
         return {value.name: index for index, value in enumerate(self.graph.values)}
 
     def _bytes(self, value: int, fmt: Name) -> int:
-        assert fmt is not None
-        live = self.graph.values[value]
-        return FORMATS[fmt].dtype.itemsize * whole(live.numel) + whole(live.fixed)
+        return self._forward.bytes(value, fmt)
 
 
 def _by_format(spread: Mapping[K, Expression], formats: Mapping[K, Name]) -> Spread:
