@@ -139,7 +139,8 @@ class SizedProblems:
         key, before = (name, batch), self.requested.classes[name]
         if key not in self._parts:
             result = self._resized(name, batch)
-            self._parts[key] = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
+            result = replace(result, memory=before.memory, fixed_plan=before.fixed_plan)
+            self._parts[key] = replace(result, times=CachedTimes.of(result.times))
         return self._parts[key]
 
     def peak(self, name: str, batch: int, plan: Asked, budget: float = 1.0) -> int | None:
@@ -170,8 +171,7 @@ class _Speeds:
         if key not in self._seconds:
             part, plan = self._sized.part(name, batch), self._plan(name, batch)
             slowdown = self._sized.requested.cluster.devices[name].slowdown
-            times = CachedTimes.of(part.times)
-            self._seconds[key] = CostMapper(part.graph, times, plan).seconds * slowdown
+            self._seconds[key] = CostMapper(part.graph, part.times, plan).seconds * slowdown
         return self._seconds[key]
 
     def fits(self, name: str, batch: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import sympy
@@ -211,7 +210,6 @@ class PlanEvaluator:
     """Incremental evaluator of plans and codecs.
 
     `buckets` has the indices of the parameters in each gradient bucket. Codecs are FP32 by default.
-    `schedules` has the schedules of some classes under `plans`, if another evaluator has them.
     """
 
     def __init__(
@@ -219,7 +217,6 @@ class PlanEvaluator:
         problem: Problem,
         plans: Plans,
         codecs: Codecs | None = None,
-        schedules: Mapping[str, Schedule] = MappingProxyType({}),
     ) -> None:
         self.problem = problem
         self._times = {name: CachedTimes.of(item.times) for name, item in problem.classes.items()}
@@ -227,7 +224,7 @@ class PlanEvaluator:
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
-        self._schedules = dict(schedules)
+        self._schedules: dict[str, Schedule] = {}
         self._memories: dict[str, PeakMemoryEvaluator] = {}
         self._seen: dict[tuple[str, tuple[StateNames, ...]], PeakMemoryEvaluator] = {}
         self._timeline: Timeline | None = None

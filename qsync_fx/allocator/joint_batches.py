@@ -235,8 +235,13 @@ class _Search:
         names = dict.fromkeys(fmt for part in self.problem.classes.values() for fmt in part.formats)
         choices: list[Callable[[Problem], Plans]] = [full]
         choices += [partial(_in_format, fmt=name) for name in names]
+        tried = list[Plans]()
         for plans in choices:
-            self._evaluate(self._before, plans(self.problem))
+            chosen = plans(self.problem)
+            if chosen in tried:
+                continue
+            tried.append(chosen)
+            self._evaluate(self._before, chosen)
             if not self._settings.given_batches:
                 batches = balanced_batches(self._sized, plans, self._settings.min_batch)
                 self._evaluate(batches, plans(self._sized.problem(batches)))

@@ -33,7 +33,6 @@ from qsync_fx.allocator.milp.build_and_solve import ClassBound
 from qsync_fx.allocator.milp.format_variables import NeighbourTerms, StateCosts
 from qsync_fx.allocator.milp.search import MilpSearch, SearchState
 from qsync_fx.allocator.problem import Asked, DeviceClass, Problem
-from qsync_fx.predictor.cost_mapper.times import Schedule
 
 Array = NDArray[np.float64]
 Estimate = Literal["lower", "relaxed", "upper"]
@@ -41,7 +40,7 @@ Estimate = Literal["lower", "relaxed", "upper"]
 
 INNER_GAP: Final = 1e-3
 """Gap of the programs of single classes."""
-_ROUNDS: Final = 4
+_ROUNDS: Final = 2
 _IDLE: Final = 1e-12
 """Slowdown of the devices of all classes but one, so that they never determine a step."""
 
@@ -92,7 +91,8 @@ class JointLevels:
         self._levels: dict[str, list[Level]] = {name: [] for name in problem.classes}
         self._level = functools.cache(self._solve_level)
         self._bound = functools.cache(self._class_bound)
-        self._schedules: dict[str, Schedule] = {}
+        self._idle = functools.cache(lambda name: _idle(sized.part(name, before[name])))
+        self._evaluator = functools.cache(self._class_evaluator)
         self._least = {
             name: _least_variance(part) * before[name] for name, part in problem.classes.items()
         }
@@ -272,12 +272,13 @@ class JointLevels:
         """Return the relaxed program of a class without a limit of the memory, and its weight."""
         problem = self._alone(name, batch, None, None)
         costs = StateCosts(problem.classes[name])
-        others = {n: schedule for n, schedule in self._schedules.items() if n != name}
-        evaluator = PlanEvaluator(problem, problem.uniform(), schedules=others)
-        # Other classes keep their batches, so their schedules stay.
-        self._schedules |= {n: s for n, s in evaluator.schedules().items() if n != name}
         neighbours = NeighbourTerms(problem.classes[name]) if costs.differ else costs
-        return ClassBound(problem, evaluator, neighbours), problem.weight(name)
+        return ClassBound(problem, self._evaluator(name), neighbours), problem.weight(name)
+
+    def _class_evaluator(self, name: str) -> PlanEvaluator:
+        """Return an evaluator with a class's gradient buckets, which do not depend on its batch."""
+        problem = self._alone(name, self.before[name], None, None)
+        return PlanEvaluator(problem, problem.uniform())
 
     def _solve_level(self, name: str, batch: int, seconds: float, budget: float | None) -> Level:
         """Return the level of an activation memory budget; None: without a limit of the memory."""
@@ -314,10 +315,7 @@ class JointLevels:
         part = self.part(name, batch, budget or 1.0)
         if budget is None:
             part = replace(part, memory=None, training=None)
-        result = replace(result, classes={**result.classes, name: part})
-        classes = {
-            other: part if other == name else _idle(part) for other, part in result.classes.items()
-        }
+        classes = {other: self._idle(other) for other in result.classes} | {name: part}
         devices = {
             other: device
             if other == name

@@ -69,7 +69,8 @@ def backward_segments(problem: Problem, evaluator: PlanEvaluator, name: str) -> 
     # When a bucket is ready, the backward pass has completed all operators from its end on.
     completed = np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")
     extra = [before_sending(device, settings, size) * device.slowdown for size in sizes]
-    end = after(schedule.optimizer * device.slowdown, device, sum(sizes))
+    optimizer = problem.classes[name].times.optimizer()
+    end = after(optimizer * device.slowdown, device, sum(sizes))
     segments = (len(ends) - completed).tolist()
     return BackwardSegments(segments, end, device.slowdown, [*extra, 0.0])
 
