@@ -241,10 +241,11 @@ class _Search:
             if chosen in tried:
                 continue
             tried.append(chosen)
-            self._evaluate(self._before, chosen)
+            # Balanced batches are usually better, and then the peaks of the others do not matter.
             if not self._settings.given_batches:
                 batches = balanced_batches(self._sized, plans, self._settings.min_batch)
                 self._evaluate(batches, plans(self._sized.problem(batches)))
+            self._evaluate(self._before, chosen)
 
     def solve_equal_batches(self) -> None:
         """Evaluate the exact plan of the problem's batches, unless bounds show it is not better."""
@@ -311,8 +312,8 @@ class _Search:
     def least_seconds(self) -> float:
         """Search for the least seconds within the limit of the variance; return a lower bound.
 
-        Relaxations give a first bound. The next limits are the longest at which a plan closes the
-        gap; they grow while no plan meets them.
+        Relaxations give a first bound. A plan within the first limit closes half of the gap, and
+        one within the next limits the gap; they grow while no plan meets them.
         """
         budget, gap = self.problem.variance, self._settings.gap
         assert budget is not None
@@ -322,7 +323,7 @@ class _Search:
             return 0.0
         # Limits are for the samples of a step before; all steps now have `_sizes[0]` samples.
         scale = self._sizes[0] / self._samples
-        lower, share = self._relaxed_seconds(self.best.evaluation.seconds / scale, budget), gap
+        lower, share = self._relaxed_seconds(self.best.evaluation.seconds / scale, budget), gap / 2
         undecided = list[float]()
         while not self.stopped:
             upper = self.best.evaluation.seconds / scale
