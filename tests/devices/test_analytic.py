@@ -4,6 +4,7 @@ for more work.
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def test_matrix_product_times_approximate_measurements(case: Any) -> None:
 def test_convolution_times_approximate_measurements(case: Any) -> None:
     device, fmt, product, *sizes, milliseconds = case
     assert device.conv_seconds(*sizes, fmt, product) == pytest.approx(milliseconds * 1e-3, rel=0.3)
+
+
+def test_times_of_many_convolutions_are_those_of_each() -> None:
+    sizes = [(n, c, 28, 28, 64, r, r, 1, 1, 1, 1) for n in (1, 16) for c in (3, 64) for r in (1, 3)]
+    for device, fmt, product in itertools.product((T4, V100), ("fp32", "fp16"), PRODUCTS):
+        each = [device.conv_seconds(*s[:7], s[7:9], s[9:], fmt, product) for s in sizes]
+        assert device.convolutions_seconds(sizes, fmt, product) == pytest.approx(each, rel=1e-12)
+    assert T4.convolutions_seconds([], "fp16") == []
 
 
 def test_all_reduce_times_equal_measurements() -> None:

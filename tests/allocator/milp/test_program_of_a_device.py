@@ -170,6 +170,13 @@ def test_lower_bound_is_valid_for_any_plan(
         assert least >= before + (loss.held if loss is not None else 0) - 1.0
 
 
+@pytest.mark.parametrize("name", ["mlp", "prenorm", *MORE])
+def test_lower_bound_counts_the_blocks_of_a_gpu(name: str) -> None:
+    """Tensors take whole blocks of the allocator, both in the bound and in the evaluator."""
+    for _, known, part, _, least in certainties(name, FIVE, device="t4"):
+        assert least <= passes(known, part.training) * (1 + 1e-9)
+
+
 @ALL
 @pytest.mark.parametrize("formats", [FIVE, SIX], ids=["five", "six"])
 @pytest.mark.parametrize("name", ["resnet", "bert2", "vgg"])
@@ -179,13 +186,17 @@ def test_lower_bound_covers_most_of_the_peak(name: str, formats: tuple[str, ...]
 
 
 def certainties(
-    name: str, formats: tuple[str, ...], loss: LossMemory | None = None
+    name: str,
+    formats: tuple[str, ...],
+    loss: LossMemory | None = None,
+    device: str = "cpu",
 ) -> Iterator[tuple[SavedTensorsBound, States, DeviceClass, StepMemory, float]]:
     """Yields random plans, and the bytes that a program says are certain under each."""
     draw, problem = random.Random(f"certain {name}"), alone(name, formats, 0, OwnedTimes)
     part = problem.classes["device"]
     assert part.training is not None
-    part = replace(part, training=replace(part.training, loss=loss))
+    graph = replace(part.graph, device=device)
+    part = replace(part, graph=graph, training=replace(part.training, loss=loss))
     problem = replace(problem, classes={"device": part})
     for _ in range(6):
         known = states(part.graph, drawn(problem, draw))
