@@ -8,7 +8,6 @@ its host needs to issue it (`Device.host`).
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +140,7 @@ class DeviceTimes:
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
         self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
-        self._convolutions = functools.cache(self._convolution_seconds)
+        self._convolutions: dict[tuple[str, Product], Mapping[ConvolutionShape, float]] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
         """Return the times of another model; the memory of its loss is unknown."""
@@ -240,7 +239,10 @@ class DeviceTimes:
         self, sides: ProductShape | ConvolutionShape, part: Product, fmt: Precision
     ) -> float:
         if isinstance(sides, ConvolutionShape):
-            return self._convolutions(self.device.unit(fmt), part)[sides]
+            key = self.device.unit(fmt).name, part
+            if key not in self._convolutions:
+                self._convolutions[key] = self._convolution_seconds(*key)
+            return self._convolutions[key][sides]
         # In the column-major terms of BLAS.
         rows = sides.m * sides.batch
         if part == "output":
@@ -249,9 +251,7 @@ class DeviceTimes:
             return self.device.gemm_seconds(sides.k, rows, sides.n, fmt, "nn")
         return self.device.gemm_seconds(sides.k, sides.n * sides.batch, sides.m, fmt, "nt")
 
-    def _convolution_seconds(
-        self, unit: Precision, part: Product
-    ) -> Mapping[ConvolutionShape, float]:
+    def _convolution_seconds(self, unit: str, part: Product) -> Mapping[ConvolutionShape, float]:
         """Return the seconds of one product of all convolutions of the model."""
         sides = dict.fromkeys(self.sides(operator.id) for operator in self.graph.operators)
         shapes = [item for item in sides if isinstance(item, ConvolutionShape)]

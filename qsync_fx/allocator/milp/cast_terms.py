@@ -25,6 +25,7 @@ from qsync_fx.predictor.cost_mapper.cost_mapper import (
     IndexedFormat,
     IndexedReader,
     Point,
+    Tables,
     cast_seconds,
 )
 from qsync_fx.predictor.cost_mapper.times import Seconds, Times
@@ -48,7 +49,7 @@ class Casting:
     ) -> None:
         self.program, self.formats, self.times, self.segment = program, formats, times, segment
         self.graph = formats.graph
-        self.tables = formats.graph.tables
+        self.tables = Tables.of(formats.graph)
 
     def charges(self) -> Iterator[CostTerm]:
         """Yield the times of all casts."""

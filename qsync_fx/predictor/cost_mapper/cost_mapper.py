@@ -125,6 +125,15 @@ class Tables:
         near: by operator, the operators whose time can depend on its state, and vice versa.
     """
 
+    @classmethod
+    def of(cls, graph: ModelGraph) -> Tables:
+        """Return the tables of a graph, which are built once for all of its sizes."""
+        known = graph.independent_of_sizes
+        if "tables" not in known:
+            known["tables"] = cls(graph)
+        result: Tables = known["tables"]
+        return result
+
     def __init__(self, graph: ModelGraph) -> None:
         count = len(graph.operators)
         self.points: list[Point | IndexedChange] = _points(graph)
@@ -312,7 +321,7 @@ class CostMapper:
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times
-        self._tables = tables = graph.tables
+        self._tables = tables = Tables.of(graph)
         self._outside, self._optimizer = times.outside(), times.optimizer()
         self._cascade = IncrementalCascade(graph, planned(graph, requested))
         self._undo: list[tuple[int, str]] = []

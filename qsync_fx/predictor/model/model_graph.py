@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import sympy
 
@@ -20,9 +20,6 @@ from qsync_fx.graph.cost_algebra import Cost, Size
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path
-
-if TYPE_CHECKING:
-    from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
 
 Name = str | None
 """Name of a format; None for "no format"."""
@@ -230,11 +227,9 @@ class ModelGraph:
         return tuple(size for size in sizes if isinstance(size, sympy.Basic))
 
     @functools.cached_property
-    def tables(self) -> Tables:
-        """Casts of the graph; they do not depend on its sizes, and `at` keeps them."""
-        from qsync_fx.predictor.cost_mapper.cost_mapper import Tables
-
-        return Tables(self)
+    def independent_of_sizes(self) -> dict[str, Any]:
+        """Cache of results that do not depend on sizes, shared with graphs of `at`."""
+        return {}
 
     def save(self, path: Path) -> None:
         """Write the model to a JSON file atomically; raise `ProfileError` if that fails."""

@@ -207,8 +207,8 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
         for item in graph.operators
     ]
     result = replace(graph, values=tuple(values), operators=tuple(operators))
-    # Cached properties that do not depend on sizes.
-    vars(result).update(tables=graph.tables, places=graph.places)
+    shared = graph.independent_of_sizes
+    vars(result).update(independent_of_sizes=shared, places=graph.places)
     return result
 
 
