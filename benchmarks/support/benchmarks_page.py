@@ -261,6 +261,11 @@ OTHERS = {
         "ResNet-8 with gradients in 2 bits by QSGD, 14 seeds.",
         'python benchmarks/paper/codec_accuracy.py --only "ResNet-8, i" --way qsgd2 --seeds 14',
     ),
+    "one_bit": (
+        "ResNet-8 with two-level reductions in 8 bits and 1 bit, and DUO in 1 bit, 12 seeds.",
+        "python benchmarks/paper/two_level_accuracy.py --only ResNet --seeds 12 --way duo1 "
+        '--way "8 and 1 bits"',
+    ),
     "gpu_tests": ("Tests of kernels, training and models on a GPU.", "make test-gpu"),
     "gpu_tune": (
         "Products by the kernels that `qsync tune` selects, compared with torch's.",
@@ -530,7 +535,7 @@ COMMUNICATION = [
             lambda row: row["way"] != "fp32",
             "{:+.2f}",
         )
-        for result in ("codec_parameters", "two_bits", "two_level_accuracy")
+        for result in ("codec_parameters", "two_bits", "one_bit", "two_level_accuracy")
     ),
     Figure(
         "duo_overlap",
