@@ -1,7 +1,7 @@
 """QSync's Tables IV and V: accuracy and throughput of training methods on two clusters.
 The methods are full precision, dynamic batch sizing, uniform precision and this project's plans.
-ClusterA is a V100 in FP32 and a T4 of the catalog; ClusterB limits the T4's memory, unless INT8
-saves none. Throughput is predicted for a wide network on the catalog's devices, and a narrow
+ClusterA is a V100 in FP32 and a T4 of the catalog; ClusterB limits the T4's memory
+(`capped`). Throughput is predicted for a wide network on the catalog's devices, and a narrow
 network with the same operators is trained (paper/support/images.py). The uniform plan is the widest
 narrow format that fits, and both of "ours" must reach its step time: one is of the paper's search,
 the other of the exact allocator. "oracle" is FP32 on both ranks, regardless of limits. Columns:
@@ -20,14 +20,14 @@ from typing import Any
 
 from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.baselines import DynamicBatches
-from qsync_fx.allocator.evaluator import evaluate_plan, resized
+from qsync_fx.allocator.evaluator import resized
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper.support.devices import NARROW, SLOW, Looked, capped, problem, within
+from benchmarks.paper.support.devices import SLOW, Looked, capped, problem, within
 from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.paper.support.images import NETWORKS, Network
 from benchmarks.plans.fleets import narrow
@@ -58,10 +58,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield one row per cluster and training method."""
     unlimited = problem(looked_model, batch, optimizer=optimizer)
-    memory = capped(unlimited)
-    widest = evaluate_plan(unlimited, unlimited.uniform(NARROW[0])).classes[SLOW].peak_bytes
-    limits = {"A": None, "B": memory} if memory < (widest or 0) else {"A": None}
-    for cluster, allowed in limits.items():
+    for cluster, allowed in {"A": None, "B": capped(unlimited)}.items():
         for method, answer in answers(
             looked_model, problem(looked_model, batch, optimizer=optimizer, memory=allowed)
         ):

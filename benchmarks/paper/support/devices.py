@@ -34,7 +34,8 @@ from qsync_fx.profiler.sensitivity.estimate import several
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)
 SLOW = "t4"
 CAP = 0.3
-"""Memory limit of ClusterB's T4, between the peaks of uniform INT8 (0) and uniform FP16 (1).
+"""Memory limit of ClusterB's T4, between the peaks of uniform INT8 (0) and uniform FP16 (1),
+or of FP16 and FP32; see `capped`.
 
 A share of the device memory would not bind for small networks.
 """
@@ -122,11 +123,15 @@ def problem(
 
 
 def capped(planning: Problem, share: float = CAP) -> float:
-    """Return the bytes at `share` of the way from uniform INT8's peak memory to uniform FP16's."""
-    low, high = (
+    """Return the bytes at `share` of the way from uniform INT8's peak memory to uniform FP16's.
+
+    If INT8 needs no less memory, as in a small BERT, it is the way from FP16's to FP32's.
+    """
+    fp32, fp16, int8 = (
         evaluate_plan(planning, planning.uniform(fmt)).classes[SLOW].peak_bytes or 0
-        for fmt in reversed(NARROW)
+        for fmt in FORMATS[SLOW]
     )
+    low, high = (int8, fp16) if int8 < fp16 else (fp16, fp32)
     return low + share * (high - low)
 
 
