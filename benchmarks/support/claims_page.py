@@ -31,7 +31,7 @@ PAPERS: Final = {
 }
 """Title of each paper, by the first letter of its rows."""
 REPRODUCED, REFUTED = "reproduced", "refuted"
-VERDICTS: Final = (REPRODUCED, REFUTED, "not reproduced yet", "not measurable here")
+VERDICTS: Final = (REPRODUCED, REFUTED, "not measurable here")
 STATES: Final = ("as in the paper", "differs", "partly", "not built", "addition")
 
 
