@@ -128,10 +128,10 @@ class Tables:
     @classmethod
     def of(cls, graph: ModelGraph) -> Tables:
         """Return the tables of a graph, which are built once for all of its sizes."""
-        known = graph.independent_of_sizes
-        if "tables" not in known:
-            known["tables"] = cls(graph)
-        result: Tables = known["tables"]
+        cache = graph.independent_of_sizes
+        if "tables" not in cache:
+            cache["tables"] = cls(graph)
+        result: Tables = cache["tables"]
         return result
 
     def __init__(self, graph: ModelGraph) -> None:
