@@ -150,7 +150,7 @@ class Device:
         if product not in PRODUCTS:
             raise DeviceError(f"unknown product {product!r}", do=nearest(str(product), PRODUCTS))
         for each in sizes:
-            _check_convolution(*each)
+            _check_convolution(each)
         if not sizes:
             return []
         return list(_convolutions(self, tuple(sizes), self.unit(precision).name, product))
@@ -247,19 +247,8 @@ def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> 
     return float(multiplied(by, on, m, n, k, layout, operand_bytes, result_bytes)[0])
 
 
-def _check_convolution(
-    n: int,
-    c: int,
-    h: int,
-    w: int,
-    k: int,
-    r: int,
-    s: int,
-    down: int,
-    across: int,
-    above: int,
-    left: int,
-) -> None:
+def _check_convolution(sizes: tuple[int, ...]) -> None:
+    n, c, h, w, k, r, s, down, across, above, left = sizes
     _check(1, n=n, c=c, h=h, w=w, k=k, r=r, s=s, stride=min(down, across))
     _check(0, padding=min(above, left))
     if r > h + 2 * above or s > w + 2 * left:
