@@ -124,7 +124,7 @@ class PlanMessage:
 
     answer: str
     memory: float
-    foreseen: dict[str, Prediction]
+    predicted: dict[str, Prediction]
     knobs: dict[str, Choice | None]
 
 

@@ -105,14 +105,14 @@ class Outcome:
 
     def to_json(self) -> dict[str, object]:
         """Return predictions and measurements as plain values."""
-        memory, foreseen = None, {}
+        memory, predicted = None, {}
         if self.planned is not None:
             memory = self.planned.memory
-            foreseen = {run: vars(values) for run, values in self.planned.foreseen.items()}
+            predicted = {run: vars(values) for run, values in self.planned.predicted.items()}
         return {
             "batches": self.job.batches,
             "memory": memory,
-            "foreseen": foreseen,
+            "predicted": predicted,
             "knobs": self.knobs,
             "measured": {
                 run: {
@@ -201,9 +201,9 @@ def _table(outcome: Outcome) -> Table:
         took = {run: [ran.took or {} for ran in outcome.ran(run)] for run in RUNS}
         row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(label)))
 
-    def foreseen(name: str, label: str, text: Callable[[float], str]) -> None:
+    def predicted(name: str, label: str, text: Callable[[float], str]) -> None:
         if outcome.planned is not None:
-            predictions = outcome.planned.foreseen
+            predictions = outcome.planned.predicted
             row(
                 f"{name}, predicted", lambda run, rank: text(getattr(predictions[run], label)[rank])
             )
@@ -212,14 +212,14 @@ def _table(outcome: Outcome) -> Table:
     row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
     row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
     if outcome.planned is not None:
-        steps = outcome.planned.foreseen
+        steps = outcome.planned.predicted
         row("iteration, predicted", lambda run, _: _milliseconds(steps[run].seconds))
     measured("iteration", "seconds")
-    foreseen("own work", "computing", _milliseconds)
+    predicted("own work", "computing", _milliseconds)
     measured("own work", "computing")
-    foreseen("waiting", "waiting", _milliseconds)
+    predicted("waiting", "waiting", _milliseconds)
     measured("waiting", "waiting")
-    foreseen("memory", "peak", _megabytes)
+    predicted("memory", "peak", _megabytes)
     row("memory, measured", lambda run, rank: _megabytes(outcome.ran(run)[rank].peak))
     if outcome.planned is not None:
         caps = ["any"] * (WORLD - 1) + [_megabytes(outcome.planned.memory)]
@@ -272,7 +272,7 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     yield f"  rank 1 waits {_milliseconds(then)} instead of {_milliseconds(other)}"
     if outcome.planned is None:
         return
-    predictions, memory = outcome.planned.foreseen, outcome.planned.memory
+    predictions, memory = outcome.planned.predicted, outcome.planned.memory
     if predictions["uniform"].variance:
         less = 1 - predictions["planned"].variance / predictions["uniform"].variance
         yield _verdict_line(

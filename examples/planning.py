@@ -87,10 +87,10 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         for role, profile in plan.survey.profiles.items():
             profile.save(job.profile(role))
         uniform = _uniform(plan.answer, plan.survey, job)
-        foreseen = {}
+        predicted = {}
         for name, result in zip(RUNS, (uniform, plan.answer), strict=True):
             _timeline(result).save_perfetto(job.timeline(name))
-            foreseen[name] = _foreseen(result)
+            predicted[name] = _predicted(result)
         qsync_fx.save_report(
             job.output / "report.html",
             plan.answer,
@@ -101,7 +101,7 @@ def find_plan(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.Cluster
         knobs = {}
         if job.joint:
             knobs = _knobs(job, uniform, plan.answer, plan.survey)
-        pipe.send(PlanMessage(plan.answer.text(job.width), memory, foreseen, knobs))
+        pipe.send(PlanMessage(plan.answer.text(job.width), memory, predicted, knobs))
     return plan
 
 
@@ -153,7 +153,7 @@ def _knobs(
     return {
         name: None
         if result is None
-        else (_foreseen(result), tuple(result.batches[role] for role in ROLES))
+        else (_predicted(result), tuple(result.batches[role] for role in ROLES))
         for name, result in zip(KNOBS, results, strict=True)
     }
 
@@ -175,7 +175,7 @@ def _timeline(result: PlanResult) -> Timeline:
     return PlanEvaluator(result.problem, result.plans).timeline
 
 
-def _foreseen(result: PlanResult) -> Prediction:
+def _predicted(result: PlanResult) -> Prediction:
     """Return the prediction of a plan."""
     ranks = [result.evaluation.classes[role] for role in ROLES]
     return Prediction(

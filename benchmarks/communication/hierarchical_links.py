@@ -119,7 +119,7 @@ def row(
     }
     return {
         **reduction.row(),
-        "foreseen coding": transfer.coding,
+        "predicted coding": transfer.coding,
         "stretches": transfer.stretches,
         **seconds_by_model,
         **ratios,

@@ -129,10 +129,10 @@ def judged(name: str, results: Sequence[Mapping[str, Any]]) -> list[Row]:
             "case": name,
             "gradients": result.codec,
             "step_ms": 1e3 * took[result.codec],
-            "foreseen_ms": 1e3 * result.seconds,
+            "predicted_ms": 1e3 * result.seconds,
             "error_%": 100 * (result.seconds / took[result.codec] - 1),
             "faster": took[NONE] / took[result.codec],
-            "foreseen_faster": without.seconds / result.seconds,
+            "predicted_faster": without.seconds / result.seconds,
             "hidden": result.hidden,
         }
         for result in (without, *candidates)

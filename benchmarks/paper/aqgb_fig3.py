@@ -103,7 +103,7 @@ def main() -> None:
         for variant in case.methods:
             row: dict[str, Any] = {"link": name, "way": variant, "ranks": case.ranks}
             if case.ranks == 2:
-                ideal = foreseen(variant, case.rates)
+                ideal = predicted(variant, case.rates)
                 row |= {"by the rule": ideal.overlap(DEADLINE)}
                 row["rule_last"] = ideal.overlap(BLOCKS[-1][1])
                 if variant != "fp32":
@@ -123,7 +123,7 @@ def main() -> None:
         )
 
 
-def foreseen(variant: str, rates: tuple[str, ...]) -> Broadcast:
+def predicted(variant: str, rates: tuple[str, ...]) -> Broadcast:
     """Return the paper's rule on an ideal link, where its rate estimate has little effect."""
     blocks = [Block(size, ready) for size, ready in BLOCKS]
     bits = [links.bits_per_second(rate) for rate in rates]

@@ -24,7 +24,7 @@ from qsync_fx import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.predictor.replay_accuracy import Case, additive, bert, foreseen, measured
+from benchmarks.predictor.replay_accuracy import Case, additive, bert, measured, predicted
 from benchmarks.support.harness import Row, arguments, by_size, finish, folder, write_json
 
 REPEATS = 5
@@ -107,7 +107,10 @@ def repeats(
         result: dict[str, dict[str, float]] = {}
         for (name, plan), run in zip(plans.items(), runs, strict=True):
             real = statistics.median(map(sum, run.steps))
-            views = {"cost mapper": foreseen(profile, plan), "dPRO's view": additive(profile, plan)}
+            views = {
+                "cost mapper": predicted(profile, plan),
+                "dPRO's view": additive(profile, plan),
+            }
             off = {
                 view: 100 * (seconds + profile.optimizer_seconds) / real - 100
                 for view, seconds in views.items()

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def row(seed: int, outcome: Mapping[str, Any]) -> Row:
-    measured, foreseen = outcome["measured"], outcome["foreseen"]
+    measured, predicted = outcome["measured"], outcome["predicted"]
     seconds = {run: measured[run]["seconds"] for run in (UNIFORM, PLANNED)}
     waits = {run: measured[run]["ranks"][0]["waiting"] for run in seconds}
     joint: dict[str, Any] = {}
@@ -76,9 +76,9 @@ def row(seed: int, outcome: Mapping[str, Any]) -> Row:
         "steps": measured[PLANNED]["steps"],
         "step_ms": 1e3 * seconds[PLANNED],
         "longer": seconds[PLANNED] / seconds[UNIFORM] - 1,
-        "less": 1 - foreseen[PLANNED]["variance"] / foreseen[UNIFORM]["variance"],
-        "off": foreseen[PLANNED]["seconds"] / seconds[PLANNED] - 1,
-        "uniform_off": foreseen[UNIFORM]["seconds"] / seconds[UNIFORM] - 1,
+        "less": 1 - predicted[PLANNED]["variance"] / predicted[UNIFORM]["variance"],
+        "off": predicted[PLANNED]["seconds"] / seconds[PLANNED] - 1,
+        "uniform_off": predicted[UNIFORM]["seconds"] / seconds[UNIFORM] - 1,
         "waits": (waits[PLANNED] - waits[UNIFORM]) / seconds[UNIFORM],
         "peak_to_cap": measured[PLANNED]["peak"][-1] / outcome["memory"],
         "recovered": measured[PLANNED]["operators"][-1].get("fp32", 0)

@@ -25,7 +25,7 @@ from qsync_fx.profiler.batch_interpolation import measurements
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.predictor.replay_accuracy import QUICK, Case, ResNet18, bert, classifier, foreseen
+from benchmarks.predictor.replay_accuracy import QUICK, Case, ResNet18, bert, classifier, predicted
 from benchmarks.support.harness import Row, arguments, by_size, finish, selected, write_cases
 
 PRECISIONS = ("fp32", "bf16")
@@ -67,7 +67,7 @@ def rows_of(name: str, sizes: Sizes, rounds: int) -> list[Row]:
     for item in measurements(every):
         at_size, plans = profile.at_batch(item.batch_size), set(PRECISIONS)
         for run in (run for run in item.runs if run.label in plans):
-            seconds = foreseen(at_size, Plan.uniform(run.label))
+            seconds = predicted(at_size, Plan.uniform(run.label))
             row: dict[str, Any] = {
                 "case": name,
                 "batch": item.batch_size,

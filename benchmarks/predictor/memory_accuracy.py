@@ -164,7 +164,7 @@ def _row(
         "plan": label,
         "of": space,
         "real_mb": real / 1e6,
-        "foreseen_mb": memory.step_bytes / 1e6,
+        "predicted_mb": memory.step_bytes / 1e6,
         "error": 100 * (memory.step_bytes / real - 1),
         "whole_error": 100 * (memory.step_bytes - real) / (real + memory.held_bytes),
         "at": f"{memory.peak.place} {memory.peak.operator}".strip(),

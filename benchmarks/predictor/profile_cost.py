@@ -98,7 +98,7 @@ def measured(layers: int, threads: int, settings: dict[str, Any]) -> Row:
     minutes = (time.perf_counter() - begin) / 60
     sensitivity = profile.sensitivity
     steps = sum(len(run.steps) for run in profile.runs)
-    row: dict[str, Any] = {"minutes": minutes, "steps": steps, "foreseen_minutes": estimate}
+    row: dict[str, Any] = {"minutes": minutes, "steps": steps, "predicted_minutes": estimate}
     if sensitivity is not None:
         row["sensitivity_steps"] = sensitivity.steps
         row["sensitivity_minutes"] = sensitivity.seconds / 60

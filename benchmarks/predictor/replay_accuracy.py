@@ -205,7 +205,7 @@ def additive(profile: Profile, plan: Plan) -> float:
     return total + sum(next(run for run in profile.runs if run.label == "fp32").outside)
 
 
-def foreseen(profile: Profile, plan: Plan) -> float:
+def predicted(profile: Profile, plan: Plan) -> float:
     """Return the seconds of forward and backward predicted by the cost mapper."""
     totals = CostMapper(profile.graph, profile.times(), plan).totals
     return totals.seconds - totals.optimizer
@@ -270,9 +270,9 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         for start in (0, 1)
     ]
     predictors = {
-        "mapper": {label: foreseen(profile, plans_by_label[label][1]) for label in targets},
+        "mapper": {label: predicted(profile, plans_by_label[label][1]) for label in targets},
         "mapper, uniform runs alone": {
-            label: foreseen(uniform_alone(profile), plans_by_label[label][1]) for label in targets
+            label: predicted(uniform_alone(profile), plans_by_label[label][1]) for label in targets
         },
         "additive, no casts or cascades": {
             label: additive(profile, plans_by_label[label][1]) for label in targets

@@ -123,14 +123,14 @@ class Trial:
     """Measured run of a plan on a local device.
 
     Attributes:
-        foreseen, measured: computing seconds per step.
+        predicted, measured: computing seconds per step.
         spread: median deviation of steps, relative to `measured`.
         interpolated: number of operators with no measurement in the plan's states before the run.
         more_bytes: measured minus predicted peak memory; 0 if not measured.
     """
 
     device: str
-    foreseen: float
+    predicted: float
     measured: float
     spread: float
     interpolated: int
@@ -139,7 +139,7 @@ class Trial:
     @property
     def agrees(self) -> bool:
         """Whether the difference is within `AGREES` or the spread of the steps."""
-        return abs(self.foreseen - self.measured) <= max(AGREES, self.spread) * self.measured
+        return abs(self.predicted - self.measured) <= max(AGREES, self.spread) * self.measured
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class PlanResult(HtmlView):
             notes["plans measured"] = str(len(self.trials))
             for trial in self.trials[self.ran - 1]:
                 if trial.device == name:
-                    notes["seconds foreseen"] = f"{trial.foreseen:.6g}"
+                    notes["seconds predicted"] = f"{trial.predicted:.6g}"
                     notes["seconds measured"] = f"{trial.measured:.6g}"
         if part.conditions:
             notes["measured with"] = part.conditions
@@ -421,9 +421,9 @@ def _trials(answer: PlanResult) -> Iterator[str]:
         plan = "this plan" if index == answer.ran else "another plan"
         for trial in trials:
             text = f"{trial.device} ran {plan} in round {index} of {len(answer.trials)}: "
-            text += f"{duration(trial.foreseen)} predicted, {duration(trial.measured)} measured"
-            if trial.foreseen:
-                text += f" ({trial.measured / trial.foreseen - 1:+.1%})"
+            text += f"{duration(trial.predicted)} predicted, {duration(trial.measured)} measured"
+            if trial.predicted:
+                text += f" ({trial.measured / trial.predicted - 1:+.1%})"
             if answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0:
                 text += f", peak memory {short(trial.more_bytes, 'B')} above the prediction"
             if trial.interpolated:

@@ -71,20 +71,20 @@ class ReplanCause:
     rank: int
     device: str
     change: PlanChange
-    foreseen: float  # predicted seconds, or bytes that the plan needs or was solved for
+    predicted: float  # predicted seconds, or bytes that the plan needs or was solved for
     measured: float  # measured seconds, or available bytes
 
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.device})"
         if self.change in (PlanChange.TIGHT, PlanChange.ROOMY):
             needs = {PlanChange.TIGHT: "needs", PlanChange.ROOMY: "was made for"}[self.change]
-            has, needed = short(self.measured, "B"), short(self.foreseen, "B")
+            has, needed = short(self.measured, "B"), short(self.predicted, "B")
             return f"{who} has {has} of memory for a step, but its plan {needs} {needed}"
         text = f"{who} computes {duration(self.measured)} per step"
         if self.change is PlanChange.LINKS:
             text = f"an exchange of gradients takes {duration(self.measured)}"
-        ratio = self.measured / self.foreseen
-        return f"{text} instead of the predicted {duration(self.foreseen)} (ratio {ratio:.2f})"
+        ratio = self.measured / self.predicted
+        return f"{text} instead of the predicted {duration(self.predicted)} (ratio {ratio:.2f})"
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _add_trials(tabs: Any, answer: PlanResult) -> None:
                 tabs,
                 f"{trial.device}, round {index}, {plan}",
                 "seconds",
-                trial.foreseen,
+                trial.predicted,
                 trial.measured,
                 trial.spread,
             )

@@ -49,8 +49,8 @@ def solve(known: Mapping[str, Profile]) -> PlanResult:
 
 
 def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0) -> Profile:
-    """Returns the profile as corrected by a run that took so many times what was foreseen, and held
-    so many bytes where any.
+    """Return the profile corrected by a run that took `factor` times the predicted seconds and had
+    a peak of `peak_bytes`, if it is not 0.
     """
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
@@ -76,7 +76,7 @@ def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0
 
 
 def rounds_with(*factors: float, limit: int = 3) -> PlanResult:
-    """Returns what is taken where the plans of the rounds take so many times what was foreseen."""
+    """Returns what is taken where the plans of the rounds take so many times what was predicted."""
     profile, left = reckoned(), list(factors)
     rounds = ReplanLoop(solve({"t4": profile}), solve, limit)
     while rounds.more:
@@ -93,10 +93,10 @@ def test_accurate_prediction_needs_one_round() -> None:
     ((trial,),) = answer.trials
     assert (
         trial.agrees
-        and trial.measured == pytest.approx(1.01 * trial.foreseen, rel=1e-3)
+        and trial.measured == pytest.approx(1.01 * trial.predicted, rel=1e-3)
         and answer.ran == 1
     )
-    assert trial.foreseen == pytest.approx(answer.evaluation.seconds)
+    assert trial.predicted == pytest.approx(answer.evaluation.seconds)
     plan = answer.plan()
     assert plan.notes["plans measured"] == "1" and float(
         plan.notes["seconds measured"]
@@ -115,7 +115,7 @@ def test_slower_than_predicted_plan_is_replaced() -> None:
 
 
 def test_repeated_plan_ends_the_rounds_with_its_measurement() -> None:
-    """A little slower than foreseen, and still the fastest."""
+    """A little slower than predicted, and still the fastest."""
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
     assert answer.evaluation.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
@@ -133,7 +133,7 @@ def test_best_measured_plan_is_used_without_agreement() -> None:
 
 
 def test_plan_above_the_memory_limit_is_replaced() -> None:
-    """It takes the time that was foreseen: only what it holds says that another one is to
+    """It takes the time that was predicted: only what it holds says that another one is to
     be taken.
     """
     profile = replace(reckoned(), optimizer_memory=SGD)

@@ -35,9 +35,9 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
         "4.weight": 200,
         "4.bias": 4,
     }
-    foreseen = coded([Parameter(*one) for one in sizes.items()], named, world, of_copy(1e9, ""))
+    predicted = coded([Parameter(*one) for one in sizes.items()], named, world, of_copy(1e9, ""))
     heads = HEADER * (1 if world == 2 else world)
-    given = 3 * (foreseen.nbytes - heads) + heads * mixed["buckets"]
+    given = 3 * (predicted.nbytes - heads) + heads * mixed["buckets"]
     assert sum(rank["mixed"]["wire"] for rank in (first, *others)) == world * share(world) * given
     assert mixed["coded"] == 5400
     assert mixed["weights"] != first["none"]["weights"]

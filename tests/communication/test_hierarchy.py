@@ -35,9 +35,9 @@ the bit.
 """
 
 
-def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
-    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five
-    steps of the training.
+def predicted(codec: str, world: int, size: int, buckets: int) -> list[float]:
+    """Return the predicted bytes that all ranks send between nodes and inside them, in five steps
+    of the training.
     """
     parameters = [Parameter(name, p.numel()) for name, p in Network().named_parameters()]
     nodes = world // size
@@ -71,7 +71,9 @@ def test_gradients_are_coded_between_nodes_alone(
         assert inside >= raw, "as much inside a node as goes between nodes, and more, in FP32"
         if name != "1bit":  # its bytes follow from shapes
             sums = [[rank[name]["wire"][at] for rank in (first, *others)] for at in (0, 3)]
-            assert [sum(one) for one in sums] == foreseen(name, world, size, found["buckets"]), name
+            assert [sum(one) for one in sums] == predicted(name, world, size, found["buckets"]), (
+                name
+            )
         assert found["checks"] == 3
         assert "in FP32 within the node" in found["printed"]
         if name == "qsgd2":

@@ -113,7 +113,7 @@ def test_monitor_pauses_after_a_decision(
     assert [ours.look() for _ in range(4)] == [None] * 4, (
         "cooldown steps count for nothing, and nothing is measured"
     )
-    assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are foreseen now"
+    assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are predicted now"
     assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
     ours.decided(20.0)
     assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), (
@@ -184,7 +184,7 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     assert decided.step > 10, "not before it has changed"
     (cause,) = decided.causes
     assert cause.change is PlanChange.LINKS
-    assert cause.measured > 5 * cause.foreseen, "a twenty-fifth of the rate"
+    assert cause.measured > 5 * cause.predicted, "a twenty-fifth of the rate"
     assert decided.before and decided.after
     assert decided.after.seconds < 0.2 < decided.before.seconds
     assert set(first["after"].values()) <= {"qsgd8", "qsgd4"} and first["after"]

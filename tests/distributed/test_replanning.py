@@ -70,7 +70,7 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
     peak = float(
         ClusterPlan.from_json(first.result["memory"]["after"]).classes["slow"].notes["peak"]
     )
-    assert peak <= tight.measured < tight.foreseen
+    assert peak <= tight.measured < tight.predicted
 
 
 @tiers.ALL

@@ -64,7 +64,7 @@ def test_each_rank_runs_and_explains_its_plan(demo: Any) -> None:
 def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
     _, output = demo
     found = json.loads((output / "outcome.json").read_text())
-    assert found["foreseen"] == {} and found["batches"] == [24, 32]
+    assert found["predicted"] == {} and found["batches"] == [24, 32]
     for training in found["measured"].values():
         for took, peak in zip(training["ranks"], training["peak"], strict=True):
             assert min(took.values()) > 0 and peak > 10**6
@@ -94,16 +94,16 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
         trace = json.loads((tmp_path / f"timeline-{which}.json").read_text())
         assert {event["pid"] for event in trace["traceEvents"]} == {1, 2}
     found = json.loads((tmp_path / "outcome.json").read_text())
-    foreseen, real = found["foreseen"]["planned"], found["measured"]["planned"]
-    assert foreseen["variance"] <= found["foreseen"]["uniform"]["variance"]
+    predicted, real = found["predicted"]["planned"], found["measured"]["planned"]
+    assert predicted["variance"] <= found["predicted"]["uniform"]["variance"]
     assert real["operators"][1] == Counter(
         fmt.name for fmt in plan.classes["inference"].operators.values()
     )
-    assert foreseen["peak"][1] <= found["memory"]
+    assert predicted["peak"][1] <= found["memory"]
     assert sum(plan.batches.values()) == sum(found["batches"])
     knobs = found["knobs"]
     assert knobs["both: the plan"]["batches"] == [plan.batches[role] for role in plan.ranks]
-    assert knobs["both: the plan"]["variance"] == foreseen["variance"]
+    assert knobs["both: the plan"]["variance"] == predicted["variance"]
     assert knobs["uniform bf16"]["batches"] == found["batches"]
     assert re.search(r"images a step +24 +\d+ +32 +\d+", finished.stdout)
     assert "What the formats and the batches contribute" in finished.stdout

@@ -105,7 +105,7 @@ def test_casts_are_predicted(name: str, precision: str) -> None:
     """
     *_, explanation = explained(name, precision)
     for part in explanation.graphs:
-        assert foreseen(part.graph) == inserted(part.graph)
+        assert predicted(part.graph) == inserted(part.graph)
 
 
 class ReadsOtherwise(nn.Module):
@@ -130,10 +130,10 @@ def test_casts_of_different_operands_are_predicted(precision: str) -> None:
         ReadsOtherwise(), torch.randn(4, 8), options={"precision": precision}
     )
     for part in explanation.graphs:
-        assert foreseen(part.graph) == inserted(part.graph)
+        assert predicted(part.graph) == inserted(part.graph)
 
 
-def foreseen(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
+def predicted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     notes = {op.id: op.note for op in graph.operators()}
     flow = graph.costing.flow
     found = casts(

@@ -1,4 +1,4 @@
-"""Predictions of the catalog for steps that an H200 has run, as recorded in gpu_foreseen.json.
+"""Predictions of the catalog for steps that an H200 has run (gpu_predicted_steps.json).
 
 The constants of the host in h200.toml are fitted to the uniform plans; the mixed plans are held
 out. On that machine torch's fused kernels refused the mask of attention, as the record says, so
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import qsync_fx
-from benchmarks.gpu.foreseen import MIXED, PRECISIONS, bert_wide
+from benchmarks.gpu.predicted_steps import MIXED, PRECISIONS, bert_wide
 from benchmarks.predictor.replay_accuracy import mixed_plans
 from qsync_fx import Plan
 from qsync_fx.devices import get
@@ -32,7 +32,7 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import loss_memory
 from tests.support.tiers import ALL
 
-RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_foreseen.json"
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_predicted_steps.json"
 ROWS: Mapping[str, Any] = {row["plan"]: row for row in json.loads(RECORD.read_text())["rows"]}
 WITHOUT_HOST = replace(get("h200"), host=NO_HOST)
 SGD_BYTES = 12
@@ -94,7 +94,7 @@ def test_page_has_the_predictions() -> None:
 def test_constants_of_the_host_carry_the_prediction() -> None:
     times, plans = predicted()
     kernels = qsync_fx.replay(plans["int8"], times.on(WITHOUT_HOST)).seconds * 1e3
-    assert kernels == pytest.approx(ROWS["int8"]["foreseen_ms"], rel=0.05)
+    assert kernels == pytest.approx(ROWS["int8"]["predicted_ms"], rel=0.05)
     assert kernels < 0.3 * ROWS["int8"]["milliseconds"]
 
 

@@ -65,9 +65,9 @@ def test_catalog_step_equals_the_device_times(profile: Profile, plan: Plan) -> N
     graph = build_model_graph(
         explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"]
     )
-    foreseen = states(graph, plan)
+    predicted = states(graph, plan)
     own, profiled = (
-        scheduled(foreseen, times).seconds for times in (DeviceTimes(T4, graph), profile.times())
+        scheduled(predicted, times).seconds for times in (DeviceTimes(T4, graph), profile.times())
     )
     assert profiled == pytest.approx(own, rel=0.1)
 

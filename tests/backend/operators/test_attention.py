@@ -1,4 +1,4 @@
-"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen
+"""Attention as products in place of torch's fused kernel: where, with which numbers, and predicted
 to keep what it keeps.
 """
 

@@ -1,4 +1,4 @@
-"""What a plan makes of a model is foreseen from its graph as the passes decide it: states, casts
+"""What a plan makes of a model is predicted from its graph as the passes decide it: states, casts
 and costs.
 """
 

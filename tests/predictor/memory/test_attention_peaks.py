@@ -1,4 +1,4 @@
-"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of
+"""What attention with dropout holds, predicted and as torch's allocator counts it: matrices of
 scores, where sequences are long.
 """
 
@@ -15,7 +15,7 @@ from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory.attention_memory import is_fused
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.profiler.model_graph_builder import build_model_graph
-from tests.support.planning.peaks import FORMATS, real_and_foreseen
+from tests.support.planning.peaks import FORMATS, real_and_predicted
 from tests.support.planning.predicted_models import live_buffers
 from tests.support.tiers import ALL
 
@@ -88,7 +88,7 @@ def test_fused_attention_saves_its_output_and_row_sums() -> None:
 
 def test_fused_attention_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
-    real, found = real_and_foreseen(Attending(0.0), rows(), Plan("fp32"))
+    real, found = real_and_predicted(Attending(0.0), rows(), Plan("fp32"))
     assert abs(found - real) <= OFF * real
 
 
@@ -96,7 +96,7 @@ def test_fused_attention_peak_equals_the_prediction() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
     torch.manual_seed(0)
-    real, found = real_and_foreseen(Attending(0.1), rows(), Plan(fmt))
+    real, found = real_and_predicted(Attending(0.1), rows(), Plan(fmt))
     off = 2 * OFF if multiplied_in_fp32() else OFF
     assert abs(found - real) <= off * real
 
@@ -108,5 +108,5 @@ def test_attention_with_dropout_peak_equals_the_prediction(fmt: str) -> None:
 def test_attention_as_products_peak_equals_the_prediction() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    real, found = real_and_foreseen(Attending(0.0), rows(), Plan("bf16"))
+    real, found = real_and_predicted(Attending(0.0), rows(), Plan("bf16"))
     assert abs(found - real) <= OFF * real

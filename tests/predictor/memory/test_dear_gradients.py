@@ -13,7 +13,7 @@ from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.profiler.model_graph_builder import build_model_graph
-from tests.support.planning.peaks import real_and_foreseen
+from tests.support.planning.peaks import real_and_predicted
 from tests.support.planning.predicted_models import live_buffers
 
 torch.set_num_threads(1)
@@ -61,6 +61,6 @@ def test_last_activation_is_live_with_its_gradient(activation: nn.Module) -> Non
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
 @pytest.mark.parametrize("activation", [nn.GELU(approximate="tanh"), nn.SiLU()])
 def test_perceptron_peak_equals_the_prediction(activation: nn.Module, fmt: str) -> None:
-    real, found = real_and_foreseen(perceptron(activation), torch.randn(ROWS, 256), Plan(fmt))
+    real, found = real_and_predicted(perceptron(activation), torch.randn(ROWS, 256), Plan(fmt))
     # oneDNN's products in BF16 take some hundred kilobytes for themselves.
     assert abs(found - real) <= 0.03 * real + 2**18

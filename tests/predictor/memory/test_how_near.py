@@ -1,4 +1,4 @@
-"""What the page says of foreseen peaks is what the benchmark counted."""
+"""What the page says of predicted peaks is what the benchmark counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is foreseen to hold: of any plan, against the allocator's own count, and against
+"""What a step is predicted to hold: of any plan, against the allocator's own count, and against
 torch's tracker of memory.
 """
 
@@ -275,7 +275,7 @@ def perceptron() -> nn.Module:
     )
 
 
-def real_and_foreseen(make: Callable[[], nn.Module], x: Tensor, plan: Plan) -> tuple[int, int]:
+def real_and_predicted(make: Callable[[], nn.Module], x: Tensor, plan: Plan) -> tuple[int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
@@ -305,7 +305,7 @@ IMAGES = torch.randn(16, 3, 48, 48).to(memory_format=torch.channels_last)
 def test_inductor_peak_equals_the_prediction(
     make: Callable[[], nn.Module], x: Tensor, fmt: str
 ) -> None:
-    real, found = real_and_foreseen(make, x, Plan(fmt))
+    real, found = real_and_predicted(make, x, Plan(fmt))
     # oneDNN's products in BF16 take up to a megabyte for themselves.
     assert real - found <= 0.03 * real + 2**20
     # Copies of products in FP32 are predicted as if all of them lived at once.

@@ -40,7 +40,7 @@ def profile() -> Profile:
 def steps(
     profile: Profile, busy: float, slower: float, copies: float = 1e-9, coding: float | None = None
 ) -> JointSteps:
-    """Returns steps as the replayer foresees them; this rank is twice as fast as the slowest."""
+    """Returns steps as the replayer predicts them; this rank is twice as fast as the slowest."""
     schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]

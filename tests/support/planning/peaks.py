@@ -32,7 +32,7 @@ def most_bytes(found: States, training: TrainingMemory | None = None) -> int:
     return max(memory.peak.bytes for memory in memories)
 
 
-def real_and_foreseen(
+def real_and_predicted(
     model: nn.Module, x: Tensor, plan: Plan, built: bool = False
 ) -> tuple[int, int]:
     """Return the real and the predicted bytes that a step adds to the memory before it."""

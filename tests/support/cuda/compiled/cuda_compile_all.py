@@ -4,19 +4,14 @@
         --json runs/cuda-compile.json
 
 `make test-cuda-compile` runs it for all architectures of the installed nvcc. Without --heavy,
-kernels of
-CUTLASS 3 are omitted (10 seconds each, and 6 GB per file). --only selects kernels by a part of
-their
-name, and --sample N selects N evenly spaced kernels of each architecture.
+kernels of CUTLASS 3 are omitted (10 seconds each, and 6 GB per file). --only selects kernels by a
+part of their name, and --sample N selects N evenly spaced kernels of each architecture.
 
 Many kernels are compiled in one file, for the device only, and discarded (`cuda_batches`). --each
-compiles
-each kernel into the cache as for users: this takes five times as long, but cached kernels are not
-compiled
-again. The exit status is 1 if a kernel does not compile, fails the checks of
+compiles each kernel into the cache as for users: this takes five times as long, but cached kernels
+are not compiled again. The exit status is 1 if a kernel does not compile, fails the checks of
 `qsync_fx.backend.cuda.kernel_build.compiler`, or lacks the expected instruction, and if no tool can
-read
-instructions.
+read instructions.
 """
 
 from __future__ import annotations

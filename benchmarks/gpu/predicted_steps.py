@@ -114,8 +114,8 @@ def timed(steps: Mapping[str, Call], device: torch.device, rounds: int) -> dict[
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def error(foreseen: float, real: float) -> float:
-    return (foreseen / real - 1) * 100
+def error(predicted: float, real: float) -> float:
+    return (predicted / real - 1) * 100
 
 
 def main() -> None:
@@ -183,19 +183,19 @@ def main() -> None:
                     "milliseconds": seconds[plan] * 1e3,
                 }
                 row |= {
-                    "foreseen_ms": timeline.seconds * 1e3,
+                    "predicted_ms": timeline.seconds * 1e3,
                     "time_error": error(timeline.seconds, seconds[plan]),
                 }
                 row |= {
                     "faster": seconds[PRECISIONS[0]] / seconds[plan],
-                    "foreseen_faster": base.seconds / timeline.seconds,
+                    "predicted_faster": base.seconds / timeline.seconds,
                 }
                 if peak_bytes is not None and timeline.peak_bytes:
-                    (foreseen,) = timeline.peak_bytes.values()
+                    (predicted,) = timeline.peak_bytes.values()
                     row |= {
                         "peak_mb": peak_bytes / 1e6,
-                        "foreseen_mb": foreseen / 1e6,
-                        "peak_error": error(foreseen, peak_bytes),
+                        "predicted_mb": predicted / 1e6,
+                        "peak_error": error(predicted, peak_bytes),
                     }
                 rows.add(row)
     rows.finish()
