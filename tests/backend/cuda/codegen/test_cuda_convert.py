@@ -2,7 +2,7 @@
 compiled for the CPU.
 
 Tiles, tails, zeros and alignments are those that nvcc compiles. The memory around results is
-watched. How tensors reach the kernels is in test_converting.py.
+watched. How tensors reach the kernels is in test_matrix_copies.py.
 """
 
 from __future__ import annotations
